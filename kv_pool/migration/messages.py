@@ -20,7 +20,7 @@ An error of the called node is returned as `CallFailed` and raised at the caller
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn, Union
+from typing import Any, NoReturn, TypeVar, Union
 
 import msgspec
 
@@ -262,6 +262,8 @@ class CallFailed(Message, frozen=True):
     message: str
 
 
+Reply = TypeVar("Reply", bound=Message)
+
 _KINDS = tuple(Message.__subclasses__())
 _encoder = msgspec.msgpack.Encoder()
 _decoder: Any = msgspec.msgpack.Decoder(Union[_KINDS])  # noqa: UP007
@@ -318,6 +320,13 @@ def check_reply(reply: Message, peer: str) -> Message:
     """Return a reply; raise the error of a `CallFailed`."""
     if isinstance(reply, CallFailed):
         raise_failure(reply, peer)
+    return reply
+
+
+def as_reply(reply: Message, kind: type[Reply], peer: str) -> Reply:
+    """Return a reply of this type. Raises MigrationError for another one."""
+    if not isinstance(reply, kind):
+        raise MigrationError(f"{peer} answered with {type(reply).__name__}; expected {kind.__name__}")
     return reply
 
 

@@ -34,6 +34,7 @@ from kv_pool.migration.messages import (
     PullStarted,
     PullSubject,
     RenewLease,
+    as_reply,
 )
 from kv_pool.migration.migration import Migration, Push
 from kv_pool.migration.migration_book import Housekeeping, MigrationBook
@@ -266,7 +267,8 @@ class Migrator(Running):
             PeerUnavailableError: the name is unknown, or the node does not answer.
             PeerAuthenticationError: the node has another secret.
         """
-        return self._links.describe(name, timeout_s)
+        reply = self._links.call(name, DescribeNode(), timeout_s)
+        return as_reply(reply, NodeDescription, f"node {name!r}")
 
     # ---- migrations ------------------------------------------------------------------------------
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from kv_pool.errors import InvalidArgumentError, MigrationError, MissingDependencyError, PeerUnavailableError
+from kv_pool.errors import InvalidArgumentError, MissingDependencyError, PeerUnavailableError
 from kv_pool.ids import NodeName
 from kv_pool.migration.addresses import parse_address
 from kv_pool.migration.messages import (
     Answer,
-    DescribeNode,
     KnownNode,
     Message,
     NodeDescription,
@@ -194,8 +194,9 @@ class PeerLinks:
         """Send a message to a node and return its reply.
 
         Raises:
-            PeerUnavailableError: the name is unknown, this node has no secret or was stopped, or there was no
-                reply in time; a node of this process answers in the caller's thread, however long it takes.
+            PeerUnavailableError: the name is unknown, this node has no secret or was stopped, the called node
+                describes itself by another name, or there was no reply in time; a node of this process
+                answers in the caller's thread, however long it takes.
             Other errors of `RemoteCalls.call`.
         """
         with self._lock:
@@ -203,8 +204,14 @@ class PeerLinks:
                 raise PeerUnavailableError(f"node {self._name!r} was stopped")
             local = self._local.get(name)
         if local is not None:
-            return call_local(local, message, self._name)
-        return self._find_remote(name).call(message, timeout_s)
+            reply = call_local(local, message, self._name)
+        else:
+            reply = self._find_remote(name).call(message, timeout_s)
+        if isinstance(reply, NodeDescription) and reply.name != name:
+            raise PeerUnavailableError(
+                f"the node at the address of {name!r} is named {reply.name!r}; check the list of peers"
+            )
+        return reply
 
     def _find_remote(self, name: NodeName) -> RemoteCalls:
         address = self.find_address(name)
@@ -223,17 +230,6 @@ class PeerLinks:
         if replaced is not None:
             replaced.close()
         return calls
-
-    def describe(self, name: NodeName, timeout_s: float) -> NodeDescription:
-        """Return a node's description. Raises the errors of `call`; PeerUnavailableError on another name."""
-        reply = self.call(name, DescribeNode(), timeout_s)
-        if not isinstance(reply, NodeDescription):
-            raise MigrationError(f"node {name!r} answered DescribeNode with {type(reply).__name__}")
-        if reply.name != name:
-            raise PeerUnavailableError(
-                f"the node at the address of {name!r} is named {reply.name!r}; check the list of peers"
-            )
-        return reply
 
     def take_reader(self, source: NodeDescription, only: str = "") -> BlockReader:
         """Return a reader of a node: an idle one, or a new one of the first common backend that works.
@@ -296,22 +292,20 @@ class PeerLinks:
             reader.close()
 
 
+@dataclass(frozen=True)
 class PeerOfPull:
-    """The source of a pull, reached by name. See `PullPeer`."""
+    """The source of a pull, reached by name, and by this backend if it is not "". See `PullPeer`."""
 
-    def __init__(self, links: PeerLinks, name: NodeName, timeout_s: float, backend: str = "") -> None:
-        self._links = links
-        self._name = name
-        self._timeout_s = timeout_s
-        self._backend = backend
-        self.return_reader = links.return_reader
-
-    def take_reader(self, source: NodeDescription) -> BlockReader:
-        """Return a reader from `PeerLinks.take_reader`, limited to the backend of the pull."""
-        return self._links.take_reader(source, self._backend)
+    links: PeerLinks
+    name: NodeName
+    timeout_s: float
+    backend: str = ""
 
     def call(self, message: Message) -> Message:
-        """Send a message by `PeerLinks.call`. Refuse a node with another name."""
-        if isinstance(message, DescribeNode):
-            return self._links.describe(self._name, self._timeout_s)
-        return self._links.call(self._name, message, self._timeout_s)
+        return self.links.call(self.name, message, self.timeout_s)
+
+    def take_reader(self, source: NodeDescription) -> BlockReader:
+        return self.links.take_reader(source, self.backend)
+
+    def return_reader(self, source: NodeDescription, reader: BlockReader) -> None:
+        self.links.return_reader(source, reader)

@@ -9,7 +9,7 @@ import time
 from contextlib import ExitStack, suppress
 
 from kv_pool.closing import Closing
-from kv_pool.errors import MigrationError, PeerAuthenticationError, PeerUnavailableError
+from kv_pool.errors import PeerAuthenticationError, PeerUnavailableError
 from kv_pool.events.zmq_module import zmq
 from kv_pool.ids import NodeName
 from kv_pool.migration.addresses import connect_to, format_address, parse_address, resolve
@@ -18,6 +18,7 @@ from kv_pool.migration.messages import (
     BulkOpened,
     Message,
     OpenBulk,
+    as_reply,
     check_reply,
     decode_message,
     encode_message,
@@ -87,9 +88,7 @@ class RemoteCalls:
             MigrationError: the node does not have this backend.
         """
         deadline = time.monotonic() + timeout_s
-        opened = self.call(OpenBulk(backend), timeout_s)
-        if not isinstance(opened, BulkOpened):
-            raise MigrationError(f"{self.address} answered OpenBulk with {type(opened).__name__}")
+        opened = as_reply(self.call(OpenBulk(backend), timeout_s), BulkOpened, self.address)
         address = format_address(parse_address(self.address)[0], opened.port)
         connection = connect_to(address, deadline - time.monotonic())
         channel = Channel(connection, opened.key, True, address)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.errors import InvalidArgumentError, MigrationError, PeerUnavailableError, TransferFailedError
 from kv_pool.ids import BlockId, NodeName
 from kv_pool.manager.leases import Lease
-from kv_pool.migration.messages import AskChecksums, Checksums, Message, NodeDescription
+from kv_pool.migration.messages import AskChecksums, Checksums, Message, NodeDescription, Reply, as_reply
 from kv_pool.migration.migration import Migration
 from kv_pool.migration.pool_site import PoolSite
 from kv_pool.migration.site import OfferedBlock
@@ -96,7 +96,6 @@ class PullSettings:
     on_unsettled: Callable[[Lease, BlockReader], object]
 
 
-_Reply = TypeVar("_Reply", bound=Message)
 TRIES = 3
 """Maximum number of attempts for a read of blocks or an idempotent request."""
 _PAUSE_S = 0.02
@@ -155,18 +154,15 @@ class SourceCalls:
         """Wait for `seconds` or until the pull is stopped."""
         self._woken.wait(seconds)
 
-    def call(self, message: Message, reply_type: type[_Reply]) -> _Reply:
+    def call(self, message: Message, kind: type[Reply]) -> Reply:
         """Send a message once. Raises MigrationError if the reply has another type."""
-        reply = self.peer.call(message)
-        if not isinstance(reply, reply_type):
-            raise MigrationError(f"the source answered {type(message).__name__} with {type(reply).__name__}")
-        return reply
+        return as_reply(self.peer.call(message), kind, "the source")
 
-    def repeat(self, message: Message, reply_type: type[_Reply]) -> _Reply:
+    def repeat(self, message: Message, kind: type[Reply]) -> Reply:
         """Send an idempotent message, and repeat it up to `TRIES` times in all until there is an answer."""
         for num_left in reversed(range(TRIES)):
             try:
-                return self.call(message, reply_type)
+                return self.call(message, kind)
             except PeerUnavailableError:
                 self.check_wanted()
                 if not num_left:

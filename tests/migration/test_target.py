@@ -537,7 +537,7 @@ def test_a_reply_of_the_wrong_type_fails_the_pull():
 
     bench = Confused()
     bench.pull.run()
-    with pytest.raises(Exception, match="answered PrepareTransfer with Cancelled"):
+    with pytest.raises(Exception, match="answered with Cancelled; expected Offer"):
         raise bench.pull.error
     bench.check(at_source=True, at_target=False, num_free=15)
 
