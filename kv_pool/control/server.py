@@ -44,10 +44,9 @@ from kv_pool.control.socket_path import (
 from kv_pool.core.arguments import as_count
 from kv_pool.errors import ControlError, OutOfThreadsError
 from kv_pool.ids import NodeName
-from kv_pool.migration.workers import Workers
 from kv_pool.reports.controlled_pool import ControlledPool
 from kv_pool.reports.holds import explain_block, list_holds
-from kv_pool.threads import start_thread
+from kv_pool.threads import Workers, start_thread
 
 if TYPE_CHECKING:
     from kv_pool.control.live_node import LiveNode

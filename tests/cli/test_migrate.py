@@ -246,7 +246,7 @@ def test_secret_is_created_once_for_its_owner_only(folder):
         ("--name a/b", "'a/b' is not a valid node name"),
         ("--name a --peer b", "'b' is not a peer; write name=host:port"),
         ("--name a --listen nowhere", "'nowhere' is not a node address"),
-        ("--name a --nodes nowhere.toml", "nowhere.toml: cannot read the topology"),
+        ("--name a --nodes nowhere.toml", "nowhere.toml: cannot read the nodes"),
         ("--name a --registry b", "node 'b' is unknown"),
         ("--name a --registry 127.0.0.1:1", "127.0.0.1:1: cannot connect"),
         ("--name a --secret-file nowhere", "nowhere: cannot read the shared secret"),
