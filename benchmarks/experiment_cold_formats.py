@@ -26,8 +26,8 @@ from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.requests.request import Request
 from kv_pool.storage.kv_storage import KVStorage
 from kv_pool.tiers.formats import BlockFormat, make_format
-from kv_pool.tiers.formats.block_axes import BlockAxes, read_axes
-from kv_pool.tiers.formats.integers import make_int8_format
+from kv_pool.tiers.formats.block_format import BlockAxes, read_axes
+from kv_pool.tiers.formats.scaled import make_int8_format
 
 CONTEXT, CONTINUATION = 448, 64
 WINDOW = CONTEXT + CONTINUATION

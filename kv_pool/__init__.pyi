@@ -18,8 +18,8 @@ from kv_pool.manager.block_groups.kv_cache_spec import CrossAttentionSpec as Cro
 from kv_pool.manager.block_groups.kv_cache_spec import EncoderOnlyAttentionSpec as EncoderOnlyAttentionSpec
 from kv_pool.manager.retention.block_retention import BlockRetention as BlockRetention
 from kv_pool.manager.retention.directive import RetentionDirective as RetentionDirective
-from kv_pool.tiers.swap.swapper import BlockSwapper as BlockSwapper
-from kv_pool.tiers.swap.plan import SwapPlan as SwapPlan
+from kv_pool.tiers.swapper import BlockSwapper as BlockSwapper
+from kv_pool.tiers.swapper import SwapPlan as SwapPlan
 from kv_pool.manager.leases import BlockLeases as BlockLeases
 from kv_pool.manager.leases import LeaseKind as LeaseKind
 from kv_pool.adapter.gpu_kv_pool import GPUKVPool as GPUKVPool

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from kv_pool.migration.migrator import Migrator
     from kv_pool.storage.block_layout import BlockLayout
     from kv_pool.storage.block_storage import BlockStorage
-    from kv_pool.tiers.dump.dump_reader import PoolDumpHeader
+    from kv_pool.tiers.dump_file import PoolDumpHeader
     from kv_pool.tiers.pool_dump import LoadedPool
 
 

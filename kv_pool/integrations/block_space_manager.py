@@ -10,8 +10,7 @@ from kv_pool.errors import InvalidArgumentError, OutOfBlocksError
 from kv_pool.ids import BlockHash, BlockId, RequestId
 from kv_pool.manager.admission import AllocStatus
 from kv_pool.manager.kv_cache_manager import KVCacheManager
-from kv_pool.tiers.swap.plan import SwapPlan
-from kv_pool.tiers.swap.swapper import BlockSwapper
+from kv_pool.tiers.swapper import BlockSwapper, SwapPlan
 
 
 class GroupedSequence(Protocol):

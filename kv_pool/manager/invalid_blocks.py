@@ -90,8 +90,6 @@ def report_invalid_blocks(state: ManagerState, block_ids: Collection[BlockId]) -
         keys = spread.list_tier_keys()
         if keys:
             pool.lower_tiers.on_content_invalidated(keys)
-    for host in state.list_hosts():
-        host.note_invalid(spread.suspect)
     evicted: list[KVCacheBlock] = []
     for one in spread.pools:
         blocks = spread.list_suspect(one)
@@ -139,7 +137,7 @@ class _Spread:
     """
 
     def __init__(self, state: ManagerState, bad: Iterable[KVCacheBlock]) -> None:
-        self.pools: list[BlockPoolCore] = [state.block_pool, *[host.host_pool for host in state.list_hosts()]]
+        self.pools: list[BlockPoolCore] = [one.block_pool for one in (state, *state.list_hosts())]
         self.holders = [_Holder(*item) for item in (*state._tables.items(), *state.detached_tables.items())]
         self.suspect: dict[KVCacheBlock, int] = dict.fromkeys(bad, 0)
         self._pool = state.block_pool

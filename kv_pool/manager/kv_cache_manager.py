@@ -22,6 +22,7 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.hash_map import CachedKey
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.pool_core import BlockPoolCore
+from kv_pool.core.repairing import forget_all
 from kv_pool.core.stored_events import add_kinds
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockHash, BlockId, BlockMove, GroupId, RequestId
@@ -514,9 +515,9 @@ class KVCacheManager(ManagerState):
         pool = self.block_pool
         hosts = self.list_hosts()
         for host in hosts:
-            if host.host_pool.is_changing:
+            if host.block_pool.is_changing:
                 refuse_interrupted()
-            if not host.is_idle():
+            if host._tables or host.detached_tables:
                 return False
         retention = self.retention
         if retention is not None:
@@ -524,12 +525,14 @@ class KVCacheManager(ManagerState):
             if num_free == pool.num_gpu_blocks - 1:
                 retention.release_all()
         for host in hosts:
-            host.host_pool.is_changing = True  # its content is that of before the reset, until it is reset
+            host.block_pool.is_changing = True  # its content is that of before the reset, until it is reset
         is_reset = pool.reset_prefix_cache()
         for host in hosts:
             if is_reset:
-                host.reset_host()
-            host.host_pool.is_changing = False
+                forget_all(host.block_pool)
+                if host.block_pool.metrics_collector is not None:
+                    host.block_pool.metrics_collector.reset()
+            host.block_pool.is_changing = False
         return is_reset
 
     def take_events(self) -> list[KVCacheEvent]:
@@ -704,7 +707,7 @@ class KVCacheManager(ManagerState):
         pool = self.block_pool
         pool.is_changing = True
         for host in self.list_hosts():
-            host.host_pool.is_changing = True
+            host.block_pool.is_changing = True
         pool.holds.begin_repair()  # open plans may put tables back
         self.copies.repair()
         for tables in (*self._tables.values(), *self.detached_tables.values()):
@@ -718,6 +721,6 @@ class KVCacheManager(ManagerState):
                     )
         self._caching.begin_step()
         for host in self.list_hosts():
-            host.repair_host()
+            cast("KVCacheManager", host).repair()
         # Last, since it clears the flag.
         pool.repair([block for tables in self._tables.values() for table in tables for block in table.blocks])

@@ -17,7 +17,6 @@ from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable, TableListener
 from kv_pool.manager.block_groups.kv_cache_spec import KVCacheSpec
 from kv_pool.manager.block_groups.make_group import make_group
-from kv_pool.manager.host_blocks import HostBlocks
 from kv_pool.manager.owned_prefixes import OwnedPrefixes
 from kv_pool.manager.prefix_caching import PrefixCaching
 from kv_pool.manager.prefix_rules import PrefixRules
@@ -75,7 +74,7 @@ class ManagerState:
         self._tables: dict[RequestId, list[BlockTable]] = {}
         self.detached_requests: dict[RequestId, str] = {}
         self.detached_tables: dict[RequestId, list[BlockTable]] = {}
-        self._hosts: list[Callable[[], HostBlocks | None]] = []  # weak references
+        self._hosts: list[Callable[[], ManagerState | None]] = []  # weak references
         self._has_forks: bool = False
         self.discounts_states: bool = False
         self.listeners: list[TableListener] = []
@@ -107,13 +106,16 @@ class ManagerState:
             self.retention.expire()  # expired pins free their blocks
         return self.block_pool.free_block_queue.num_free_blocks
 
-    def add_host(self, host: Callable[[], HostBlocks | None]) -> None:
-        """Add a weak reference to a pool in host memory whose content follows that of the device."""
+    def add_host(self, host: Callable[[], "ManagerState | None"]) -> None:
+        """Add a weak reference to a manager of copies in host memory: its tables are of swapped-out requests.
+
+        Its pool is reset and repaired with the device's.
+        """
         self._hosts = [one for one in self._hosts if one() is not None]
         self._hosts.append(host)
 
-    def list_hosts(self) -> list[HostBlocks]:
-        """Return the pools in host memory that are still in use."""
+    def list_hosts(self) -> list["ManagerState"]:
+        """Return the managers of copies in host memory that are still in use."""
         hosts = [host() for host in self._hosts]
         return [host for host in hosts if host is not None]
 

@@ -7,7 +7,7 @@ from kv_pool.errors import InvalidArgumentError
 from kv_pool.events.event_publisher import EventPublisher
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.replay.option import Option
-from kv_pool.tiers.swap.swapper import BlockSwapper
+from kv_pool.tiers.swapper import BlockSwapper
 
 EVENTS_PANEL = "Events"
 

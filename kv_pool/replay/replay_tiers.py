@@ -8,9 +8,8 @@ from kv_pool.manager.preemption import PreemptionKind, PreemptionLoss, Preemptio
 from kv_pool.manager.prefix_lookup import CachedPrefix
 from kv_pool.replay.replay_request import ReplayRequest
 from kv_pool.replay.report import ReplayReport, TierReport
-from kv_pool.tiers.onboard_plan import OnboardPlan
-from kv_pool.tiers.onboarder import TierOnboarder
-from kv_pool.tiers.swap.swapper import BlockSwapper
+from kv_pool.tiers.onboarder import OnboardPlan, TierOnboarder
+from kv_pool.tiers.swapper import BlockSwapper
 from kv_pool.tiers.tier import Tier
 from kv_pool.tiers.tier_prefixes import TierHit
 from kv_pool.tiers.tiered_cache import TieredCache

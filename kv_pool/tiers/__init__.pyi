@@ -8,9 +8,9 @@ from kv_pool.tiers.disk_tier import DiskTier as DiskTier
 from kv_pool.tiers.tier import Tier as Tier
 from kv_pool.tiers.tier import TierStatistics as TierStatistics
 from kv_pool.tiers.tier_prefixes import TierHit as TierHit
-from kv_pool.tiers.swap.swapper import BlockSwapper as BlockSwapper
-from kv_pool.tiers.swap.plan import SwapPlan as SwapPlan
-from kv_pool.tiers.swap.plan import SwapDirection as SwapDirection
+from kv_pool.tiers.swapper import BlockSwapper as BlockSwapper
+from kv_pool.tiers.swapper import SwapPlan as SwapPlan
+from kv_pool.tiers.swapper import SwapDirection as SwapDirection
 from kv_pool.tiers.tier_events import TierEvents as TierEvents
 from kv_pool.tiers.formats.make_format import make_format as make_format
 from kv_pool.tiers.formats.block_format import BlockFormat as BlockFormat

@@ -30,7 +30,7 @@ from kv_pool.foreign_bytes import UNDECODABLE
 from kv_pool.ids import BlockHashWithGroupId, SlotId
 from kv_pool.regular_files import open_private, open_private_folder
 from kv_pool.storage.block_layout import BlockLayout
-from kv_pool.tiers.block_rows import ByteRows
+from kv_pool.tiers.host_tier import ByteRows
 
 DESCRIPTION = "tier.json"
 LOCK = "lock"

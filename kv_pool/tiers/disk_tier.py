@@ -15,9 +15,9 @@ from kv_pool.errors import InvalidArgumentError, TierError
 from kv_pool.ids import BlockHashWithGroupId, BlockId, SlotId
 from kv_pool.storage.block_layout import BlockLayout
 from kv_pool.storage.block_storage import BlockStorage
-from kv_pool.tiers.block_rows import RAW, ByteRows, RowBuffer, as_block_ids, skip_raw, view_rows
 from kv_pool.tiers.disk_files import VERSION, Description, SlotFiles, SlotHeader, TierFolder, check_key
 from kv_pool.tiers.formats.block_format import BlockFormat
+from kv_pool.tiers.host_tier import RAW, ByteRows, RowBuffer, as_block_ids, skip_raw, view_rows
 from kv_pool.tiers.tier import Tier, TierRead
 
 _logger = logging.getLogger(__name__)
@@ -88,7 +88,6 @@ class DiskTier(Tier):
         self.batch_blocks = self._buffer.num_blocks
         self._use = 0
         self._touched: set[BlockHashWithGroupId] = set()
-        self._parents: dict[BlockHashWithGroupId, tuple[bytes | None, int]] = {}
         self._has_warned = False
         self._is_open = False
         # Slots whose header on disk could not be wiped, with the header's key: a restart would find them.
@@ -104,10 +103,6 @@ class DiskTier(Tier):
             raise TierError(f"{folder} cannot be used as a tier: {error}") from error
 
     # ---- writing and reading ---------------------------------------------------------------------
-
-    def share_parents(self, parents: dict[BlockHashWithGroupId, tuple[bytes | None, int]]) -> None:
-        parents.update(self._parents)
-        self._parents = parents
 
     def put(
         self,
@@ -135,7 +130,7 @@ class DiskTier(Tier):
             (slot,) = self._slots.list_next(1)
             self._use += 1
             try:
-                self._files.write(slot, key, row, self._use, *self._parents.get(key, (None, 0)))
+                self._files.write(slot, key, row, self._use, *self.parents.get(key, (None, 0)))
             except OSError as error:
                 self._unwiped[slot] = key
                 counts.num_write_errors += 1
@@ -349,5 +344,5 @@ class DiskTier(Tier):
         self._slots.restore((key, slot) for key, (slot, _) in newest.items())
         for key, (_, header) in newest.items():
             if header.parent is not None:
-                self._parents[key] = header.parent, header.num_tokens
+                self.parents[key] = header.parent, header.num_tokens
         return Reopened(len(newest), num_dropped)

@@ -1,19 +1,99 @@
-"""`HostTier`: blocks in one slab of host memory."""
+"""`HostTier`: blocks in one slab of host memory; blocks in host memory as rows of bytes."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
+import numpy.typing as npt
 
 from kv_pool.core.kv_events import MEDIUM_CPU
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.ids import BlockHashWithGroupId, BlockId
+from kv_pool.ids import BlockHashWithGroupId, BlockId, is_run
 from kv_pool.storage.block_storage import BlockStorage, make_host_buffer
 from kv_pool.storage.segments import SegmentTable
-from kv_pool.tiers.block_rows import ByteRows, RowBuffer, as_block_ids, skip_raw
 from kv_pool.tiers.formats.block_format import BlockFormat
 from kv_pool.tiers.tier import Tier, TierRead
+
+ByteRows = npt.NDArray[np.uint8]
+
+RAW = "raw"
+BUFFER_BYTES = 8 * 1024 * 1024
+"""Maximum number of bytes that one read or write covers. A larger block is read or written alone."""
+
+
+def view_rows(storage: BlockStorage) -> ByteRows | None:
+    """Return a (num_blocks, block_bytes) uint8 view of a storage's memory.
+
+    Return None if the blocks are not in host memory, or if a block is not contiguous.
+    """
+    table = storage.segments
+    if storage.device != "cpu" or len(table) != 1:
+        return None
+    stride, span = int(table.strides[0]), int(table.spans[0])
+    memory = (ctypes.c_ubyte * ((table.num_blocks - 1) * stride + span)).from_address(int(table.bases[0]))
+    return np.ndarray((table.num_blocks, span), np.uint8, memoryview(memory), strides=(stride, 1))
+
+
+def wrap_rows(rows: ByteRows, block_format: str) -> BlockStorage:
+    """Wrap contiguous rows, (n, block_bytes) uint8, as a storage of n blocks. Copies nothing."""
+    num_blocks, block_bytes = rows.shape
+    table = SegmentTable.of_adjacent(rows.ctypes.data, block_bytes, num_blocks, rows)
+    return BlockStorage(table, "cpu", block_format)
+
+
+class RowBuffer:
+    """A contiguous buffer for blocks in host memory, allocated on first use.
+
+    Attributes:
+        num_blocks: number of blocks that fit.
+    """
+
+    def __init__(self, block_bytes: int, block_format: str, num_bytes: int = BUFFER_BYTES) -> None:
+        self.num_blocks = max(1, num_bytes // block_bytes)
+        self._block_bytes = block_bytes
+        self._block_format = block_format
+        self._storage: BlockStorage | None = None
+
+    @property
+    def storage(self) -> BlockStorage:
+        """The buffer as a storage."""
+        if self._storage is None:
+            self._storage = make_host_buffer(self._block_bytes, self.num_blocks, self._block_format)
+        return self._storage
+
+    @property
+    def rows(self) -> ByteRows:
+        """The buffer as an array, (num_blocks, block_bytes) uint8."""
+        flat: ByteRows = self.storage.segments.owners[0]
+        return flat.reshape(self.num_blocks, self._block_bytes)
+
+    def gather(self, storage: BlockStorage, block_ids: Sequence[BlockId]) -> ByteRows:
+        """Return the bytes of these blocks, (n, block_bytes) uint8.
+
+        The result is a view of the storage if the block ids are consecutive and the storage allows it;
+        otherwise the blocks are copied into this buffer.
+
+        Args:
+            block_ids: at most `num_blocks` ids.
+        """
+        rows = view_rows(storage)
+        if rows is not None and is_run(block_ids):
+            return rows[block_ids[0] : block_ids[0] + len(block_ids)]
+        storage.copy_to(self.storage, list(zip(block_ids, as_block_ids(range(len(block_ids))), strict=True)))
+        return self.rows[: len(block_ids)]
+
+
+def as_block_ids(numbers: Sequence[int]) -> Sequence[BlockId]:
+    """Return slots, or rows of a buffer, as the ids of the blocks there. Copies nothing."""
+    return cast("Sequence[BlockId]", numbers)
+
+
+def skip_raw(block_format: BlockFormat | None) -> BlockFormat | None:
+    """Return the format, or None if it is `raw` and needs no coding."""
+    return None if block_format is None or block_format.name == RAW else block_format
 
 
 class HostTier(Tier):

@@ -1,4 +1,4 @@
-"""The numbered, executable invariants of tiers, in addition to those of `core/invariants.py`.
+"""The numbered, executable invariants of tiers and swapped requests, in addition to those of the pools.
 
     X1  a tier holds at most `capacity` blocks
     X2  a tier's keys are in distinct slots, each below its capacity
@@ -6,23 +6,37 @@
     X4  a disk tier's headers match its index: the same keys in the same slots, and no other headers except
         those that could not be wiped
     X5  the pool notifies exactly these tiers; every pending block belongs to the pool
-    X6  no key is queued for write-through twice: it waits either for its step or for its copy
+    X6  every block that is queued for write-through belongs to the pool
     X7  every plan listed as open is open, under the id of its own request
-    X8  the blocks of an open plan are referenced; load targets have one reference and no key
+    X8  the blocks of an open plan are referenced; targets of its copies have one reference and no key
     X9  the keys that tiers hold are the keys of the open plans, with the same counts
 
-They are true whenever no method is running. `check(onboarder)` raises CorruptedPoolError naming the first
-one that fails.
+    W1  a request is in at most one of: the manager, the swapped-out requests, the open plans (unless its
+        scheduler allocates for it meanwhile, such as for one without computed tokens)
+    W2  a device block has at least one reference for each of the manager's tables and holds with it
+    W3  the manager's tables contain its pool's own blocks only; an open plan, those of the pool of each side
+    W4  a swapped-out table counts at most the computed blocks as cached
+    W5  an open plan's moves go from distinct blocks to distinct blocks
+
+The tables of swapped-out requests are those of a manager: T1 to T4 hold for them, see
+`manager/invariants.py`. All are true whenever no method is running. `check(onboarder)` and
+`check_swapper(swapper)` raise CorruptedPoolError naming the first one that fails.
 """
 
 from collections import Counter
+from collections.abc import Iterable
+from typing import Any
 
 from kv_pool.core import invariants
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import CorruptedPoolError
-from kv_pool.ids import BlockHashWithGroupId, SlotId
+from kv_pool.ids import BlockHashWithGroupId, BlockId, SlotId
+from kv_pool.manager import invariants as manager_invariants
 from kv_pool.tiers.disk_tier import DiskTier
 from kv_pool.tiers.onboarder import TierOnboarder
-from kv_pool.tiers.swap.open_plans import PlanState
+from kv_pool.tiers.open_plans import OpenPlans, PlanState
+from kv_pool.tiers.swapper import BlockSwapper, SwapDirection, SwapPlan
 from kv_pool.tiers.tier import Tier
 from kv_pool.tiers.tiered_cache import TieredCache
 
@@ -65,30 +79,120 @@ def check_cache(tiered_cache: TieredCache) -> None:
     if tiered_cache.block_pool.lower_tiers is not tiered_cache:
         raise CorruptedPoolError("X5: the pool notifies other tiers than these")
     blocks = tiered_cache.block_pool.blocks
-    for block in tiered_cache._pending.values():
-        if blocks[block.block_id] is not block:
-            raise CorruptedPoolError(f"X5: pending block {block.block_id} does not belong to the pool")
-    twice = tiered_cache._unwritten.keys() & tiered_cache._written.keys()
-    if any(tiered_cache._unwritten[key][0] is tiered_cache._written[key][0] for key in twice):
-        raise CorruptedPoolError(f"X6: {sorted(twice)} are queued for write-through twice")
+    queued = [block for block, _, _ in tiered_cache._through.values()]
+    for name, listed in (("X5: pending", tiered_cache._pending.values()), ("X6: queued", queued)):
+        for block in listed:
+            if blocks[block.block_id] is not block:
+                raise CorruptedPoolError(f"{name} block {block.block_id} does not belong to the pool")
 
 
 def check_plans(onboarder: TierOnboarder) -> None:
     """Verify X7 to X9."""
+    check_open(onboarder._plans)
     held: Counter[BlockHashWithGroupId] = Counter()
-    for request_id, plan in onboarder._plans.by_request.items():
-        if plan.state is not PlanState.OPEN or plan.request_id != request_id:
-            raise CorruptedPoolError(f"X7: {plan!r} is listed as open for request {request_id!r}")
+    for plan in onboarder.list_open_plans():
         for block in plan.list_blocks():
             if block.ref_cnt < 1:
                 raise CorruptedPoolError(f"X8: block {block.block_id} of {plan!r} is free")
-        for block in plan._targets:
-            if not block.is_null and (block.ref_cnt != 1 or block.block_hash is not None):
-                raise CorruptedPoolError(
-                    f"X8: block {block.block_id} of {plan!r} has ref_cnt {block.ref_cnt} and hash "
-                    f"{block.block_hash!r}"
-                )
+        check_targets(plan, plan._targets)
         held.update(plan.keys)
     for tier in onboarder.tiered_cache.tiers:
-        if tier._held != held:
-            raise CorruptedPoolError(f"X9: the tier for {tier.medium} holds {tier._held}, not {dict(held)}")
+        if tier.held != held:
+            raise CorruptedPoolError(f"X9: the tier for {tier.medium} holds {tier.held}, not {dict(held)}")
+
+
+def check_open(plans: OpenPlans[Any]) -> None:
+    """Verify X7."""
+    for request_id, plan in plans.by_request.items():
+        if plan.state is not PlanState.OPEN or plan.request_id != request_id:
+            raise CorruptedPoolError(f"X7: {plan!r} is listed as open for request {request_id!r}")
+
+
+def check_targets(plan: object, targets: Iterable[KVCacheBlock]) -> None:
+    """Verify X8 for the blocks that an open plan copies into."""
+    for block in targets:
+        if not block.is_null and (block.ref_cnt != 1 or block.block_hash is not None):
+            raise CorruptedPoolError(
+                f"X8: block {block.block_id} of {plan!r} has ref_cnt {block.ref_cnt} and hash "
+                f"{block.block_hash!r}"
+            )
+
+
+def check_swapper(swapper: BlockSwapper) -> None:
+    """Verify W1 to W5, X7, X8 and both pools' invariants. O(blocks). Raises CorruptedPoolError."""
+    invariants.check(swapper.manager.block_pool)  # type: ignore[arg-type]
+    invariants.check(swapper.host_pool)  # type: ignore[arg-type]
+    check_open(swapper._plans)
+    check_places(swapper)
+    manager_invariants.check_references(swapper._host)
+    check_references(swapper)
+    check_tables(swapper)
+    for plan in swapper.list_open_plans():
+        check_moves(swapper, plan)
+
+
+def check_places(swapper: BlockSwapper) -> None:
+    """Verify W1."""
+    plans = {plan.request_id for plan in swapper.list_open_plans()}
+    places = Counter([*swapper.manager.list_request_ids(), *swapper.list_swapped_out(), *plans])
+    for request_id, num_places in places.items():
+        # If a scheduler allocated for a request in a plan, closing the plan raises.
+        if num_places > 1:
+            raise CorruptedPoolError(f"W1: request {request_id!r} is in {num_places} places")
+
+
+def check_references(swapper: BlockSwapper) -> None:
+    """Verify W2 and W3."""
+    manager = swapper.manager
+    on_device = _count(
+        manager.block_pool,
+        (block for _, _, table in manager_invariants.list_tables(manager) for block in table.blocks),
+    )
+    for plan in swapper.list_open_plans():
+        _count(swapper.host_pool, plan.list_blocks(swapper._host))
+        _count(manager.block_pool, plan.list_blocks(manager))
+    for block, num_holds in manager.block_pool.holds.count_references().items():
+        on_device[block.block_id] += num_holds
+    for block in manager.block_pool.blocks[1:]:
+        num_found = on_device[block.block_id]  # other holders may have it, too
+        if block.ref_cnt < num_found:
+            raise CorruptedPoolError(
+                f"W2: device block {block.block_id} has ref_cnt {block.ref_cnt}, but {num_found} tables and "
+                "holds have it"
+            )
+
+
+def check_tables(swapper: BlockSwapper) -> None:
+    """Verify W4; also T3 and T4 of the tables on the host."""
+    for request_id, tables in swapper._host._tables.items():
+        num_computed = swapper._swapped_out[request_id]
+        for spec, table in zip(swapper.manager.groups, tables, strict=True):
+            manager_invariants.check_coverage(
+                table, spec, num_computed, f"swapped-out request {request_id!r}"
+            )
+            if table.num_cached_blocks > num_computed // spec.block_size:
+                raise CorruptedPoolError(
+                    f"W4: {table.num_cached_blocks} blocks of request {request_id!r} count as cached, but "
+                    f"{num_computed} tokens are computed"
+                )
+
+
+def check_moves(swapper: BlockSwapper, plan: SwapPlan) -> None:
+    """Verify W5 and X8."""
+    sources = [move.source for move in plan.moves]
+    targets = [move.target for move in plan.moves]
+    if len(set(sources)) < len(sources) or len(set(targets)) < len(targets):
+        raise CorruptedPoolError(f"W5: a block occurs twice in {plan.moves}")
+    pool = swapper.host_pool if plan.direction is SwapDirection.OUT else swapper.manager.block_pool
+    check_targets(plan, [pool.blocks[block_id] for block_id in targets])
+
+
+def _count(pool: BlockPoolCore, blocks: Iterable[KVCacheBlock]) -> Counter[BlockId]:
+    """Count the occurrences of each id, without the null block. Raise for another pool's blocks."""
+    named: Counter[BlockId] = Counter()
+    for block in blocks:
+        if pool.blocks[block.block_id] is not block:
+            raise CorruptedPoolError(f"W3: block {block.block_id} does not belong to the pool of its table")
+        if not block.is_null:
+            named[block.block_id] += 1
+    return named

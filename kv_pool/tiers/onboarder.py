@@ -1,25 +1,215 @@
-"""`TierOnboarder`: starts a manager's requests with prefixes from lower tiers."""
+"""`TierOnboarder`: starts requests with prefixes from lower tiers; `OnboardPlan`: the start of one."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
 import msgspec
 
 from kv_pool.core.arguments import as_count
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.extra_keys import check_announceable
 from kv_pool.core.kv_events import MEDIUM_GPU
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError
-from kv_pool.ids import BlockId, GroupId, RequestId
-from kv_pool.manager.block_groups.block_group import BlockGroup
-from kv_pool.manager.block_groups.make_group import make_group
+from kv_pool.ids import BlockId, RequestId
+from kv_pool.manager.block_groups.block_table import BlockTable
+from kv_pool.manager.freeing import release_hold
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.prefix_lookup import CachedPrefix
 from kv_pool.manager.requests.request import SchedulableRequest
-from kv_pool.tiers.onboard_plan import OnboardPlan
-from kv_pool.tiers.swap.open_plans import OpenPlans, PlanState
-from kv_pool.tiers.tier_prefixes import TierHit, TierPrefixes
+from kv_pool.tiers.open_plans import OpenPlans, PlanState, TwoPhasePlan, list_tail_first
+from kv_pool.tiers.tier_prefixes import GroupKeys, Rows, TierHit, TierPrefixes
 from kv_pool.tiers.tiered_cache import TieredCache
+
+
+class OnboardPlan(TwoPhasePlan):
+    """A plan to load blocks from lower tiers for a request, made by `TierOnboarder.plan_onboard`.
+
+                 commit                              abort
+        OPEN --> request has blocks, prefix cached   request has no blocks; call find_prefix again
+
+    While the plan is open, the manager does not know the request, the plan owns and holds the device blocks,
+    and no tier evicts the blocks to be read.
+
+    Attributes:
+        request_id: the request.
+        hit: the hit that the plan loads.
+        num_computed_tokens: number of tokens with valid KV after the commit; the caller sets the request's
+            `num_computed_tokens` to it.
+        keys: the keys of the blocks to be read.
+        state: open, committed or aborted.
+        is_unreadable: True if a block could not be read.
+    """
+
+    def __init__(
+        self,
+        onboarder: TierOnboarder,
+        request: SchedulableRequest,
+        hit: TierHit,
+        rows: Rows,
+    ) -> None:
+        purpose = f"load blocks for request {request.request_id!r}"
+        super().__init__(request, hit.num_device_tokens + hit.num_tokens, onboarder._plans, purpose)
+        self.hit = hit
+        self.keys = [key for row in rows for key in row.values()]
+        self.is_unreadable = False
+        self._is_loaded = False
+        self._onboarder = onboarder
+        self._manager = onboarder.manager
+        self._tiered_cache = onboarder.tiered_cache
+        self._rows = rows
+        self._tables: list[BlockTable] = []
+        self._targets: list[KVCacheBlock] = []
+
+    def open(self, allocate: Callable[[], object]) -> bool:
+        """Hold the keys and take the device blocks by `allocate`; return False if the pool has too few."""
+        pool = self._manager.block_pool
+        self._plans.begin(self, PlanState.ABORTED)
+        self._tiered_cache.hold(self.keys)
+        pool.is_changing = False  # for a whole call; until `end` a repair releases the keys
+        try:
+            is_allocated = allocate() is not None
+        except Exception:
+            if not pool.is_changing:
+                self._give_back()
+            raise
+        if not is_allocated:
+            self._give_back()
+            return False
+        pool.is_changing = True
+        hold = self._open_hold(pool)
+        tables = self._manager.pop_tables(self.request_id)
+        for table, spec in zip(tables, self._manager.groups, strict=True):
+            table.num_hits = -(-self.num_computed_tokens // spec.block_size)
+        self._tables = tables
+        self._targets = [
+            table.blocks[position] for table, row in zip(tables, self._rows, strict=True) for position in row
+        ]
+        for block in self._targets:
+            if not block.is_null:
+                pool.origins.note_copy(block, None)
+        self._watch([block for table in tables for block in table.blocks])
+        pool.holds.take_over(hold, self.list_blocks()[::-1])  # it drops its references last block first
+        self._plans.end(self, PlanState.OPEN)
+        return True
+
+    def list_blocks(self) -> list[KVCacheBlock]:
+        """Return the device blocks that the plan holds, the first to be reused first."""
+        return list_tail_first([table.blocks for table in self._tables])
+
+    def apply(self) -> bool:
+        """Load the blocks and commit; abort on failure.
+
+        Returns:
+            False if a block could not be read, or its content was invalidated. The plan is aborted, and the
+            next `find_prefix` returns a shorter prefix or none.
+        Raises:
+            CopyFailedError: copying to the device failed. The plan is aborted.
+            Others as in `commit`. The plan is aborted.
+        """
+        try:
+            if self.load():
+                self.commit()
+                return True
+        except Exception:
+            if self.state is PlanState.OPEN:
+                self.abort()
+            raise
+        self.abort()
+        return False
+
+    def load(self) -> bool:
+        """Read the bytes into the device blocks. The copies are complete on return.
+
+        First offloads the old content of the newly allocated blocks (`flush_evicted`).
+
+        Returns:
+            False if a block could not be read, or was invalidated; the caller then aborts the plan.
+        Raises:
+            PlanClosedError: the plan is already committed or aborted.
+            CopyFailedError: copying to the device failed.
+        """
+        self._check_open()
+        wanted = {
+            key: block.block_id
+            for key, block in zip(self.keys, self._targets, strict=True)
+            if not block.is_null
+        }
+        failed = self._tiered_cache.load(list(wanted), list(wanted.values()))
+        self.is_unreadable = bool(failed)
+        self._is_loaded = not failed and not self._is_void()
+        return self._is_loaded
+
+    def commit(self) -> None:
+        """Assign the loaded blocks to the request and cache its prefix on the device.
+
+        Raises:
+            PlanClosedError: the plan is already committed or aborted.
+            InvalidBlockError: the blocks are not loaded, or the content of one was invalidated since, on the
+                device or in a tier. Abort the plan.
+            InvalidArgumentError, InvalidTypeError: the request has got blocks in the meantime, or lacks
+                fields that events need. In all cases nothing has changed.
+        """
+        self._check_open()
+        if not self._is_loaded or self._is_void():
+            raise InvalidBlockError(
+                f"the blocks for request {self.request_id!r} are not all loaded, or were invalidated since; "
+                "abort the plan and call find_prefix() again"
+            )
+        if self._manager.block_pool.enable_kv_cache_events:
+            check_announceable(self._request)
+        self._check_absent(self._manager)
+        self._plans.begin(self, PlanState.COMMITTED)
+        self._attach()
+        for book, hold in self._holds:
+            book.hand_over(hold)
+        self._manager.block_pool.is_changing = False  # for a whole call, before tiers may evict the keys
+        self._manager.cache_blocks(self._request, self.num_computed_tokens)
+        self._tiered_cache.release(self.keys)
+        self._plans.end(self, PlanState.COMMITTED)
+        self._onboarder._count(self)
+
+    def abort(self) -> None:
+        """Free the plan's device blocks. None of the loaded content can be hit.
+
+        Raises:
+            PlanClosedError: the plan is already committed or aborted. Nothing has changed.
+        """
+        self._check_open()
+        self._give_back()
+        self._onboarder._count(self)
+
+    def _give_back(self) -> None:
+        """Abort: drop the references and release the keys."""
+        self._plans.begin(self, PlanState.ABORTED)
+        self._attach()
+        for _, hold in self._holds:
+            release_hold(self._manager, hold)
+        self._tiered_cache.release(self.keys)
+        self._plans.end(self, PlanState.ABORTED)
+
+    def _attach(self) -> None:
+        if self.outcome is PlanState.ABORTED:
+            self._manager.forget_tables(self.request_id)
+        elif not self._manager.holds_blocks(self.request_id):
+            self._manager.put_tables(self.request_id, self._tables)
+
+    def repair(self) -> None:
+        super().repair()
+        others = [plan for plan in self._plans.by_request.values() if plan is not self]
+        self._tiered_cache.hold_only([key for plan in others for key in plan.keys])
+
+    def _is_void(self) -> bool:
+        """Return True if the content of a block was invalidated since the hit."""
+        return self._is_invalid() or not self._tiered_cache.has_all(self.keys)
+
+    def __repr__(self) -> str:
+        return (
+            f"OnboardPlan({self.request_id!r}, {self.state.value}, {len(self.keys)} blocks, "
+            f"{self.hit.num_tokens} tokens)"
+        )
 
 
 class AdmittableRequest(SchedulableRequest, Protocol):
@@ -69,14 +259,14 @@ class TierOnboarder:
             raise InvalidArgumentError("the tiers belong to another pool than the manager's")
         self.manager = manager
         self.tiered_cache = tiered_cache
-        self._groups: list[BlockGroup] = [
-            make_group(spec, manager.block_pool, GroupId(group_id), manager.alignment)
-            for group_id, spec in enumerate(manager.groups)
-        ]
-        for group_id, spec in enumerate(manager.groups):
-            if spec.is_cacheable:
-                tiered_cache.note_block_size(GroupId(group_id), spec.block_size)
-        self._prefixes = TierPrefixes(tiered_cache, self._groups, manager.alignment)
+        groups = []
+        for group in manager._groups:
+            if group.is_cacheable:
+                tiered_cache.note_block_size(group.group_id, group.block_size)
+            skip = None if group.is_downward_closed else group.count_skipped_tokens
+            is_cacheable = group.is_cacheable and manager.block_pool.enable_caching
+            groups.append(GroupKeys(group.group_id, group.block_size, group.stride, skip, is_cacheable))
+        self._prefixes = TierPrefixes(tiered_cache.list_indexes, groups, manager.alignment)
         self._plans: OpenPlans[OnboardPlan] = OpenPlans(manager.block_pool)
         self._media = [tier.medium for tier in tiered_cache.tiers]
         self._statistics = OnboardStatistics(dict.fromkeys([MEDIUM_GPU, *self._media], 0))
@@ -104,8 +294,14 @@ class TierOnboarder:
             limit = as_count("max_num_tokens", max_num_tokens)
         num_tokens = self._prefixes.count_tokens(request, start, limit)
         by_medium = dict.fromkeys(self._media, 0)
-        if num_tokens:
-            self._count_by_medium(request, start, start + num_tokens, by_medium)
+        if num_tokens and len(self._media) == 1:
+            by_medium[self._media[0]] = num_tokens
+        elif num_tokens:
+            end = start + num_tokens
+            rows = self._prefixes.list_blocks(request, start, end)
+            counts = self._prefixes.count_by_tier(rows, start, end, self.tiered_cache.find_tier)
+            for level, count in counts.items():
+                by_medium[self._media[level]] += count
         return TierHit(request.request_id, start, num_tokens, by_medium)
 
     def list_open_plans(self) -> list[OnboardPlan]:
@@ -221,10 +417,11 @@ class TierOnboarder:
                 f"{hit.request_id!r}; this is request {request_id!r} with {num_device_tokens} on the device"
             )
         end = num_device_tokens + hit.num_tokens
-        rows = None
-        if end <= len(request.block_hashes) * self.manager.block_pool.hash_block_size:
-            rows = self._prefixes.find_blocks(request, num_device_tokens, end)
-        if rows is None:
+        rows: Rows = []
+        has_hashes = end <= len(request.block_hashes) * self.manager.block_pool.hash_block_size
+        if has_hashes:
+            rows = self._prefixes.list_blocks(request, num_device_tokens, end)
+        if not has_hashes or not self.tiered_cache.has_all(key for row in rows for key in row.values()):
             raise InvalidBlockError(
                 f"the tiers do not have all of tokens {num_device_tokens} to {end} of request "
                 f"{request_id!r}; call find_prefix() again"
@@ -238,10 +435,8 @@ class TierOnboarder:
             delay_cache_blocks=True,
             **options,
         )
-        plan = OnboardPlan(
-            request, hit, self.manager, self.tiered_cache, rows, allocate, self._plans, self._count
-        )
-        return plan if plan.open() else None
+        plan = OnboardPlan(self, request, hit, rows)
+        return plan if plan.open(allocate) else None
 
     def note_started(self, cached_prefix: CachedPrefix) -> None:
         """Count a request that starts with a prefix from the device only."""
@@ -259,8 +454,8 @@ class TierOnboarder:
         """
         num_tokens = self.manager.get_computed_blocks(request).num_tokens
         found = self._prefixes.count_tokens(request, num_tokens, request.num_tokens - 1)
-        rows = self._prefixes.find_blocks(request, num_tokens, num_tokens + found) if found else None
-        keys = [key for row in rows or () for key in row.values()]
+        rows = self._prefixes.list_blocks(request, num_tokens, num_tokens + found)
+        keys = [key for row in rows for key in row.values()]
         return self.tiered_cache.prefetch(request.request_id, keys)
 
     def cancel_prefetch(self, request_id: RequestId) -> None:
@@ -268,24 +463,6 @@ class TierOnboarder:
         self.tiered_cache.cancel_prefetch(request_id)
 
     # ---- inside ----------------------------------------------------------------------------------
-
-    def _count_by_medium(
-        self, request: SchedulableRequest, start: int, end: int, by_medium: dict[str, int]
-    ) -> None:
-        """Add the tokens `[start, end)` to the counts; tokens that need no read count for the top tier."""
-        if len(self._media) == 1:
-            by_medium[self._media[0]] += end - start
-            return
-        step = self.manager.alignment
-        level_of = [0] * ((end - start) // step)
-        rows = self._prefixes.find_blocks(request, start, end) or []
-        for group, row in zip(self._groups, rows, strict=True):
-            for position, key in row.items():
-                level = self.tiered_cache.find_tier(key) or 0
-                place = (position * group.block_size - start) // step
-                level_of[place] = max(level_of[place], level)
-        for level in level_of:
-            by_medium[self._media[level]] += step
 
     def _count(self, plan: OnboardPlan) -> None:
         """Count a plan that is closed."""

@@ -4,29 +4,38 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from kv_pool.core.block_hash import find_random_root
-from kv_pool.core.block_keys import get_block_hash
+from kv_pool.core.block_keys import get_block_hash, get_group_id
 from kv_pool.core.freeing import free_listed
-from kv_pool.core.kv_events import KVCacheEvent
+from kv_pool.core.kv_events import BlockStored, KVCacheEvent
 from kv_pool.core.pool_core import BlockPoolCore
+from kv_pool.core.stored_events import make_external_hash
 from kv_pool.core.taking import take_listed
 from kv_pool.errors import InvalidArgumentError, LayoutMismatchError, PoolDumpError
 from kv_pool.events.event_publisher import ResidentState
-from kv_pool.ids import BlockId
+from kv_pool.events.stored_spans import slice_positions
+from kv_pool.ids import BlockHashWithGroupId, BlockId, ExternalBlockHash, GroupId
 from kv_pool.storage.block_layout import BlockLayout, describe_root
-from kv_pool.storage.block_storage import BlockStorage, make_host_buffer
-from kv_pool.tiers.block_rows import as_block_ids
-from kv_pool.tiers.dump.dump_reader import BATCH_BYTES, DumpedBlocks, PoolDumpHeader, open_dump
-from kv_pool.tiers.dump.loaded_events import make_events, name_key, split_events
-from kv_pool.tiers.dump.records import RecordKind, RecordWriter, replace_file
-from kv_pool.tiers.dump.rows import UNKNOWN, CachedRows, collect_rows, encode_rows, list_copies
+from kv_pool.storage.block_storage import BlockStorage
+from kv_pool.tiers.dump_file import (
+    BATCH_BYTES,
+    DumpedBlocks,
+    PoolDumpHeader,
+    RecordKind,
+    RecordWriter,
+    open_dump,
+    replace_file,
+)
+from kv_pool.tiers.dump_rows import UNKNOWN, CachedRows, collect_rows, encode_rows, list_copies
+from kv_pool.tiers.host_tier import RowBuffer
 
 
 @dataclass(frozen=True, eq=False)
@@ -241,16 +250,11 @@ def _find_random_seed(layout: BlockLayout | None, rows: CachedRows) -> str:
 
 def _read_blocks(storage: BlockStorage, block_ids: list[BlockId]) -> Iterator[memoryview]:
     """Yield the bytes of these blocks, in order. Each view is valid until the next one is requested."""
-    step = max(1, min(len(block_ids), BATCH_BYTES // storage.block_bytes))
-    host = make_host_buffer(storage.block_bytes, step, storage.block_format)
-    whole = memoryview(host.segments.owners[0])
+    buffer = RowBuffer(storage.block_bytes, storage.block_format, BATCH_BYTES)
     storage.synchronize()
-    for start in range(0, len(block_ids), step):
-        some = block_ids[start : start + step]
-        storage.copy_to(host, list(zip(some, as_block_ids(range(len(some))), strict=True)))
-        for place in range(len(some)):
-            first = place * storage.block_bytes
-            yield whole[first : first + storage.block_bytes]
+    for start in range(0, len(block_ids), buffer.num_blocks):
+        for row in buffer.gather(storage, block_ids[start : start + buffer.num_blocks]):
+            yield row.data
 
 
 def _check_fits(
@@ -318,3 +322,90 @@ def _insert(pool: BlockPoolCore, new_ids: list[BlockId], dumped: DumpedBlocks, n
             if row >= num_dropped:
                 prefix_map.insert(copies.key, blocks[row - num_dropped])
     free_listed(pool, blocks)
+
+
+EventKey = tuple[ExternalBlockHash, GroupId]
+"""A hash in the form that events use, and its KV cache group."""
+
+
+def make_events(
+    pool: BlockPoolCore, keys: Iterable[BlockHashWithGroupId], snapshot: Sequence[BlockStored]
+) -> list[KVCacheEvent]:
+    """Return one clear, followed by one store for each occurrence of a key in `keys`.
+
+    Args:
+        pool: determines the form of the hashes, the medium and the event classes.
+        keys: the keys of the pool's cached blocks.
+        snapshot: earlier stores of these blocks, parents before children. Entries for other keys, or for
+            blocks outside this pool's memory, are ignored.
+
+    A key that the snapshot lacks is stored by its hash only, without tokens, parent and adapter.
+    """
+    counts: dict[EventKey, int] = {}
+    for key in keys:
+        event_key = name_key(pool, key)
+        counts[event_key] = counts.get(event_key, 0) + 1
+    stores: list[BlockStored] = []
+    again: list[BlockStored] = []
+    for event in snapshot:
+        if not _is_of(pool, event):
+            continue
+        group_id = GroupId(event.group_idx or 0)
+        positions = []
+        for position, block_hash in enumerate(event.block_hashes):
+            count = counts.pop((block_hash, group_id), 0)
+            if count:
+                positions.append(position)
+            for _ in range(count - 1):
+                again += slice_positions(event, [position])
+        if positions:
+            stores += slice_positions(event, positions)
+    for (block_hash, group_id), count in counts.items():
+        bare = BlockStored(
+            [block_hash], None, [], pool.hash_block_size, None, pool.medium, None, group_idx=group_id
+        )
+        again += [bare] * count
+    make_stored: Callable[..., Any] = pool.stored_type
+    return [pool.cleared_type(), *(_convert(event, make_stored) for event in stores + again)]
+
+
+def split_events(pool: BlockPoolCore, snapshot: Sequence[BlockStored]) -> dict[EventKey, BlockStored]:
+    """Return, for each block of the pool in the snapshot, an event about this block only."""
+    return {
+        (event.block_hashes[position], GroupId(event.group_idx or 0)): part
+        for event in snapshot
+        if _is_of(pool, event)
+        for position in range(len(event.block_hashes))
+        for part in slice_positions(event, [position])
+    }
+
+
+def name_key(pool: BlockPoolCore, key: BlockHashWithGroupId) -> EventKey:
+    """Return a key in the form that events use."""
+    return make_external_hash(pool, get_block_hash(key)), get_group_id(key)
+
+
+def _is_of(pool: BlockPoolCore, event: BlockStored) -> bool:
+    """Return True if the event is about blocks in the pool's own memory."""
+    return (event.medium, event.locality, event.ownership) == (pool.medium, None, None)
+
+
+def _convert(event: BlockStored, make_stored: Callable[..., Any]) -> Any:
+    """Convert an event to the engine's event class, copying the fields that all such classes have."""
+    if make_stored is BlockStored:
+        return event
+    made = make_stored(
+        block_hashes=event.block_hashes,
+        parent_block_hash=event.parent_block_hash,
+        token_ids=event.token_ids,
+        block_size=event.block_size,
+        lora_id=event.lora_id,
+        medium=event.medium,
+        lora_name=event.lora_name,
+        extra_keys=event.extra_keys,
+        group_idx=event.group_idx,
+    )
+    for name in ("kv_cache_spec_kind", "kv_cache_spec_sliding_window"):
+        if getattr(event, name) is not None:
+            setattr(made, name, getattr(event, name))
+    return made

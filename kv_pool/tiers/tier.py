@@ -125,6 +125,9 @@ class Tier:
     Attributes:
         has_bytes: True if the tier stores bytes.
         batch_blocks: maximum number of blocks per `put` or `read`; 0 for no limit.
+        held: how often each key is held; shared by the tiers of a `TierStack`.
+        parents: what `LowerTiers.list_parents` returns of keys; shared with a `TieredCache`. A tier that
+            survives its process stores it with new blocks.
 
     A key is a block hash with its KV cache group. Not thread-safe.
     """
@@ -138,7 +141,8 @@ class Tier:
         self.capacity = capacity
         self.medium = medium
         self._slots = LruSlots()
-        self._held: dict[BlockHashWithGroupId, int] = {}
+        self.held: dict[BlockHashWithGroupId, int] = {}
+        self.parents: dict[BlockHashWithGroupId, tuple[bytes | None, int]] = {}
         self._counts = TierStatistics(medium, capacity)
 
     # ---- looking ---------------------------------------------------------------------------------
@@ -165,7 +169,7 @@ class Tier:
         """
         found: list[BlockHashWithGroupId] = []
         if num_blocks > 0:
-            held = self._held
+            held = self.held
             for key in self._slots.slot_of:
                 if not held or key not in held:
                     found.append(key)
@@ -198,25 +202,15 @@ class Tier:
     def hold(self, keys: Iterable[BlockHashWithGroupId]) -> None:
         """Exempt these keys from eviction until `release`. Holds are counted per key."""
         for key in keys:
-            self._held[key] = self._held.get(key, 0) + 1
+            self.held[key] = self.held.get(key, 0) + 1
 
     def release(self, keys: Iterable[BlockHashWithGroupId]) -> None:
         """Undo one `hold` of each of these keys."""
         for key in keys:
-            if self._held[key] > 1:
-                self._held[key] -= 1
+            if self.held[key] > 1:
+                self.held[key] -= 1
             else:
-                del self._held[key]
-
-    def share_holds(self, held: dict[BlockHashWithGroupId, int]) -> None:
-        """Use `held` as this tier's hold counts, so that several tiers share them."""
-        self._held = held
-
-    def share_parents(self, parents: dict[BlockHashWithGroupId, tuple[bytes | None, int]]) -> None:
-        """Add what is known of the tier's blocks to `parents`, and read there what is stored with new ones.
-
-        See `LowerTiers.list_parents`. A tier that does not survive its process has nothing to do.
-        """
+                del self.held[key]
 
     def put(
         self,

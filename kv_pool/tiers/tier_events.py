@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -38,13 +38,14 @@ class TierEvents:
     tokens, and a `block_size` of 0.
 
     Among blocks stored together, those with fewer preceding tokens are published first.
+
+    Attributes:
+        labels: the event data, which the tiers' owner drops when a block is neither cached nor stored.
     """
 
-    def __init__(self, pool: BlockPoolCore, num_tier_blocks: int) -> None:
+    def __init__(self, pool: BlockPoolCore) -> None:
         self._pool = pool
-        self._labels: dict[BlockHashWithGroupId, Label] = {}
-        # At this number of labels, those of blocks that are neither cached nor in a tier are dropped.
-        self._num_to_sweep_at = 2 * (pool.num_gpu_blocks + num_tier_blocks)
+        self.labels: dict[BlockHashWithGroupId, Label] = {}
 
     def note_cached(
         self,
@@ -65,21 +66,21 @@ class TierEvents:
         suffix = group_id.to_bytes(4, "big")
         for position, block_hash in enumerate(hashes):
             key = BlockHashWithGroupId(block_hash + suffix)
-            self._labels[key] = Label(span, position, start + position * block_size)
+            self.labels[key] = Label(span, position, start + position * block_size)
 
     def note_arrived(self, key: BlockHashWithGroupId, event: BlockStored, depth: int) -> None:
         """Record the event data of a received block from an event about it alone.
 
         `depth` is the number of tokens before the block in its sequence.
         """
-        self._labels[key] = Label(event, 0, depth)
+        self.labels[key] = Label(event, 0, depth)
 
     def announce_stored(self, medium: str, keys: Sequence[BlockHashWithGroupId]) -> None:
         """Publish that a tier of this medium has gained these keys."""
         bare: dict[GroupId, list[ExternalBlockHash]] = {}
         spans: dict[int, list[Label]] = {}
         for key in keys:
-            label = self._labels.get(key)
+            label = self.labels.get(key)
             if label is None:
                 bare.setdefault(get_group_id(key), []).append(self._name(key))
             else:
@@ -106,19 +107,6 @@ class TierEvents:
             by_group.setdefault(get_group_id(key), []).append(self._name(key))
         events: list[Any] = [BlockRemoved(hashes, medium, group_id) for group_id, hashes in by_group.items()]
         self._pool.kv_event_queue.extend(events)
-
-    def is_crowded(self) -> bool:
-        """Return True if at least half of the labels belong to blocks that are in no tier and not cached."""
-        return len(self._labels) > self._num_to_sweep_at
-
-    def keep_only(self, keys: Iterable[BlockHashWithGroupId]) -> None:
-        """Drop all labels except those of `keys`. O(labels); amortized O(1) when called for `is_crowded`."""
-        labels = self._labels
-        self._labels = {key: labels[key] for key in keys if key in labels}
-
-    def clear(self) -> None:
-        """Drop all labels."""
-        self._labels.clear()
 
     def _name(self, key: BlockHashWithGroupId) -> ExternalBlockHash:
         return make_external_hash(self._pool, get_block_hash(key))

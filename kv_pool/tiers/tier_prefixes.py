@@ -1,7 +1,8 @@
 """`TierPrefixes`: the part of a prefix that lower tiers have beyond the device; `TierHit`: that part."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, cast
 
 from kv_pool.core.block_keys import group_suffix
 from kv_pool.ids import BlockHash, BlockHashWithGroupId, GroupId, RequestId
@@ -27,41 +28,6 @@ class TierHit(NamedTuple):
     num_tokens_by_medium: dict[str, int]
 
 
-class TierKeys(Protocol):
-    """The keys that the tiers of a pool hold, such as a `TieredCache`."""
-
-    @property
-    def block_pool(self) -> Any:
-        """The pool; its `enable_caching` and `hash_block_size` are read."""
-
-    def list_indexes(self) -> Sequence[Mapping[BlockHashWithGroupId, object]]:
-        """Return mappings whose keys are in a tier. Valid until a change."""
-
-
-class PrefixGroup(Protocol):
-    """A KV cache group whose blocks may be in tiers, such as a `BlockGroup`."""
-
-    @property
-    def group_id(self) -> GroupId: ...
-
-    @property
-    def block_size(self) -> int: ...
-
-    @property
-    def stride(self) -> int:
-        """Number of the request's hashes per block."""
-
-    @property
-    def is_cacheable(self) -> bool: ...
-
-    @property
-    def is_downward_closed(self) -> bool:
-        """Whether a hit needs all blocks before its end."""
-
-    def count_skipped_tokens(self, num_computed_tokens: int, /) -> int:
-        """Return how many of the first tokens the next token does not attend to."""
-
-
 class HashedRequest(Protocol):
     """A request with block hashes."""
 
@@ -69,19 +35,66 @@ class HashedRequest(Protocol):
     def block_hashes(self) -> Sequence[BlockHash]: ...
 
 
+@dataclass(frozen=True)
+class GroupKeys:
+    """The keys of a KV cache group's blocks, and which of them a hit needs.
+
+    Attributes:
+        group_id: its index among the engine's groups.
+        block_size: tokens per block.
+        stride: number of the request's hashes per block; a block has the last one.
+        skip: returns how many of the first tokens the next token does not attend to; None with full
+            attention, when a hit needs all blocks before its end.
+        is_cacheable: whether its blocks have keys at all.
+    """
+
+    group_id: GroupId
+    block_size: int
+    stride: int = 1
+    skip: Callable[[int], int] | None = None
+    is_cacheable: bool = True
+
+    def count_blocks(self, request: HashedRequest, num_tokens: int) -> int:
+        """Return the number of full blocks of the first `num_tokens` tokens that have a hash."""
+        return min(num_tokens // self.block_size, len(request.block_hashes) // self.stride)
+
+    def list_hashes(self, request: HashedRequest, start: int, end: int) -> Sequence[BlockHash]:
+        """Return the hashes of blocks [start, end) of a request, as far as it has them."""
+        hashes, stride = request.block_hashes, self.stride
+        return hashes[start:end] if stride == 1 else hashes[(start + 1) * stride - 1 : end * stride : stride]
+
+    def list_keys(self, request: HashedRequest, start: int, end: int) -> list[BlockHashWithGroupId]:
+        """Return the keys of blocks [start, end) of a request. All of them must have a hash."""
+        suffix = group_suffix(self.group_id)
+        keys = [block_hash + suffix for block_hash in self.list_hashes(request, start, end)]
+        return cast("list[BlockHashWithGroupId]", keys)
+
+    def list_needed(self, start: int, end: int) -> range:
+        """Return the blocks of tokens `[start, end)` to which a token from `end` on attends."""
+        first = start if self.skip is None else max(start, self.skip(end))
+        return range(first // self.block_size, end // self.block_size)
+
+
 class TierPrefixes:
     """A read-only lookup of prefixes in lower tiers. Each block may be in any tier.
 
     Args:
-        tier_keys: the keys that the tiers hold.
-        groups: the manager's groups; their own pool is not consulted.
+        list_indexes: returns mappings whose keys are in a tier, valid until a change.
+        groups: the engine's groups.
         alignment: hits are a multiple of this number of tokens.
     """
 
-    def __init__(self, tier_keys: TierKeys, groups: Sequence[PrefixGroup], alignment: int) -> None:
-        self._tier_keys = tier_keys
+    def __init__(
+        self,
+        list_indexes: Callable[[], Sequence[Mapping[BlockHashWithGroupId, object]]],
+        groups: Sequence[GroupKeys],
+        alignment: int,
+    ) -> None:
+        self._list_indexes = list_indexes
         self._groups = groups
         self._alignment = alignment
+        self._full = [group for group in groups if group.is_cacheable and group.skip is None]
+        self._partial = [group for group in groups if group.is_cacheable and group.skip is not None]
 
     def count_tokens(self, request: HashedRequest, num_device_tokens: int, max_num_tokens: int) -> int:
         """Return how many tokens after the first `num_device_tokens` the tiers have for the request.
@@ -92,21 +105,16 @@ class TierPrefixes:
         Cost: one look-up for each block of a full-attention group; other groups look up the blocks they
         need once for each length that is tried.
         """
-        if not self._tier_keys.block_pool.enable_caching or not any(
-            group.is_cacheable for group in self._groups
-        ):
-            return 0
-        num_hashed = len(request.block_hashes) * self._tier_keys.block_pool.hash_block_size
-        num_tokens = self._align(min(max_num_tokens, num_hashed))
-        hashes = [list(self._list_hashes(request, group)) for group in self._groups]
-        for group, group_hashes in zip(self._groups, hashes, strict=True):
-            if group.is_cacheable and group.is_downward_closed:
-                first = num_device_tokens // group.block_size
-                wanted = group_hashes[first : num_tokens // group.block_size]
-                num_found = self._count_cached(wanted, group.group_id)
-                num_tokens = min(num_tokens, self._align((first + num_found) * group.block_size))
-        while num_tokens > num_device_tokens:
-            missing = self._find_missing(hashes, num_device_tokens, num_tokens)
+        num_tokens = self._align(max_num_tokens)
+        for group in (*self._full, *self._partial):
+            num_hashed = group.count_blocks(request, num_tokens) * group.block_size
+            num_tokens = self._align(min(num_tokens, num_hashed))
+        for group in self._full:
+            wanted = range(num_device_tokens // group.block_size, num_tokens // group.block_size)
+            num_found = self._count_stored(request, group, wanted)
+            num_tokens = min(num_tokens, self._align((wanted.start + num_found) * group.block_size))
+        while num_tokens > num_device_tokens and (self._full or self._partial):
+            missing = self._find_missing(request, num_device_tokens, num_tokens)
             if missing is None:
                 return num_tokens - num_device_tokens
             num_tokens = self._align(missing)
@@ -119,60 +127,53 @@ class TierPrefixes:
         """
         rows: Rows = []
         for group in self._groups:
-            row: dict[int, BlockHashWithGroupId] = {}
-            if group.is_cacheable:
-                needed = self._list_needed(group, start, end)
-                suffix = group_suffix(group.group_id)
-                hashes = self._list_hashes(request, group)[needed.start : needed.stop]
-                keys = [BlockHashWithGroupId(block_hash + suffix) for block_hash in hashes]
-                row = dict(zip(needed, keys, strict=True))
-            rows.append(row)
+            needed = group.list_needed(start, end) if group.is_cacheable else range(0)
+            rows.append(dict(zip(needed, group.list_keys(request, needed.start, needed.stop), strict=True)))
         return rows
 
-    def find_blocks(self, request: HashedRequest, start: int, end: int) -> Rows | None:
-        """Return what `list_blocks` returns; None if a block is in no tier."""
-        rows = self.list_blocks(request, start, end)
-        missing = [key for row in rows for key in row.values()]
-        for index in self._tier_keys.list_indexes():
-            missing = [key for key in missing if key not in index]
-        return None if missing else rows
+    def count_by_tier(
+        self, rows: Rows, start: int, end: int, find_tier: Callable[[BlockHashWithGroupId], int | None]
+    ) -> dict[int, int]:
+        """Return the tokens `[start, end)` of a hit by tier: by the lowest that must be read for them.
 
-    def _count_cached(self, block_hashes: Sequence[BlockHash], group_id: GroupId) -> int:
-        """Return the length of the longest prefix of `block_hashes` that the tiers have."""
-        suffix = group_suffix(group_id)
-        indexes = self._tier_keys.list_indexes()
-        for number, block_hash in enumerate(block_hashes):
+        Tokens that need no read count for the top tier, 0.
+        """
+        step = self._alignment
+        tier_of = [0] * ((end - start) // step)
+        for group, row in zip(self._groups, rows, strict=True):
+            for position, key in row.items():
+                place = (position * group.block_size - start) // step
+                tier_of[place] = max(tier_of[place], find_tier(key) or 0)
+        counts: dict[int, int] = {}
+        for tier in tier_of:
+            counts[tier] = counts.get(tier, 0) + step
+        return counts
+
+    def _count_stored(self, request: HashedRequest, group: GroupKeys, wanted: range) -> int:
+        """Return how many of these blocks the tiers have, up to the first that they do not."""
+        suffix = group_suffix(group.group_id)
+        indexes = self._list_indexes()
+        for number, block_hash in enumerate(group.list_hashes(request, wanted.start, wanted.stop)):
             key = BlockHashWithGroupId(block_hash + suffix)
             for index in indexes:
                 if key in index:
                     break
             else:
                 return number
-        return len(block_hashes)
+        return len(wanted)
 
-    def _find_missing(self, hashes: list[list[BlockHash]], start: int, end: int) -> int | None:
+    def _find_missing(self, request: HashedRequest, start: int, end: int) -> int | None:
         """Return the first token of the first block that a hit of `end` tokens needs and no tier has.
 
         Every length between that token and `end` needs the block, too, because a shorter hit's needed range
         begins no later. Returns None if no block is missing.
         """
-        for group, group_hashes in zip(self._groups, hashes, strict=True):
-            if not group.is_cacheable or group.is_downward_closed:
-                continue
-            needed = self._list_needed(group, start, end)
-            wanted = group_hashes[needed.start : needed.stop]
-            num_found = self._count_cached(wanted, group.group_id)
+        for group in self._partial:
+            needed = group.list_needed(start, end)
+            num_found = self._count_stored(request, group, needed)
             if num_found < len(needed):
                 return needed[num_found] * group.block_size
         return None
-
-    def _list_needed(self, group: PrefixGroup, start: int, end: int) -> range:
-        first = max(start, group.count_skipped_tokens(end)) // group.block_size
-        return range(first, end // group.block_size)
-
-    def _list_hashes(self, request: HashedRequest, group: PrefixGroup) -> Sequence[BlockHash]:
-        hashes = request.block_hashes
-        return hashes if group.stride == 1 else hashes[group.stride - 1 :: group.stride]
 
     def _align(self, num_tokens: int) -> int:
         return num_tokens - num_tokens % self._alignment

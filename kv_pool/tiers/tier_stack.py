@@ -65,7 +65,7 @@ class TierStack:
         self.num_dropped = 0
         self._held: dict[BlockHashWithGroupId, int] = {}
         for tier in self.tiers:
-            tier.share_holds(self._held)
+            tier.held = self._held
 
     # ---- looking ---------------------------------------------------------------------------------
 
@@ -150,9 +150,9 @@ class TierStack:
             self.announce_stored(tier, tier.put(keys))
             return []
         source = self.tiers[step.level - 1] if step.level else None
-        lost: list[BlockHashWithGroupId] = []
         sizes = [one.batch_blocks for one in (tier, source) if one is not None and one.batch_blocks]
         size = min(sizes, default=len(keys) or 1)
+        there: set[BlockHashWithGroupId] = set()
         for start in range(0, len(keys), size):
             some = keys[start : start + size]
             if source is None:
@@ -160,11 +160,15 @@ class TierStack:
             else:
                 read = source.read(some)
                 self.announce_removed(source, read.failed)
-            stored = self._put(tier, read)
-            if len(stored) < len(some):
-                there = set(stored)
-                lost += [key for key in some if key not in there]
-        return lost
+            try:
+                stored = tier.put(read.keys, read.storage, read.block_ids)
+            except CopyFailedError as error:
+                _logger.warning("%d blocks were not offloaded: %s", len(read.keys), error)
+                self.num_dropped += len(read.keys)
+                continue
+            self.announce_stored(tier, stored)
+            there.update(stored)
+        return [key for key in keys if key not in there]
 
     def apply_elsewhere(
         self, step: TierStep, storage: BlockStorage | None = None, block_ids: Sequence[BlockId] = ()
@@ -191,17 +195,6 @@ class TierStack:
         evicted = tier.list_next_evicted(len(tier) + len(new) - tier.capacity)
         sources = [id_of[key] for key in new] if id_of else ()
         return [*lost, *evicted, *self.apply(TierStep(step.level, new, evicted), storage, sources)]
-
-    def _put(self, tier: Tier, read: TierRead) -> list[BlockHashWithGroupId]:
-        """Store what was read. Return the keys that were stored."""
-        try:
-            stored = tier.put(read.keys, read.storage, read.block_ids)
-        except CopyFailedError as error:
-            _logger.warning("%d blocks were not offloaded: %s", len(read.keys), error)
-            self.num_dropped += len(read.keys)
-            return []
-        self.announce_stored(tier, stored)
-        return stored
 
     # ---- moving up -------------------------------------------------------------------------------
 
@@ -242,27 +235,27 @@ class TierStack:
 
     def forget(self, keys: Sequence[BlockHashWithGroupId]) -> None:
         """Remove wrong content from every tier for good. Raises TierError after trying all tiers."""
-        failure: TierError | None = None
+        failures: list[TierError] = []
         for tier in self.tiers:
             removed = [key for key in dict.fromkeys(keys) if key in tier]
             try:
                 tier.forget(keys)
             except TierError as error:
-                failure = failure or error
+                failures.append(error)
             self.announce_removed(tier, removed)
-        if failure is not None:
-            raise failure
+        if failures:
+            raise failures[0]
 
     def clear(self) -> None:
         """Remove everything for good, without notice. Raises TierError after trying all tiers."""
-        failure: TierError | None = None
+        failures: list[TierError] = []
         for tier in self.tiers:
             try:
                 tier.clear()
             except TierError as error:
-                failure = failure or error
-        if failure is not None:
-            raise failure
+                failures.append(error)
+        if failures:
+            raise failures[0]
 
     def drop_last_tier(self) -> Tier:
         """Continue without the slowest tier. Return it."""

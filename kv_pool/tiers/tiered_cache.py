@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
+from typing import Any
 
 from kv_pool.core.arguments import as_count
 from kv_pool.core.block import KVCacheBlock
@@ -15,8 +15,8 @@ from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import CopyFailedError, InvalidArgumentError, TierError
 from kv_pool.ids import BlockHash, BlockHashWithGroupId, BlockId, GroupId, RequestId
 from kv_pool.storage.block_storage import BlockStorage
-from kv_pool.tiers.block_rows import as_block_ids, wrap_rows
 from kv_pool.tiers.disk_tier import DiskTier
+from kv_pool.tiers.host_tier import as_block_ids, wrap_rows
 from kv_pool.tiers.prefetcher import Prefetcher
 from kv_pool.tiers.tier import Tier, TierStatistics
 from kv_pool.tiers.tier_events import TierEvents
@@ -113,25 +113,22 @@ class TieredCache:
         self._pending_places = block_pool.holds.open_place_hold(
             "not yet offloaded to a lower tier", self._find_pending
         )
-        # To be written through: blocks that the next step writes, and blocks already written.
-        self._unwritten: dict[BlockHashWithGroupId, tuple[KVCacheBlock, int]] = {}
-        self._written: dict[BlockHashWithGroupId, tuple[KVCacheBlock, int]] = {}
-        num_tier_blocks = sum(tier.capacity for tier in tiers)
-        self._events = TierEvents(block_pool, num_tier_blocks) if enable_events else None
+        # To be written through: the block, its generation, and whether it is written, or will be by the step.
+        self._through: dict[BlockHashWithGroupId, tuple[KVCacheBlock, int, bool]] = {}
+        self._events = TierEvents(block_pool) if enable_events else None
         self._stack = TierStack(tiers, self._events)
         # Shared with the tiers: see `LowerTiers.list_parents`.
         self._parents: dict[BlockHashWithGroupId, tuple[bytes | None, int]] = {}
-        self._num_parents_to_sweep_at = 2 * num_tier_blocks + block_pool.num_gpu_blocks
-        self._disk = next((tier for tier in tiers[1:] if isinstance(tier, DiskTier)), None)
+        self._num_to_sweep_at = 2 * (block_pool.num_gpu_blocks + sum(tier.capacity for tier in tiers))
+        disk = next((tier for tier in tiers[1:] if isinstance(tier, DiskTier)), None)
         self._max_prefetch_blocks = max(1, min(max_prefetch_blocks, tiers[0].capacity // 2))
-        self._prefetcher = (
-            Prefetcher(self._disk, self._max_prefetch_blocks)
-            if self._disk is not None and max_prefetch_blocks
-            else None
-        )
+        self._prefetcher: Prefetcher | None = None
+        if disk is not None and max_prefetch_blocks:
+            self._prefetcher = Prefetcher(disk, self._max_prefetch_blocks)
         self._unforgotten: TierError | None = None
         for tier in tiers:
-            tier.share_parents(self._parents)
+            self._parents.update(tier.parents)
+            tier.parents = self._parents
         block_pool.lower_tiers = self
         for tier in tiers:
             self._stack.announce_stored(tier, tier.list_keys())
@@ -192,13 +189,13 @@ class TieredCache:
         self.note_block_size(group_id, block_size)
         if self._events is not None:
             self._events.note_cached(request, hashes, num_cached_blocks, block_size, group_id)
-            self._forget_labels()
+            self._sweep(self._events.labels)
         if self.writes_through and self.storage is not None:
             num_written = getattr(request, "num_computed_tokens", 0) // block_size
             for position, block in enumerate(blocks, start=num_cached_blocks):
-                if not block.is_null:
-                    queue = self._written if position < num_written else self._unwritten
-                    queue[block.block_hash] = (block, block.generation)
+                is_written = position < num_written
+                if not block.is_null and (is_written or block.block_hash not in self._through):
+                    self._through[block.block_hash] = (block, block.generation, is_written)
         elif self.writes_through:
             cached = [block for block in blocks if not block.is_null]
             self._note_parents(cached)
@@ -215,14 +212,14 @@ class TieredCache:
             self._events.note_arrived(
                 key, event, max(0, (block.block_hash_num_tokens or 0) - event.block_size)
             )
-            self._forget_labels()
+            self._sweep(self._events.labels)
         if not self.writes_through or (self._has_partial and not self._is_full(block)):
             return
         self._note_parents([block])
         if self.storage is None:
             self._store([key])
         else:
-            self._written[key] = (block, block.generation)
+            self._through[key] = (block, block.generation, True)
 
     def on_blocks_reused(self, blocks: Sequence[KVCacheBlock]) -> None:
         """See `LowerTiers`."""
@@ -234,11 +231,9 @@ class TieredCache:
             return
         for block in blocks:
             key = block.block_hash
-            if self.writes_through:
-                if key in self._written and self._written[key][0] is block:
-                    del self._written[key]  # it is offloaded with the pending blocks
-                if key in self._unwritten and self._unwritten[key][0] is block:
-                    del self._unwritten[key]
+            if key in self._through and self._through[key][0] is block:
+                _, _, is_written = self._through.pop(key)
+                if not is_written:
                     continue  # freed and reused before the step that would have written it
             if not self._pending:
                 self._pending_since = self.block_pool.holds.clock()
@@ -260,12 +255,11 @@ class TieredCache:
     def on_cache_reset(self) -> None:
         """See `LowerTiers`. Without events. The next `flush` raises a disk's error."""
         self._pending.clear()
-        self._unwritten.clear()
-        self._written.clear()
+        self._through.clear()
         if self._prefetcher is not None:
             self._prefetcher.cancel()
         if self._events is not None:
-            self._events.clear()
+            self._events.labels.clear()
         try:
             self._stack.clear()
         except TierError as error:
@@ -297,12 +291,14 @@ class TieredCache:
         self.flush_evicted()
         self._take_prefetched()
         if self.writes_through:
-            queued, self._written, self._unwritten = self._written, self._unwritten, {}
-            written = [
-                block
-                for key, (block, generation) in queued.items()
+            queued = [
+                (block, is_written)
+                for key, (block, generation, is_written) in self._through.items()
                 if block.generation == generation and block.block_hash == key
             ]
+            written = [block for block, is_written in queued if is_written]
+            unwritten = [block for block, is_written in queued if not is_written]
+            self._through = {block.block_hash: (block, block.generation, True) for block in unwritten}
             self._note_parents(written)
             self._copy_out((block.block_hash, block) for block in written)
         self.block_pool.is_changing = False
@@ -360,11 +356,10 @@ class TieredCache:
             moving = moving[: self._max_prefetch_blocks]
             self._store(moving)
             return len(moving)
-        if self._prefetcher is None or self._disk is None:
+        if self._prefetcher is None:
             return 0
-        on_disk = [
-            (key, self._disk.get_slot(key)) for key in keys if key in self._disk and self.find_tier(key) != 0
-        ]
+        disk = self._prefetcher.tier
+        on_disk = [(key, disk.get_slot(key)) for key in keys if key in disk and self.find_tier(key) != 0]
         self._prefetcher.ask(owner, on_disk)
         return self._prefetcher.count_asked(owner)
 
@@ -379,10 +374,10 @@ class TieredCache:
 
     def _take_prefetched(self) -> None:
         """Store prefetched blocks in the top tier, if they are still in their slots on disk."""
-        if self._prefetcher is None or self._disk is None or self.storage is None:
+        if self._prefetcher is None or self.storage is None:
             return
+        disk = self._prefetcher.tier
         for batch in self._prefetcher.take_done():
-            disk = self._disk
             slot_of = dict(zip(batch.keys, batch.slots, strict=True))
             there = [key for key in batch.keys if key in disk and disk.get_slot(key) == slot_of[key]]
             unreadable = [key for key in batch.failed if key in there]
@@ -448,9 +443,9 @@ class TieredCache:
         self.block_pool.is_changing = True
         if self._prefetcher is not None and keys:
             self._prefetcher.cancel()
-        for queue in (self._pending, self._unwritten, self._written):
-            for key in keys:
-                queue.pop(key, None)
+        for key in keys:
+            self._pending.pop(key, None)
+            self._through.pop(key, None)
         try:
             self._stack.forget(keys)
         except TierError:
@@ -458,25 +453,19 @@ class TieredCache:
             raise
         self.block_pool.is_changing = was_changing
 
-    def _forget_labels(self) -> None:
-        """Drop the event data of blocks that are neither cached nor stored, once there is too much of it."""
-        if self._events is not None and self._events.is_crowded():
-            on_device = self.block_pool.cached_block_hash_to_block.entries
-            self._events.keep_only(chain(on_device, self._pending, *map(Tier.list_keys, self.tiers)))
-
     def _note_parents(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Record what `list_parents` returns for these cached blocks; forget blocks that are in no tier."""
-        parents = self._parents
+        """Record what `list_parents` returns for these cached blocks."""
         for block in blocks:
-            parents[block.key] = block.parent, block.num_key_tokens
-        if len(parents) > self._num_parents_to_sweep_at:
-            kept = {
-                *self._pending,
-                *chain(*map(Tier.list_keys, self.tiers)),
-                *(block.key for block in blocks),
-            }
-            for key in [key for key in parents if key not in kept]:
-                del parents[key]
+            self._parents[block.key] = block.parent, block.num_key_tokens
+        self._sweep(self._parents)
+
+    def _sweep(self, known: dict[BlockHashWithGroupId, Any]) -> None:
+        """Drop what is known of keys that are neither cached nor stored, once it is at least half."""
+        if len(known) > self._num_to_sweep_at:
+            on_device = self.block_pool.cached_block_hash_to_block.entries
+            indexes = [on_device, *self.list_indexes()]
+            for key in [key for key in known if not any(key in index for index in indexes)]:
+                del known[key]
 
     def _is_full(self, block: KVCacheBlock) -> bool:
         """Return True if the block's key covers all its tokens."""

@@ -8,7 +8,7 @@ from tiers.swap_engine import SwapEngine
 from kv_pool import AllBlocksCleared, BlockStored, RetentionDirective
 from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec, SlidingWindowSpec
 from kv_pool.manager.retention.invariants import check_retention
-from kv_pool.tiers.swap import invariants as swap_invariants
+from kv_pool.tiers.invariants import check_swapper
 
 FULL_AND_WINDOW = (FullAttentionSpec(block_size=4), SlidingWindowSpec(block_size=4, sliding_window=6))
 
@@ -115,7 +115,7 @@ class Swapping:
         self.check_balance()
 
     def check_balance(self):
-        swap_invariants.check(self.swapper)
+        check_swapper(self.swapper)
         if self.manager.retention is not None:
             check_retention(self.manager.retention)
         held = {plan.request_id for plan in self.swapper.list_open_plans()}

@@ -15,7 +15,7 @@ from kv_pool.manager.retention.invariants import check_retention
 from kv_pool.migration import invariants as migration_invariants
 from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.tiers import invariants as tier_invariants
-from kv_pool.tiers.swap import invariants as swap_invariants
+from kv_pool.tiers.invariants import check_swapper
 
 # Operations that take blocks and free none.
 TAKING = {"admit", "begin_load", "swap_in", "read_tiers", "compact", "lease_blocks", "write", "go_on"}
@@ -104,7 +104,7 @@ def check_manager_node(node, movings):
     requests = [sequence.request for sequence in [*node.running, *node.loading]]
     check_manager(node.manager, requests)
     check_retention(node.retention)
-    swap_invariants.check(node.swapper)
+    check_swapper(node.swapper)
     tier_invariants.check(node.onboarder)
     check_cached(node, node.host)
     check_pinned(node)

@@ -34,7 +34,7 @@ from kv_pool.errors import InvalidBlockError
 from kv_pool.manager.invariants import check_copies
 from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.tiers import invariants as tier_invariants
-from kv_pool.tiers.swap import invariants as swap_invariants
+from kv_pool.tiers.invariants import check_swapper
 
 WRONG = 2**62
 NUM_STEPS = 80
@@ -595,7 +595,7 @@ class FailingLife:
 
     def check(self):
         """Check that, if all failed loads are reported, everything that may be hit or read is good."""
-        swap_invariants.check(self.engine.swapper)
+        check_swapper(self.engine.swapper)
         if self.engine.has_tiers:
             tier_invariants.check(self.engine.onboarder)
         if self.bad:

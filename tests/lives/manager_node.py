@@ -257,7 +257,7 @@ class ManagerNode(ManagerLoads, ManagerSwaps, Node):
         is_idle_on_host = self.host.pool.get_num_free_blocks() == self.host.pool.num_gpu_blocks - 1
         if is_empty_on_host and self.world.chance(0.5):
             check_router(self)  # later events of the host would be taken before this reset
-            is_idle = is_idle and self.swapper.is_idle()
+            is_idle = is_idle and not (self.swapper.list_swapped_out() or self.swapper.list_open_plans())
             assert self.manager.reset_prefix_cache() == is_idle
         else:
             is_idle = is_idle and is_idle_on_host

@@ -4,8 +4,7 @@ from lives.contents import BLOCK_SIZE, Side
 
 from kv_pool import AllocStatus, BlockPool
 from kv_pool.errors import InvalidBlockError
-from kv_pool.tiers.swap.plan import SwapDirection
-from kv_pool.tiers.swap.swapper import BlockSwapper
+from kv_pool.tiers.swapper import BlockSwapper, SwapDirection
 
 NUM_HOST_BLOCKS = 20
 

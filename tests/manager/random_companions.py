@@ -9,9 +9,8 @@ from kv_pool.manager.leases import BlockLeases
 from kv_pool.manager.retention.block_retention import BlockRetention
 from kv_pool.manager.retention.directive import RetentionDirective
 from kv_pool.manager.retention.invariants import check_retention
-from kv_pool.tiers.swap import invariants as swap_invariants
-from kv_pool.tiers.swap.plan import SwapDirection
-from kv_pool.tiers.swap.swapper import BlockSwapper
+from kv_pool.tiers.invariants import check_swapper
+from kv_pool.tiers.swapper import BlockSwapper, SwapDirection
 
 
 class RandomSwaps:
@@ -81,7 +80,7 @@ class RandomSwaps:
             scheduler.running.append(sequence)
 
     def check(self):
-        swap_invariants.check(self.swapper)
+        check_swapper(self.swapper)
         assert self.swapper.list_swapped_out() == [one.name for one in self.swapped]
 
     def drain(self):
@@ -90,7 +89,7 @@ class RandomSwaps:
         for sequence in self.swapped:
             self.swapper.drop(sequence.request)
         self.swapped = []
-        swap_invariants.check(self.swapper)
+        check_swapper(self.swapper)
         assert self.swapper.host_pool.get_num_free_blocks() == self.swapper.host_pool.num_gpu_blocks - 1
 
 

@@ -192,7 +192,9 @@ class RandomScheduler:
             others = self.pool.holds.count_by_reason()
             others.pop("pinned by a directive", None)  # a reset ends pins
             is_idle = not self.manager.list_request_ids() and not any(others.values())
-            is_idle = is_idle and (self.swaps is None or self.swaps.swapper.is_idle())
+            if self.swaps is not None:
+                swapper = self.swaps.swapper
+                is_idle = is_idle and not swapper.list_swapped_out() and not swapper.list_open_plans()
             assert self.manager.reset_prefix_cache() == is_idle
             self.done["reset"] += is_idle
 

@@ -16,7 +16,7 @@ from kv_pool import (
 )
 from kv_pool.core import invariants
 from kv_pool.manager.preemption import PreemptionKind
-from kv_pool.tiers.swap.swapper import BlockSwapper
+from kv_pool.tiers.swapper import BlockSwapper
 
 BLOCK_SIZE = 2
 HASHER = BlockHasher("sha256", "s", BLOCK_SIZE)

@@ -4,7 +4,7 @@ from struct import Struct
 
 import xxhash
 
-from kv_pool.tiers.dump.records import MAGIC, VERSION
+from kv_pool.tiers.dump_file import MAGIC, VERSION
 
 _START = Struct("<8sQ")
 _FRAME = Struct("<IIQQ")

@@ -8,7 +8,7 @@ from kv_pool import BlockHasher, BlockPool, BlockRetention, CopyFailedError, KVC
 from kv_pool.core.block_keys import make_block_hash_with_group_id
 from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec, MambaSpec
 from kv_pool.storage.block_storage import BlockStorage
-from kv_pool.tiers.swap.swapper import BlockSwapper
+from kv_pool.tiers.swapper import BlockSwapper
 
 HASH_BLOCK_SIZE = 4
 HASHER = BlockHasher("sha256", "s", HASH_BLOCK_SIZE)

@@ -390,7 +390,7 @@ def test_descendants_of_a_bad_block_are_found_in_all_tiers(tmp_path):
 def test_descendants_are_found_on_a_disk_after_a_restart(tmp_path, knows):
     engine = make_engine(tmp_path)
     if not knows:
-        engine.cache.tiers[1]._parents = {}  # a folder of an earlier version
+        engine.cache.tiers[1].parents = {}  # a folder of an earlier version
     first, second, *_ = fill(engine, 6)
     assert engine.where(first) == engine.where(second) == "SSSS"
     engine.restart_tiers()

@@ -35,7 +35,6 @@ from kv_pool.tiers.tier import Tier
 from kv_pool.tiers.tiered_cache import TieredCache
 
 HASHER = BlockHasher("sha256", block_size=4)
-POOLS = [BlockPool, RunBlockPool]
 SOURCE = Path(__file__).parent.parent
 
 
@@ -51,9 +50,9 @@ def cache(pool, first, num_tokens):
     return request, blocks
 
 
-def make_pool(kind=BlockPool, num_blocks=10, **options):
+def make_pool(num_blocks=10, **options):
     """Return a pool with two cached free sequences, the second freed last, and a third in use."""
-    pool = kind(num_blocks, True, 4, **options)
+    pool = BlockPool(num_blocks, True, 4, **options)
     requests = []
     for first, num_tokens in ((0, 12), (100, 8), (200, 12)):
         request, blocks = cache(pool, first, num_tokens)
@@ -65,17 +64,6 @@ def make_pool(kind=BlockPool, num_blocks=10, **options):
 
 def find(pool, request):
     return ids(pool.find_cached_prefix(request.block_hashes, 100))
-
-
-def list_keys_by_eviction(pool):
-    """Allocate all blocks one by one. Return the evicted keys in order."""
-    lost = []
-    while pool.get_num_free_blocks():
-        block = pool.free_block_queue.get_all_free_blocks()[0]
-        if block.block_hash is not None:
-            lost.append(block.block_hash)
-        pool.take_blocks([block])
-    return lost
 
 
 def picture(pool):
@@ -93,79 +81,6 @@ def check(pool):
     invariants.check(pool)
     if isinstance(pool, RunBlockPool):
         run_invariants.check(pool)
-
-
-@pytest.mark.parametrize("kind", POOLS)
-def test_loaded_blocks_keep_hits_and_eviction_order(kind, tmp_path):
-    pool, requests = make_pool(kind)
-    hits = [find(pool, request) for request in requests]
-    header = dump_pool(tmp_path / "pool", pool)
-    loaded = kind(10, True, 4)
-    done = load_pool(tmp_path / "pool", loaded)
-    check(loaded)
-    assert (header.num_cached, done.num_blocks, done.num_dropped) == (8, 8, 0)
-    assert [find(loaded, request) for request in requests] == hits
-    assert loaded.get_num_free_blocks() == 9
-    in_use = pool.find_cached_prefix(requests[2].block_hashes, 3)
-    assert [block.block_hash_num_tokens for block in in_use] == [4, 8, 12]
-    pool.free_blocks(reversed(in_use))  # its head is evicted last
-    assert list_keys_by_eviction(loaded) == list_keys_by_eviction(pool)
-
-
-@pytest.mark.parametrize("kind", POOLS)
-def test_smaller_pool_gets_the_most_recently_used_blocks(kind, tmp_path):
-    pool, requests = make_pool(kind)
-    dump_pool(tmp_path / "pool", pool)
-    loaded = kind(6, True, 4)
-    done = load_pool(tmp_path / "pool", loaded)
-    check(loaded)
-    assert (done.num_blocks, done.num_dropped) == (5, 3)
-    assert [len(find(loaded, request)) for request in requests] == [0, 2, 3]
-    assert done.old_ids.tolist() == [5, 4, 8, 7, 6]
-    assert done.new_ids.tolist() == [5, 4, 3, 2, 1]
-
-
-def test_larger_pool_reuses_its_empty_blocks_first(tmp_path):
-    pool, requests = make_pool()
-    dump_pool(tmp_path / "pool", pool)
-    loaded = BlockPool(100, True, 4)
-    load_pool(tmp_path / "pool", loaded)
-    loaded.get_new_blocks(91)
-    assert [len(find(loaded, request)) for request in requests] == [3, 2, 3]
-    loaded.get_new_blocks(1)
-    assert [len(find(loaded, request)) for request in requests] == [2, 2, 3]
-
-
-def test_lookup_finds_the_same_copy_after_loading(tmp_path):
-    pool = BlockPool(10, True, 4)
-    _, older = cache(pool, 0, 8)
-    request, newer = cache(pool, 0, 8)
-    pool.free_blocks(newer)
-    pool.free_blocks(older)
-    assert find(pool, request) == ids(older)
-    dump_pool(tmp_path / "pool", pool)
-    loaded = BlockPool(10, True, 4)
-    load_pool(tmp_path / "pool", loaded)
-    check(loaded)
-    assert find(loaded, request) == ids(older)
-    loaded.evict_blocks(ids(older))
-    assert find(loaded, request) == ids(newer)
-
-
-def test_all_keys_of_a_block_are_loaded(tmp_path):
-    pool = BlockPool(10, True, 2)
-    request = Request("r", range(8), BlockHasher("sha256", block_size=2))
-    blocks = pool.get_new_blocks(2)
-    pool.cache_full_blocks(request, blocks, 0, 2, 4, 0)
-    pool.cache_partial_block(request, blocks[0], 2, 0, 4)
-    pool.cache_partial_block(request, blocks[1], 6, 3, 4)
-    dump_pool(tmp_path / "pool", pool)
-    loaded = BlockPool(10, True, 2)
-    load_pool(tmp_path / "pool", loaded)
-    check(loaded)
-    for fine, group, block in ((0, 0, 0), (1, 0, 0), (2, 3, 1), (3, 0, 1)):
-        assert ids(loaded.get_cached_block(request.block_hashes[fine], [group])) == [blocks[block].block_id]
-    assert [loaded.blocks[i].block_hash_num_tokens for i in ids(blocks)] == [4, 8]
 
 
 def test_empty_pool_can_be_dumped(tmp_path):
@@ -225,7 +140,7 @@ def test_bytes_are_dumped_from_and_loaded_to_torch_tensors(device, tmp_path):
 
 
 def test_dump_larger_than_the_buffer(tmp_path, monkeypatch):
-    monkeypatch.setattr("kv_pool.tiers.dump.dump_reader.BATCH_BYTES", 1000)
+    monkeypatch.setattr("kv_pool.tiers.dump_file.BATCH_BYTES", 1000)
     monkeypatch.setattr("kv_pool.tiers.pool_dump.BATCH_BYTES", 700)
     test_bytes_are_loaded_into_other_layouts_and_sizes("NHD", 6, tmp_path)
 
@@ -656,21 +571,6 @@ def test_process_killed_while_dumping_leaves_a_complete_file(num_dumps, tmp_path
 # ---- managers, the adapter, other processes ---------------------------------------------------------
 
 
-def test_manager_hits_blocks_of_a_loaded_pool(tmp_path):
-    pool = BlockPool(20, True, 4)
-    manager = KVCacheManager(pool)
-    request = make_request("r", 0, 30)
-    manager.allocate_slots(request, 30)
-    dump_pool(tmp_path / "pool", pool)
-    again = BlockPool(20, True, 4)
-    load_pool(tmp_path / "pool", again)
-    after = KVCacheManager(again)
-    prefix = after.get_computed_blocks(make_request("again", 0, 30))
-    assert prefix.num_tokens == 28
-    assert after.allocate_slots(make_request("again", 0, 30), 2, prefix) is not None
-    check(again)
-
-
 def test_adapter_dumps_and_loads_its_pool(tmp_path):
     def make():
         storage = KVStorage.allocate(21, 4, 1, 1, 2)
@@ -695,30 +595,6 @@ def test_adapter_dumps_and_loads_its_pool(tmp_path):
     assert [target.read_block(i) for i in claimed] == [storage.read_block(i) for i in block_ids]
     assert follow(again).find_prefix(request.block_hashes) == {"engine": 5}
     assert msgspec.to_builtins(read_header(tmp_path / "pool"))["num_blocks"] == 21
-
-
-LOADING = """
-import sys
-from tiers.test_pool_dump import make_request, find, check
-from kv_pool import BlockPool
-from kv_pool.storage import KVStorage
-from kv_pool.tiers.pool_dump import load_pool
-pool, storage = BlockPool(10, True, 4), KVStorage.allocate(10, 4, 2, 3, 8)
-load_pool(sys.argv[1], pool, storage=storage)
-check(pool)
-for first, num_tokens in ((0, 12), (100, 8), (200, 12)):
-    for block_id in find(pool, make_request("r", first, num_tokens)):
-        print(storage.read_block(block_id).hex())
-"""
-
-
-def test_another_process_loads_the_same_bytes(tmp_path):
-    pool, requests = make_pool()
-    storage = KVStorage.allocate(10, 4, 2, 3, 8)
-    fill(storage)
-    dump_pool(tmp_path / "pool", pool, storage=storage)
-    told = run_python(LOADING, tmp_path / "pool").stdout.splitlines()
-    assert told == [storage.read_block(i).hex() for request in requests for i in find(pool, request)]
 
 
 def test_a_bad_block_of_a_dump_takes_its_descendants_with_it(tmp_path):

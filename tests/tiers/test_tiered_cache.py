@@ -19,6 +19,7 @@ from kv_pool import (
 )
 from kv_pool.contiguous.compaction import pack, shrink
 from kv_pool.contiguous.run_pool import RunBlockPool
+from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_keys import make_block_hash_with_group_id, make_external_block_hash
 from kv_pool.errors import TierError
 from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec
@@ -158,7 +159,7 @@ def test_event_data_of_lost_blocks_is_dropped():
     cache = make_cache(4, 3)
     for number in range(40):
         cache_request(cache, f"r{number}", [number] * 8)
-    assert len(cache._events._labels) <= 2 * (5 + 3) + 2
+    assert len(cache._events.labels) <= 2 * (5 + 3) + 2
 
 
 def test_tier_events_are_off_by_default():
@@ -276,7 +277,7 @@ def test_blocks_released_by_retention_are_offloaded():
         ("X3", lambda cache: cache.tiers[0]._slots._free.append(0)),
         ("X4", lambda cache: cache.tiers[1]._files.wipe(0)),
         ("X5", lambda cache: setattr(cache.block_pool, "lower_tiers", None)),
-        ("X6", lambda cache: setattr(cache, "_unwritten", dict.fromkeys([b"k"], (cache, 0)))),
+        ("X6", lambda cache: cache._through.update({b"k": (KVCacheBlock(1), 0, False)})),
     ],
 )
 def test_invariant_checks_name_the_damage(tmp_path, number, damage):
@@ -285,7 +286,6 @@ def test_invariant_checks_name_the_damage(tmp_path, number, damage):
         engine.compute(request := engine.make_request(f"r{first}", [first] * 17))
         engine.manager.free(request)
     invariants.check(engine.onboarder)
-    engine.cache._written = dict.fromkeys([b"k"], (engine.cache, 0))
     damage(engine.cache)
     with pytest.raises(AssertionError, match=number):
         invariants.check(engine.onboarder)

@@ -6,8 +6,14 @@ import numpy as np
 
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.storage.tensors import DTYPE_BYTES
-from kv_pool.tiers.formats.block_axes import FLOATS, BlockAxes, ChunkedFormat, from_floats, to_floats
-from kv_pool.tiers.formats.block_format import ByteArray
+from kv_pool.tiers.formats.block_format import (
+    FLOATS,
+    BlockAxes,
+    ByteArray,
+    ChunkedFormat,
+    from_floats,
+    to_floats,
+)
 
 DEFAULT_SIZE_RATIO = 0.5
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.tiers.formats.block_axes import read_axes
-from kv_pool.tiers.formats.block_format import BlockFormat, HasBlockBytes, RawFormat
-from kv_pool.tiers.formats.fp8 import make_fp8_format
-from kv_pool.tiers.formats.integers import make_int4_format, make_int8_format
+from kv_pool.tiers.formats.block_format import BlockFormat, HasBlockBytes, RawFormat, read_axes
 from kv_pool.tiers.formats.low_rank import DEFAULT_SIZE_RATIO, LowRankFormat
+from kv_pool.tiers.formats.scaled import make_fp8_format, make_int4_format, make_int8_format
 
 _SCALED = {"int8": make_int8_format, "int4": make_int4_format, "fp8": make_fp8_format}
 FORMATS = ("raw", *_SCALED, "low_rank")

@@ -1,4 +1,4 @@
-"""`ScaledFormat`: one code per element and one scale per group; the base of int8, int4 and fp8."""
+"""The formats int8, int4 and fp8: one code per element, and one scale per group of elements."""
 
 from __future__ import annotations
 
@@ -7,10 +7,19 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kv_pool.tiers.formats.block_axes import FLOATS, BlockAxes, ChunkedFormat, narrow_up, widen
-from kv_pool.tiers.formats.block_format import ByteArray, FloatArray
+from kv_pool.errors import MissingDependencyError, describe_install
+from kv_pool.tiers.formats.block_format import (
+    FLOATS,
+    BlockAxes,
+    ByteArray,
+    ChunkedFormat,
+    FloatArray,
+    narrow_up,
+    widen,
+)
 
 _SCALE_BYTES = 2
+KEY_GROUP, VALUE_GROUP = "N", "D"
 
 
 class Codes(Protocol):
@@ -31,6 +40,69 @@ class Codes(Protocol):
 
     def from_bytes(self, codes: ByteArray) -> FloatArray:
         """Decode bytes to numbers. The result for the three non-finite codes is arbitrary."""
+
+
+class Int8Codes:
+    """Codes -126 to 126; 127, -127 and -128 encode plus infinity, minus infinity and NaN."""
+
+    num_bits = 8
+    largest = 126.0
+    plus_infinity_byte = 127
+    minus_infinity_byte = 129
+    nan_byte = 128
+
+    def to_bytes(self, values: FloatArray) -> ByteArray:
+        np.rint(values, out=values)
+        np.clip(values, -126, 126, out=values)
+        return values.astype(np.int8).view(np.uint8)
+
+    def from_bytes(self, codes: ByteArray) -> FloatArray:
+        return codes.view(np.int8).astype(np.float32)
+
+
+class Int4Codes:
+    """Codes 1 to 15 for -7 to 7. Code 0 encodes NaN and the infinities; all decode to NaN."""
+
+    num_bits = 4
+    largest = 7.0
+    nan_byte = 0
+    plus_infinity_byte = 0
+    minus_infinity_byte = 0
+
+    def to_bytes(self, values: FloatArray) -> ByteArray:
+        np.rint(values, out=values)
+        np.clip(values, -7, 7, out=values)
+        return (values + np.float32(8)).astype(np.uint8)
+
+    def from_bytes(self, codes: ByteArray) -> FloatArray:
+        return codes.astype(np.float32) - np.float32(8)
+
+
+class Float8Codes:
+    """e4m3 codes, rounded by ml_dtypes, up to 416. The largest e4m3 number, 448, encodes infinity."""
+
+    num_bits = 8
+    largest = 416.0
+    plus_infinity_byte = 0x7E
+    minus_infinity_byte = 0xFE
+    nan_byte = 0x7F
+
+    def __init__(self) -> None:
+        try:
+            import ml_dtypes
+        except ImportError as error:
+            raise MissingDependencyError(
+                f"the block format fp8 needs ml_dtypes: {describe_install('formats')}"
+            ) from error
+        self._dtype = ml_dtypes.float8_e4m3fn
+        # A table look-up takes a seventh of the conversion's time.
+        self._floats = np.arange(256, dtype=np.uint8).view(self._dtype).astype(np.float32)
+
+    def to_bytes(self, values: FloatArray) -> ByteArray:
+        return values.astype(self._dtype).view(np.uint8)
+
+    def from_bytes(self, codes: ByteArray) -> FloatArray:
+        return np.take(self._floats, codes)
 
 
 class ScaledFormat(ChunkedFormat):
@@ -138,3 +210,46 @@ class ScaledFormat(ChunkedFormat):
             is_there = codes == byte
             if is_there.any():
                 values[is_there] = value
+
+
+def make_int8_format(
+    axes: BlockAxes, key_group: str = KEY_GROUP, value_group: str = VALUE_GROUP
+) -> ScaledFormat:
+    """Return the format int8: half of a 16-bit block's bytes, plus the scales.
+
+    Error: at most half a scale, plus the rounding of the element type.
+
+    Args:
+        key_group, value_group: the axes over which elements share a scale: N for one scale per channel, D for
+            one per token, always per layer and head. By default keys have one scale per channel, because in
+            trained models some channels of K are much larger than the others for every token; values have
+            one per token. benchmarks/experiment_cold_formats.py measures the choices. A latent cache uses
+            `value_group`.
+    """
+    return ScaledFormat("int8", axes, Int8Codes(), key_group, value_group)
+
+
+def make_int4_format(
+    axes: BlockAxes, key_group: str = KEY_GROUP, value_group: str = VALUE_GROUP
+) -> ScaledFormat:
+    """Return the format int4: a quarter of a 16-bit block's bytes, plus the scales.
+
+    Error: at most half a scale, which is 1/14 of the largest magnitude in the group, plus the rounding of
+    the element type. Infinities decode to NaN.
+
+    Args:
+        key_group, value_group: as for `make_int8_format`.
+    """
+    return ScaledFormat("int4", axes, Int4Codes(), key_group, value_group)
+
+
+def make_fp8_format(axes: BlockAxes) -> ScaledFormat:
+    """Return the format fp8.
+
+    Error: at most 1/16 of the element or 1/1024 of the scale, whichever is larger, plus the rounding of the
+    element type.
+
+    Raises:
+        MissingDependencyError: ml_dtypes is not installed.
+    """
+    return ScaledFormat("fp8", axes, Float8Codes(), "ND", "ND")

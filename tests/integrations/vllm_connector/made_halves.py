@@ -1,18 +1,19 @@
 """A `TierScheduler` and `TierWorker`s over a pool of kv_pool, without vLLM."""
 
 import zlib
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 
 from kv_pool import BlockPool
 from kv_pool.core.block_keys import group_suffix
-from kv_pool.integrations.vllm.connector.group_keys import GroupKeys
 from kv_pool.integrations.vllm.connector.tier_index import TierIndex
 from kv_pool.integrations.vllm.connector.tier_scheduler import TierScheduler
 from kv_pool.integrations.vllm.connector.tier_worker import TierWorker
 from kv_pool.storage import BlockLayout, BlockStorage
 from kv_pool.tiers.disk_tier import DiskTier
+from kv_pool.tiers.tier_prefixes import GroupKeys
 
 BLOCK_SIZE = 4
 TIMEOUT_S = 60
@@ -22,6 +23,10 @@ def make_content(key, rank):
     """Return the bytes of the block with this key, (32,) uint8."""
     first = zlib.crc32(key, rank)
     return np.frombuffer(b"".join((first * (n + 1) % 2**32).to_bytes(4, "big") for n in range(8)), np.uint8)
+
+
+def skip_window(window, num_tokens):
+    return max(0, num_tokens - window + 1)
 
 
 class Clock:
@@ -56,7 +61,10 @@ class Halves:
         self.clock = Clock()
         self.pool = BlockPool(num_blocks, True, BLOCK_SIZE)
         self.pool.holds.clock = self.clock
-        self.groups = [GroupKeys(number, BLOCK_SIZE, 1, window) for number, window in enumerate(windows)]
+        self.groups = [
+            GroupKeys(number, BLOCK_SIZE, 1, window and partial(skip_window, window))
+            for number, window in enumerate(windows)
+        ]
         self.index = TierIndex(host, disk)
         self.scheduler = TierScheduler(
             self.index, self.groups, alignment, num_ranks=num_ranks, lease_s=lease_s
@@ -98,7 +106,7 @@ class Halves:
             return None
         tables = [[block.block_id for block in self.pool.get_new_blocks(num_blocks)] for _ in self.groups]
         for group, table in zip(self.groups, tables, strict=True):
-            first = group.count_skipped_tokens(num_hit) // BLOCK_SIZE
+            first = group.list_needed(0, num_hit).start
             self.pool.free_blocks(self.pool.blocks[block_id] for block_id in table[:first])
             table[:first] = [self.pool.null_block.block_id] * first
         self.tables[request.request_id] = tables
@@ -122,7 +130,7 @@ class Halves:
         """Cache the blocks that a request has loaded, after checking their bytes."""
         num_blocks = request.num_computed_tokens // BLOCK_SIZE
         for group, table in zip(self.groups, self.tables[request.request_id], strict=True):
-            first = group.count_skipped_tokens(num_blocks * BLOCK_SIZE) // BLOCK_SIZE
+            first = group.list_needed(0, num_blocks * BLOCK_SIZE).start
             for key, block_id in zip(
                 group.list_keys(request, first, num_blocks), table[first:num_blocks], strict=True
             ):
@@ -162,9 +170,8 @@ class Halves:
                 assert worker.wait(TIMEOUT_S)
             for name in worker.take_loaded():
                 self.failed.setdefault(name, []).append(False)
-            for name in worker.take_failed_requests():
+            for name in worker.take_failed():
                 self.failed[name][-1] = True
-            worker.take_failed_blocks()
             reported = worker.take_report()
             if reported is not None:
                 report = reported if report is None else report.merge(reported)

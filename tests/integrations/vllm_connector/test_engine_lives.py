@@ -20,7 +20,7 @@ def check_at_rest(engine, num_free):
     host = set(index.host.list_keys())
     assert index.host.list_next_evicted(len(host) + 1) == index.host.list_keys()  # no holds
     for rank in engine.ranks:
-        for tier, planned in zip(rank.connector.worker.stack.tiers, index.stack.tiers, strict=True):
+        for tier, planned in zip(rank.connector.worker.stack.tiers, index.tiers, strict=True):
             assert set(tier.list_keys()) == set(planned.list_keys())
 
 

@@ -356,7 +356,7 @@ def test_a_tier_that_is_fuller_than_the_index_says(make_halves):
     halves = make_halves(num_blocks=60, host=4, disk=0)
     run(halves, "a", 2)
     run(halves, "b", 2)
-    halves.index.forget([key for key in halves.index.host.list_keys() if key.startswith(b"a")])
+    halves.index.remove([key for key in halves.index.host.list_keys() if key.startswith(b"a")])
     run(halves, "c", 2)
     assert len(host_of(halves)) == 4
     halves.drain()

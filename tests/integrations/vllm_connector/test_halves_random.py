@@ -53,7 +53,7 @@ class Life:
             self.halves.scheduler.finish_request(request, [[] for _ in self.halves.groups])
         elif num_hit:
             for group in self.halves.groups:
-                first = group.count_skipped_tokens(num_hit) // 4
+                first = group.list_needed(0, num_hit).start
                 assert set(group.list_keys(request, first, num_hit // 4)) <= self.stored
             self.loading[request.request_id] = request
         else:
@@ -109,7 +109,7 @@ class Life:
         assert index.num_arriving == 0
         assert index.host.list_next_evicted(1000) == index.host.list_keys()  # nothing is held
         for worker in halves.workers:
-            for tier, planned in zip(worker.stack.tiers, index.stack.tiers, strict=True):
+            for tier, planned in zip(worker.stack.tiers, index.tiers, strict=True):
                 assert set(tier.list_keys()) <= set(planned.list_keys())
 
 

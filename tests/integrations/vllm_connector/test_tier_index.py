@@ -29,10 +29,10 @@ def test_a_block_is_found_once_its_store_has_finished():
     order = index.plan_store(blocks("a", "b"), 100)
     assert order.blocks == blocks("a", "b")
     assert index.find_missing([b"x", b"a"]) == [0]
-    assert b"a" not in index.stack
+    assert b"a" not in index
     assert index.finish_store(order, True) == [b"a", b"b"]
-    assert b"a" in index.stack
-    assert [b"a" in mapping for mapping in index.stack.list_indexes()] == [True]
+    assert b"a" in index
+    assert [b"a" in mapping for mapping in index.list_indexes()] == [True]
 
 
 def test_planned_stores_have_their_place():
@@ -57,11 +57,11 @@ def test_evicted_blocks_go_to_disk():
     store(index, "a", "b")
     order = index.plan_store(blocks("c", "d"), 100)
     assert (evicted(order), order.list_demoted(), evicted(order, 1)) == ([b"a", b"b"], [b"a", b"b"], [])
-    assert b"a" in index.stack
+    assert b"a" in index
     index.finish_store(order, True)
     order = store(index, "e", "f")
     assert (order.list_demoted(), evicted(order, 1)) == ([b"c", b"d"], [b"a"])
-    assert b"a" not in index.stack
+    assert b"a" not in index
 
 
 def test_a_block_that_is_on_disk_is_not_written_again():
@@ -78,27 +78,27 @@ def test_held_blocks_stay_in_both_tiers():
     index = TierIndex(2, 2)
     store(index, "a", "b")
     store(index, "c", "d")
-    index.stack.hold([b"a", b"c"])
+    index.hold([b"a", b"c"])
     order = store(index, "e", "f")
     assert (order.blocks, evicted(order)) == (blocks("e"), [b"d"])
     assert evicted(order, 1) == [b"b"]
-    index.stack.release([b"a", b"c"])
+    index.release([b"a", b"c"])
     assert evicted(store(index, "g", "h")) == [b"c", b"e"]
 
 
 def test_used_blocks_are_evicted_last():
     index = TierIndex(2, 0)
     store(index, "a", "b")
-    index.stack.touch([b"a", b"x"])
+    index.touch([b"a", b"x"])
     assert evicted(store(index, "c")) == [b"b"]
 
 
 def test_forgotten_blocks_are_not_found_by_a_planned_store():
     index = TierIndex(4, 2)
     order = index.plan_store(blocks("a", "b"), 100)
-    index.forget([b"a", b"x"])
+    index.remove([b"a", b"x"])
     assert index.finish_store(order, True) == [b"b"]
-    assert b"a" not in index.stack
+    assert b"a" not in index
     assert len(index.host) == 1
 
 
@@ -106,7 +106,7 @@ def test_an_invalid_store_is_not_found():
     index = TierIndex(4, 0)
     order = index.plan_store(blocks("a"), 100)
     assert index.finish_store(order, False) == []
-    assert b"a" not in index.stack
+    assert b"a" not in index
     assert index.num_arriving == 0
 
 
@@ -122,7 +122,7 @@ def test_a_cleared_index_ignores_planned_stores():
 def test_a_later_store_of_the_same_block_counts():
     index = TierIndex(4, 0)
     first = index.plan_store(blocks("a"), 100)
-    index.forget([b"a"])
+    index.remove([b"a"])
     second = index.plan_store(blocks("a"), 100)
     assert index.finish_store(first, True) == []
     assert index.finish_store(second, True) == [b"a"]
@@ -131,7 +131,7 @@ def test_a_later_store_of_the_same_block_counts():
 def test_reopened_blocks_fill_the_disk():
     index = TierIndex(2, 2)
     assert index.add_reopened([b"a", b"b", b"c"]) == [b"a"]
-    assert b"b" in index.stack
+    assert b"b" in index
     assert index.add_reopened([b"b", b"d"]) == [b"d"]
     assert TierIndex(2, 0).add_reopened([b"a"]) == [b"a"]
 
@@ -143,7 +143,7 @@ def test_a_lost_disk_has_no_blocks():
     index.drop_disk()
     index.drop_disk()
     assert index.disk is None
-    assert b"a" not in index.stack
+    assert b"a" not in index
     assert store(index, "c").list_demoted() == []
 
 
@@ -195,21 +195,21 @@ def test_random_calls_match_a_slow_model(seed):
             assert index.finish_store(order, is_valid) == (keys if is_valid else [])
             host += keys if is_valid else []
         elif action == 2:
-            index.stack.touch(some)
+            index.touch(some)
             used(host, some)
             used(disk, some)
         elif action == 3:
-            index.stack.hold(some)
+            index.hold(some)
             held += some
             used(host, some)
             used(disk, some)
         elif action == 4 and held:
             out = rng.sample(held, rng.randrange(1, len(held) + 1))
-            index.stack.release(out)
+            index.release(out)
             for key in out:
                 held.remove(key)
         elif action == 5 and rng.random() < 0.3:
-            index.forget(some)
+            index.remove(some)
             host = [key for key in host if key not in some]
             disk = [key for key in disk if key not in some]
             planned = [(order, [key for key in keys if key not in some]) for order, keys in planned]
@@ -223,4 +223,4 @@ def test_random_calls_match_a_slow_model(seed):
         assert len(host) + index.num_arriving <= host_size
         assert len(disk) <= disk_size
         for key in names:
-            assert (key in index.stack) == (key in host or key in disk)
+            assert (key in index) == (key in host or key in disk)

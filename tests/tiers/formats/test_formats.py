@@ -25,8 +25,8 @@ from kv_pool.errors import InvalidArgumentError
 from kv_pool.storage import BlockStorage, KVStorage
 from kv_pool.storage.block_layout import BlockLayout
 from kv_pool.tiers.formats import FORMATS, make_format
-from kv_pool.tiers.formats.block_axes import read_axes
-from kv_pool.tiers.formats.integers import make_int8_format
+from kv_pool.tiers.formats.block_format import read_axes
+from kv_pool.tiers.formats.scaled import make_int8_format
 
 SHAPE = (2, 2, 12, 3, 8)  # layers, K and V, slots, heads, elements: as `make_storage` makes it
 

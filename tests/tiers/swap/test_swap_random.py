@@ -11,7 +11,7 @@ import pytest
 from tiers.swap.test_swapper import FULL_AND_WINDOW, picture
 from tiers.swap_engine import SwapEngine
 
-from kv_pool import CopyFailedError, InvalidArgumentError, PlanClosedError
+from kv_pool import CopyFailedError, InvalidArgumentError, InvalidBlockError, PlanClosedError
 from kv_pool.manager.admission import AllocStatus
 from kv_pool.manager.block_groups.kv_cache_spec import (
     ChunkedLocalAttentionSpec,
@@ -19,7 +19,7 @@ from kv_pool.manager.block_groups.kv_cache_spec import (
     MambaSpec,
     SlidingWindowSpec,
 )
-from kv_pool.tiers.swap import invariants as swap_invariants
+from kv_pool.tiers.invariants import check_swapper
 
 SHAPES = {
     "full": None,
@@ -47,6 +47,7 @@ class Life:
         self.families = [self.make_tokens(self.random.randint(8, 24)) for _ in range(6)]
         self.requests = {}  # by name; manager and swapper know where each one is
         self.num_made = 0
+        self.invalid = set()  # open plans that share a block which was evicted since
         self.counts = dict.fromkeys(("out", "in", "failed", "shared", "later", "never", "fork"), 0)
 
     @property
@@ -154,7 +155,7 @@ class Life:
 
     def go_on(self, plan):
         """Close a new plan at once, or some time later."""
-        swap_invariants.check(self.swapper)
+        check_swapper(self.swapper)
         if self.random.random() < 0.6:
             self.close_plan(plan)
 
@@ -170,6 +171,9 @@ class Life:
                 self.engine.fail(plan, self.random.randint(0, len(plan.moves))) if plan.moves else self.fail(
                     plan
                 )
+        elif plan in self.invalid:
+            with pytest.raises(InvalidBlockError, match="were reported as invalid"):
+                self.engine.run(plan)
         else:
             self.counts[plan.direction.value] += 1
             self.engine.run(plan)
@@ -205,10 +209,13 @@ class Life:
         self.counts["fork"] += 1
 
     def evict(self):
-        """Evict random blocks, as if they were invalid; only their hashes are removed."""
+        """Evict random blocks, as if they were invalid; plans that share them cannot be committed."""
         for pool in (self.engine.manager.block_pool, self.swapper.host_pool):
             if self.random.random() < 0.2:
-                pool.evict_blocks([self.random.randrange(1, pool.num_gpu_blocks)])
+                block = pool.blocks[self.random.randrange(1, pool.num_gpu_blocks)]
+                pool.evict_blocks([block.block_id])
+                plans = self.swapper.list_open_plans()
+                self.invalid.update(plan for plan in plans if block in plan._match.shared)
 
     def blunder(self):
         """Check that a call for a request on the other side is refused and changes nothing."""
@@ -270,7 +277,7 @@ class Life:
         return AllocStatus.OK
 
     def check(self):
-        swap_invariants.check(self.swapper)
+        check_swapper(self.swapper)
         for request in self.running():
             self.engine.check(request)
         for request in self.swapped():

@@ -29,7 +29,7 @@ from kv_pool.manager.block_groups.kv_cache_spec import (
     MambaSpec,
     SlidingWindowSpec,
 )
-from kv_pool.tiers.swap import invariants as swap_invariants
+from kv_pool.tiers.invariants import check_swapper
 
 FULL_AND_WINDOW = (FullAttentionSpec(block_size=4), SlidingWindowSpec(block_size=4, sliding_window=6))
 
@@ -77,7 +77,7 @@ def test_a_swapped_out_request_stays_cached_on_the_device():
     assert engine.swapper.get_host_block_ids("a") == [1, 2, 3]
     assert not engine.manager.holds_blocks("a")
     engine.check_on_host(request)
-    swap_invariants.check(engine.swapper)
+    check_swapper(engine.swapper)
 
 
 def test_blocks_of_an_open_plan_are_not_reused():
@@ -86,7 +86,7 @@ def test_blocks_of_an_open_plan_are_not_reused():
     plan = engine.swapper.swap_out(request)
     assert state(engine.manager.block_pool) == "free: 4 | in use: 1* 2* 3"
     assert engine.manager.allocate_slots(engine.make_request("b", range(90, 98)), 8) is None
-    swap_invariants.check(engine.swapper)
+    check_swapper(engine.swapper)
     engine.run(plan)
 
 
@@ -121,7 +121,7 @@ def test_after_an_interrupted_copy_the_plan_is_still_open():
     assert engine.swapper.list_open_plans() == [plan]
     plan.abort()
     engine.check(request)
-    swap_invariants.check(engine.swapper)
+    check_swapper(engine.swapper)
 
 
 def test_blocks_that_the_host_has_are_shared_and_not_copied():
@@ -258,7 +258,7 @@ def test_swap_in_copies_reused_blocks_and_shares_the_rest():
     assert (len(plan.moves), plan.num_shared_blocks, plan.num_computed_tokens) == (2, 1, 10)
     assert not engine.swapper.is_swapped_out("a")
     assert not engine.manager.holds_blocks("a")
-    swap_invariants.check(engine.swapper)
+    check_swapper(engine.swapper)
     engine.run(plan)
     table = engine.manager.get_table("a")
     assert (table.num_cached_blocks, table.num_edits) == (2, edits + 1)
@@ -269,7 +269,7 @@ def test_swap_in_copies_reused_blocks_and_shares_the_rest():
     assert engine.manager.get_computed_blocks(again).num_tokens == 8
     request.append_output_token_ids([1, 2, 3])
     assert engine.grow(request, 3)
-    swap_invariants.check(engine.swapper)
+    check_swapper(engine.swapper)
 
 
 def test_a_failed_copy_leaves_the_request_swapped_out():
@@ -337,7 +337,7 @@ def test_a_dropped_request_leaves_its_prefix_on_the_host():
     engine.swapper.drop(request)
     assert state(engine.swapper.host_pool) == "free: 3 4 5 6 7 8 2* 1*"
     assert engine.swapper.list_swapped_out() == []
-    swap_invariants.check(engine.swapper)
+    check_swapper(engine.swapper)
     before = picture(engine)
     with pytest.raises(InvalidArgumentError, match="not swapped out"):
         engine.swapper.drop(request)
@@ -369,7 +369,7 @@ def test_only_blocks_in_the_window_are_swapped_out():
     engine.check_cached()
     request.append_output_token_ids([1, 2, 3, 4, 5, 6, 7])
     assert engine.grow(request, 7)
-    swap_invariants.check(engine.swapper)
+    check_swapper(engine.swapper)
     engine.manager.free(request)
 
 
@@ -391,7 +391,7 @@ def test_groups_of_every_kind_are_swapped_out_and_in(groups):
         engine.run(engine.swapper.swap_in(request))
         request.append_output_token_ids([token])
         assert engine.grow(request, 1)
-        swap_invariants.check(engine.swapper)
+        check_swapper(engine.swapper)
         engine.check_cached()
     engine.manager.free(request)
     assert engine.manager.get_num_free_blocks() == 16
@@ -437,7 +437,7 @@ def test_covered_blocks_stay_on_the_device_and_are_shared_again():
     plan = swapper.swap_in(request)
     assert (len(plan.moves), plan.num_shared_blocks, retention.num_retained) == (1, 2, 0)
     plan.commit()
-    swap_invariants.check(swapper)
+    check_swapper(swapper)
     swapper.swap_out(request).commit()
     assert retention.num_retained == 2
     swapper.drop(request)
@@ -569,7 +569,7 @@ def test_a_request_in_an_open_plan_is_refused_elsewhere(direction):
         with pytest.raises(InvalidArgumentError):
             call()
     assert picture(engine) == before
-    swap_invariants.check(swapper)
+    check_swapper(swapper)
     engine.run(plan)
     assert picture(engine)[4] == []
 

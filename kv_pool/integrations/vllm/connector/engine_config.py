@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,12 @@ from vllm.v1.kv_cache_interface import (
 
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import GroupId
-from kv_pool.integrations.vllm.connector.group_keys import GroupKeys
 from kv_pool.storage.block_layout import BlockLayout
 from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.storage.segments import Segment, SegmentTable
 from kv_pool.storage.tensors import find_device
 from kv_pool.tiers.disk_tier import DiskTier
+from kv_pool.tiers.tier_prefixes import GroupKeys
 
 _FULL = {
     KVCacheSpecKind.FULL_ATTENTION,
@@ -73,19 +74,25 @@ def describe_groups(vllm_config: Any, kv_cache_config: Any) -> tuple[list[GroupK
     for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
         spec = group.kv_cache_spec
         kind = get_kv_cache_spec_kind(spec)
-        chunk = None
+        skip: Callable[[int], int] | None = None
         if kind is KVCacheSpecKind.CHUNKED_LOCAL_ATTENTION:
             chunk = max(layer.attention_chunk_size for layer in iter_layer_specs(spec))
-        groups.append(
-            GroupKeys(
-                GroupId(group_id),
-                spec.block_size,
-                spec.block_size // hash_block_size,
-                get_kv_cache_spec_sliding_window(spec) if kind in _WINDOW else None,
-                chunk,
-            )
-        )
+            skip = partial(_skip_chunks, chunk)
+        elif kind in _WINDOW:
+            skip = partial(_skip_window, get_kv_cache_spec_sliding_window(spec))
+        stride = spec.block_size // hash_block_size
+        groups.append(GroupKeys(GroupId(group_id), spec.block_size, stride, skip))
     return groups, alignment
+
+
+def _skip_window(window: int, num_tokens: int) -> int:
+    """Return how many tokens are outside the window of the next one."""
+    return max(0, num_tokens - window + 1)
+
+
+def _skip_chunks(chunk: int, num_tokens: int) -> int:
+    """Return how many tokens are in chunks before that of the next one."""
+    return num_tokens - num_tokens % chunk
 
 
 def count_block_bytes(kv_cache_config: Any) -> int:

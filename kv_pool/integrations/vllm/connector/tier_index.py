@@ -11,7 +11,7 @@ from kv_pool.tiers.tier import Tier
 from kv_pool.tiers.tier_stack import TierStack, TierStep
 
 
-class TierIndex:
+class TierIndex(TierStack):
     """The keys of the host tier and the disk tier, the stores that are planned, and what makes room for them.
 
     All workers execute the same orders in the same order, so one index describes the tiers of all ranks.
@@ -23,16 +23,13 @@ class TierIndex:
 
     Args:
         host_blocks, disk_blocks: capacity of each rank's tiers; 0 disk blocks for no disk tier.
-
-    Attributes:
-        stack: the tiers' keys, without bytes.
     """
 
     def __init__(self, host_blocks: int, disk_blocks: int) -> None:
         tiers = [Tier(host_blocks, MEDIUM_CPU)]
         if disk_blocks:
             tiers.append(Tier(disk_blocks, MEDIUM_STORAGE))
-        self.stack = TierStack(tiers)
+        super().__init__(tiers)
         self._arriving: dict[BlockHashWithGroupId, int] = {}
         self._last_order_id = 0
 
@@ -41,12 +38,12 @@ class TierIndex:
     @property
     def host(self) -> Tier:
         """The keys of the host tier."""
-        return self.stack.tiers[0]
+        return self.tiers[0]
 
     @property
     def disk(self) -> Tier | None:
         """The keys of the disk tier; None if there is none."""
-        return self.stack.tiers[1] if len(self.stack.tiers) > 1 else None
+        return self.tiers[1] if len(self.tiers) > 1 else None
 
     @property
     def num_arriving(self) -> int:
@@ -71,8 +68,8 @@ class TierIndex:
         num_wanted = min(len(blocks), max_blocks)
         num_places = self.host.capacity - len(self.host) - len(self._arriving)
         steps: list[TierStep] = []
-        for step in self.stack.plan_room(0, num_wanted - num_places):
-            self.stack.apply(step)
+        for step in self.plan_room(0, num_wanted - num_places):
+            self.apply(step)
             steps.append(step)
             if step.level == 0:
                 num_places += len(step.evicted)
@@ -96,28 +93,28 @@ class TierIndex:
             del self._arriving[key]
         if not is_valid:
             return []
-        self.stack.apply(TierStep(0, keys))
+        self.apply(TierStep(0, keys))
         return keys
 
     # ---- removing --------------------------------------------------------------------------------
 
-    def forget(self, keys: Sequence[BlockHashWithGroupId]) -> None:
+    def remove(self, keys: Sequence[BlockHashWithGroupId]) -> None:
         """Remove keys; planned stores of them will not be found. The caller has to order their removal."""
         for key in keys:
             self._arriving.pop(key, None)
-        self.stack.remove(keys)
+        super().remove(keys)
 
     def clear(self) -> None:
         """Remove all keys, those of planned stores included."""
         self._arriving.clear()
-        for tier in self.stack.tiers:
-            self.stack.announce_removed(tier, tier.list_keys())
-        self.stack.clear()
+        for tier in self.tiers:
+            self.announce_removed(tier, tier.list_keys())
+        super().clear()
 
     def drop_disk(self) -> None:
         """Continue without a disk tier. No-op without one."""
         if self.disk is not None:
-            self.stack.drop_last_tier()
+            self.drop_last_tier()
 
     def add_reopened(self, keys: Sequence[BlockHashWithGroupId]) -> list[BlockHashWithGroupId]:
         """Add keys that the workers found on disk, the least recently used first.
@@ -130,5 +127,5 @@ class TierIndex:
         new = [key for key in keys if key not in self.disk]
         num_places = self.disk.capacity - len(self.disk)
         first = max(0, len(new) - num_places)
-        self.stack.apply(TierStep(1, new[first:]))
+        self.apply(TierStep(1, new[first:]))
         return new[:first]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.holds import Hold
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.ids import BlockHashWithGroupId, BlockId, RequestId
-from kv_pool.integrations.vllm.connector.group_keys import GroupKeys
 from kv_pool.integrations.vllm.connector.orders import (
     KeyedBlock,
     LoadOrder,
@@ -20,8 +19,7 @@ from kv_pool.integrations.vllm.connector.orders import (
     WorkerReport,
 )
 from kv_pool.integrations.vllm.connector.tier_index import TierIndex
-from kv_pool.manager.leases import BlockLeases, Lease, LeaseKind, LeaseState
-from kv_pool.tiers.tier_prefixes import Rows, TierPrefixes
+from kv_pool.tiers.tier_prefixes import GroupKeys, Rows, TierPrefixes
 from kv_pool.tiers.tier_stack import TierListener
 
 _logger = logging.getLogger("vllm.kv_pool")
@@ -71,61 +69,6 @@ class HeldHit:
         return [row[position] for row in self.rows for position in sorted(row, reverse=True)]
 
 
-class LeasedBlocks:
-    """Keeps blocks of kv_pool's pool from being reused while a store reads them, by leases.
-
-    `kv-pool sequences --holds` lists the leases.
-
-    Args:
-        lease_s: duration of a lease, in seconds.
-    """
-
-    def __init__(self, block_pool: BlockPoolCore, lease_s: float) -> None:
-        self.leases = BlockLeases(block_pool)
-        self._clock = block_pool.holds.clock
-        self._lease_s = lease_s
-
-    def take(self, blocks: Sequence[KVCacheBlock], holder: str) -> Lease:
-        """Hold cached blocks until `release`. Return the hold.
-
-        Args:
-            blocks: distinct blocks, in the order of their block table. At the end of the hold the last one
-                is freed first, as if the request had freed them.
-            holder: a description of the store.
-        """
-        return self.leases.acquire(blocks, self._clock() + self._lease_s, holder, LeaseKind.READ)
-
-    def release(self, hold: Lease) -> bool:
-        """End a hold. Return False if it had expired, so that the blocks may have been reused."""
-        if hold.state is not LeaseState.ACTIVE:
-            return False
-        hold.release()
-        return True
-
-    def expire(self) -> None:
-        """End overdue holds. Call it in every step."""
-        self.leases.expire()
-
-
-class CountedBlocks:
-    """The same for vLLM's pool, by references, which have no deadline."""
-
-    def __init__(self, block_pool: Any) -> None:
-        self._block_pool = block_pool
-
-    def take(self, blocks: Sequence[Any], holder: str) -> list[Any]:
-        listed = list(blocks)
-        self._block_pool.touch(listed)
-        return listed
-
-    def release(self, hold: list[Any]) -> bool:
-        self._block_pool.free_blocks(reversed(hold))
-        return True
-
-    def expire(self) -> None:
-        pass
-
-
 class StoreListener(TierListener, Protocol):
     """Learns also which stores are planned, for the events of their keys."""
 
@@ -167,7 +110,7 @@ class TierScheduler:
         listener: StoreListener | None = None,
     ) -> None:
         self.index = index
-        index.stack.listener = listener
+        index.listener = listener
         self._counts: Counter[str] = Counter()
         self.block_pool: Any = None
         self._groups = list(groups)
@@ -176,9 +119,8 @@ class TierScheduler:
         self._drops_last_block = drops_last_block
         self._lease_s = lease_s
         self._listener = listener
-        self._prefixes = TierPrefixes(self, self._groups, alignment)
+        self._prefixes = TierPrefixes(index.list_indexes, self._groups, alignment)
         self._get_block_ids: Callable[[RequestId], Sequence[Sequence[BlockId]]]
-        self._reads: LeasedBlocks | CountedBlocks
         self._max_reading = 0
         self._followed: dict[RequestId, FollowedRequest] = {}
         self._hits: dict[RequestId, HeldHit] = {}
@@ -196,16 +138,8 @@ class TierScheduler:
         """Set the engine's pool, and the function that returns a request's block table of each group."""
         self.block_pool = block_pool
         self._get_block_ids = get_block_ids
-        if isinstance(block_pool, BlockPoolCore):
-            self._reads = LeasedBlocks(block_pool, self._lease_s)
-        else:
-            self._reads = CountedBlocks(block_pool)
         # Blocks that are read cannot be reused; leave half of the pool to the requests.
         self._max_reading = max(1, min(self.index.host.capacity // 2, block_pool.num_gpu_blocks // 2))
-
-    def list_indexes(self) -> list[Mapping[BlockHashWithGroupId, object]]:
-        """See `TierStack`; for `TierPrefixes`."""
-        return self.index.stack.list_indexes()
 
     # ---- loading ---------------------------------------------------------------------------------
 
@@ -241,7 +175,7 @@ class TierScheduler:
             return
         if num_tokens != hit.num_tokens:  # the engine took less; a shorter hit may need other blocks
             shorter = self._hold_hit(request, hit.start, num_tokens)
-            self.index.stack.release(hit.list_keys())
+            self.index.release(hit.list_keys())
             hit = shorter
         null_id = self.block_pool.null_block.block_id
         blocks = [
@@ -256,24 +190,21 @@ class TierScheduler:
     def count_hit_tokens(self, request_id: RequestId) -> tuple[int, int]:
         """Return how many tokens of a request's load come from host memory, and how many from disk.
 
-        A token counts for host memory only if the blocks of all groups are there.
+        Tokens count for host memory only if the blocks of all groups are there.
         """
         hit = self._loading.get(request_id)
         if hit is None:
             return 0, 0
-        on_disk: set[int] = set()
-        for row, group in zip(hit.rows, self._groups, strict=True):
-            for position, key in row.items():
-                if key not in self.index.host:
-                    on_disk.update(range(position * group.block_size, (position + 1) * group.block_size))
-        return hit.num_tokens - len(on_disk), len(on_disk)
+        end = hit.start + hit.num_tokens
+        counts = self._prefixes.count_by_tier(hit.rows, hit.start, end, self.index.find_tier)
+        return counts.get(0, 0), counts.get(1, 0)
 
     def end_loads(self, request_ids: Iterable[RequestId]) -> None:
         """Release what finished loads have read, successful or not."""
         for request_id in request_ids:
             hit = self._loading.pop(request_id, None)
             if hit is not None:
-                self.index.stack.release(hit.list_keys())
+                self.index.release(hit.list_keys())
                 self._counts["loaded tokens"] += hit.num_tokens
 
     # ---- storing ---------------------------------------------------------------------------------
@@ -283,7 +214,8 @@ class TierScheduler:
 
         Blocks are stored once their tokens are computed, that is, at the earliest in the following step.
         """
-        self._reads.expire()
+        if isinstance(self.block_pool, BlockPoolCore):
+            self.block_pool.expire_holds()
         for request_id in request_ids:
             followed = self._followed.get(request_id)
             if followed is not None and has_new_blocks(followed):
@@ -311,7 +243,7 @@ class TierScheduler:
             if self._storing:
                 self._used_after.setdefault(next(reversed(self._storing)), []).append(keys)
             else:
-                self.index.stack.touch(keys)
+                self.index.touch(keys)
 
     def apply_report(self, report: WorkerReport) -> None:
         """Apply what the workers report: finished stores, losses, and the blocks found on disk."""
@@ -369,13 +301,13 @@ class TierScheduler:
 
     def _hold_hit(self, request: Any, start: int, num_tokens: int) -> HeldHit:
         hit = HeldHit(start, num_tokens, self._prefixes.list_blocks(request, start, start + num_tokens))
-        self.index.stack.hold(hit.list_keys())
+        self.index.hold(hit.list_keys())
         return hit
 
     def _drop_hit(self, request_id: RequestId) -> None:
         hit = self._hits.pop(request_id, None)
         if hit is not None:
-            self.index.stack.release(hit.list_keys())
+            self.index.release(hit.list_keys())
 
     def _count_storable(self, request: Any) -> int:
         """Return how many tokens of a request are computed and may have hashed blocks in all groups.
@@ -437,8 +369,7 @@ class TierScheduler:
             return 0
         num_taken = len(order.blocks)
         taken = [block for _, block in found[:num_taken]]
-        hold = self._reads.take(taken, f"kv_pool's tiers, store {order.order_id}")
-        self._storing[order.order_id] = (order, hold)
+        self._storing[order.order_id] = (order, self._hold(taken, order.order_id))
         self._num_reading += num_taken
         self._orders.stores.append(order)
         self._counts["demoted blocks"] += len(order.list_demoted())
@@ -447,14 +378,37 @@ class TierScheduler:
                 self._listener.on_planned(request, group, place, block.block_hash)
         return num_taken
 
+    def _hold(self, blocks: list[Any], order_id: int) -> Any:
+        """Keep cached blocks from being reused while a store reads them. Return what `_release` takes.
+
+        In kv_pool's pool this is a hold with a deadline, which `kv-pool sequences --holds` lists; in vLLM's,
+        references. At the end the last block is freed first, as if the request had freed them.
+        """
+        if isinstance(self.block_pool, BlockPoolCore):
+            until = self.block_pool.holds.clock() + self._lease_s
+            reason = f"leased to kv_pool's tiers, store {order_id} (read)"
+            return self.block_pool.hold(blocks, reason, until=until)
+        self.block_pool.touch(blocks)
+        return blocks
+
+    def _release(self, hold: Any) -> bool:
+        """End a hold. Return False if it had expired, so that the blocks may have been reused."""
+        if not isinstance(hold, Hold):
+            self.block_pool.free_blocks(reversed(hold))
+        elif hold.is_released:
+            return False
+        else:
+            hold.release()
+        return True
+
     def _end_store(self, order_id: int) -> None:
         order, hold = self._storing.pop(order_id)
         self._num_reading -= len(order.blocks)
-        is_valid = self._reads.release(hold)
+        is_valid = self._release(hold)
         keys = self.index.finish_store(order, is_valid)
         self._counts["stored blocks"] += len(keys)
         for used in self._used_after.pop(order_id, ()):
-            self.index.stack.touch(used)
+            self.index.touch(used)
         if self._listener is not None:
             self._listener.on_store_ended([key for key, _ in order.blocks])
         if not is_valid:
@@ -469,7 +423,7 @@ class TierScheduler:
         """Remove keys from the index, and order their removal from the tiers."""
         if keys:
             self._counts["lost blocks"] += len(keys)
-            self.index.forget(keys)
+            self.index.remove(keys)
             self._orders.forgotten += keys
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -20,9 +19,9 @@ from kv_pool.integrations.vllm.connector.orders import (
     WorkerReport,
 )
 from kv_pool.storage.block_storage import BlockStorage
-from kv_pool.threads import start_thread
 from kv_pool.tiers.disk_tier import DiskTier
 from kv_pool.tiers.host_tier import HostTier
+from kv_pool.tiers.order_thread import OrderThread
 from kv_pool.tiers.tier_stack import TierStack, TierStep
 
 _logger = logging.getLogger("vllm.kv_pool")
@@ -49,37 +48,30 @@ class TierWorker:
         self.stack = TierStack([host] if disk is None else [host, disk])
         self._storage = storage
         self._device_order = DeviceOrder(storage.device)
-        # Locked directly: an exception in `Condition.__enter__` would leave the lock held.
         self._mutex = threading.Lock()
-        self._changed = threading.Condition(self._mutex)
-        self._loads: deque[Callable[[], None]] = deque()
-        self._others: deque[Callable[[], None]] = deque()
-        self._is_busy = False
-        self._is_closing = False
         self._loaded: list[tuple[RequestId, list[BlockId]]] = []  # finished loads, and what they lack
-        self._failed_blocks: set[BlockId] = set()
-        self._failed_requests: set[RequestId] = set()
+        self._failed: dict[RequestId, list[BlockId]] = {}
         self._report = WorkerReport(reopened=None if disk is None else disk.list_keys())
-        self._thread = start_thread("kv_pool transfers", self._run)
+        self._is_closed = False
+        self._thread = OrderThread("kv_pool transfers")
+        self._thread.start()
 
     def start_loads(self, orders: StepOrders) -> None:
         """Start a step's loads. They write after the engine's work that is queued on the device by now."""
         if orders.loads:
             mark = self._device_order.mark()
-            self._add(self._loads, [partial(self._load, order, mark) for order in orders.loads])
+            self._thread.add([partial(self._load, order, mark) for order in orders.loads], is_urgent=True)
 
     def start_stores(self, orders: StepOrders) -> None:
         """Start a step's removals and stores; call it after the work that writes the step's blocks."""
         tasks: list[Callable[[], None]] = []
-        if orders.clears:
-            tasks.append(self._clear)
-        if orders.forgotten:
-            tasks.append(partial(self.stack.remove, orders.forgotten))
+        if orders.clears or orders.forgotten:
+            tasks.append(partial(self._remove, orders))
         if orders.stores:
             mark = self._device_order.mark()
             tasks += [partial(self._store, order, mark) for order in orders.stores]
         if tasks:
-            self._add(self._others, tasks)
+            self._thread.add(tasks)
 
     def take_loaded(self) -> set[RequestId]:
         """Return the requests whose loads have ended since the last call, failed ones included."""
@@ -87,20 +79,12 @@ class TierWorker:
             return set()
         with self._mutex:
             loaded, self._loaded = self._loaded, []
-        for request_id, failed in loaded:
-            if failed:
-                self._failed_requests.add(request_id)
-                self._failed_blocks.update(failed)
+        self._failed.update((request_id, failed) for request_id, failed in loaded if failed)
         return {request_id for request_id, _ in loaded}
 
-    def take_failed_blocks(self) -> set[BlockId]:
-        """Return the blocks that `take_loaded` found missing since the last call."""
-        failed, self._failed_blocks = self._failed_blocks, set()
-        return failed
-
-    def take_failed_requests(self) -> set[RequestId]:
-        """Return the requests of these blocks, since the last call."""
-        failed, self._failed_requests = self._failed_requests, set()
+    def take_failed(self) -> dict[RequestId, list[BlockId]]:
+        """Return what `take_loaded` found missing since the last call: the blocks of each request."""
+        failed, self._failed = self._failed, {}
         return failed
 
     def take_report(self) -> WorkerReport | None:
@@ -113,44 +97,16 @@ class TierWorker:
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until all orders have been executed. Return False after `timeout_s` seconds."""
-        with self._changed:
-            return self._changed.wait_for(
-                lambda: not self._loads and not self._others and not self._is_busy, timeout_s
-            )
+        return self._thread.wait(timeout_s)
 
     def close(self) -> None:
         """Finish the current order, drop the others, and close the tiers. No-op on a second call."""
-        with self._mutex:
-            was_closing, self._is_closing = self._is_closing, True
-            self._loads.clear()
-            self._others.clear()
-            self._changed.notify_all()
-        if not was_closing:
-            self._thread.join()
+        self._thread.close()
+        if not self._is_closed:
+            self._is_closed = True
             self.stack.close()
 
     # ---- inside ----------------------------------------------------------------------------------
-
-    def _add(self, queue: deque[Callable[[], None]], tasks: list[Callable[[], None]]) -> None:
-        with self._mutex:
-            if not self._is_closing:
-                queue += tasks
-                self._changed.notify_all()
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._is_busy = False
-                self._changed.notify_all()
-                self._changed.wait_for(lambda: self._loads or self._others or self._is_closing)
-                if self._is_closing:
-                    return
-                self._is_busy = True
-                task = self._loads.popleft() if self._loads else self._others.popleft()
-            try:
-                task()
-            except Exception:
-                _logger.exception("kv_pool could not remove blocks from a tier")
 
     def _load(self, order: LoadOrder, mark: Mark) -> None:
         try:
@@ -188,15 +144,17 @@ class TierWorker:
         keys, block_ids = [key for key, _ in order.blocks], [block_id for _, block_id in order.blocks]
         return lost + self.stack.apply_elsewhere(TierStep(0, keys), self._storage, block_ids)
 
-    def _clear(self) -> None:
-        """Remove all blocks for good. A disk tier that cannot be cleared is closed and not used again."""
+    def _remove(self, orders: StepOrders) -> None:
+        """Remove blocks for good. A disk tier that cannot be cleared is closed and not used again."""
         try:
-            self.stack.clear()
+            if orders.clears:
+                self.stack.clear()
         except TierError as error:
             _logger.error("kv_pool continues without its disk tier: %s", error)
             self.stack.drop_last_tier().close()
             with self._mutex:
                 self._report.has_lost_disk = True
+        self.stack.remove(orders.forgotten)
 
 
 Mark = Any

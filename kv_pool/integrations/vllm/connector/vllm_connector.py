@@ -144,7 +144,6 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.worker: TierWorker | None = None
         self._event_log: TierEventLog | None = None
         self._num_groups = len(kv_cache_config.kv_cache_groups)
-        self._is_shut_down = False
         has_tiers = self.settings.host_bytes > 0
         if has_tiers:
             self._groups, self._alignment = describe_groups(vllm_config, kv_cache_config)
@@ -314,18 +313,15 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results = super().get_transfer_results(finished_req_ids)
-        if self.worker is not None:
-            failed = self.worker.take_failed_requests()
-            # With several groups, vLLM cannot find the request of a block id.
-            if self._num_groups > 1:
-                results.failed_recving = set(failed)
+        # With several groups, vLLM cannot find the request of a block id.
+        if self.worker is not None and self._num_groups > 1:
+            results.failed_recving = set(self.worker.take_failed())
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        if self.worker is None:
+        if self.worker is None or self._num_groups > 1:
             return set()
-        failed = self.worker.take_failed_blocks()
-        return set() if self._num_groups > 1 else set(failed)
+        return {block_id for block_ids in self.worker.take_failed().values() for block_id in block_ids}
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         report = None if self.worker is None else self.worker.take_report()

@@ -12,8 +12,9 @@ from kv_pool.core.arguments import refuse_interrupted
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.holds import BlockHolds, Hold, HoldState
 from kv_pool.core.pool_core import BlockPoolCore
-from kv_pool.errors import PlanClosedError
+from kv_pool.errors import InvalidArgumentError, PlanClosedError
 from kv_pool.ids import RequestId
+from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.requests.request import SchedulableRequest
 
 
@@ -49,6 +50,7 @@ class TwoPhasePlan(ABC):
         self._plans = plans
         self._purpose = purpose
         self._holds: list[tuple[BlockHolds, Hold]] = []
+        self._watched: list[tuple[KVCacheBlock, int]] = []
 
     def _open_hold(self, pool: BlockPoolCore) -> Hold:
         """Open an empty hold, in which a repair finds the references that the plan takes."""
@@ -62,6 +64,22 @@ class TwoPhasePlan(ABC):
             raise PlanClosedError(
                 f"the plan to {self._purpose} is already {self.state.value}; make a new one"
             )
+
+    def _check_absent(self, manager: KVCacheManager) -> None:
+        """Raise InvalidArgumentError if the request was given blocks while the plan was open."""
+        if manager.holds_blocks(self.request_id):
+            raise InvalidArgumentError(
+                f"request {self.request_id!r} was given blocks during a plan to {self._purpose}; free "
+                "them first"
+            )
+
+    def _watch(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Let `_is_invalid` notice if content of one of these blocks turns out to be wrong from now on."""
+        self._watched = [(block, block.generation) for block in blocks]
+
+    def _is_invalid(self) -> bool:
+        """Return True if the content of a watched block was reported as invalid, or evicted."""
+        return any(block.generation != generation for block, generation in self._watched)
 
     def repair(self) -> None:
         """Close the plan, of which a call was interrupted. References are counted again afterwards."""

@@ -1,0 +1,291 @@
+"""The file of a pool dump: records with checksums, which detect damage anywhere in the file.
+
+| magic, version | frame, payload | frame, payload | ... | frame, payload of END |
+
+frame = kind, number of the record in the file, payload bytes, xxh3_64 of the payload, xxh3_64 of all these
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from struct import Struct
+from typing import BinaryIO
+
+import msgspec
+import xxhash
+
+from kv_pool.core.kv_events import AllBlocksCleared, BlockStored
+from kv_pool.errors import PoolDumpError, TierError
+from kv_pool.foreign_bytes import UNDECODABLE
+from kv_pool.ids import BlockId
+from kv_pool.regular_files import open_regular
+from kv_pool.storage.block_layout import BlockLayout
+from kv_pool.storage.block_storage import BlockStorage
+from kv_pool.tiers.dump_rows import CachedRows, KeyCopies, check_rows, decode_rows
+from kv_pool.tiers.host_tier import RowBuffer
+
+MAGIC = b"kv_pool\x00"
+VERSION = 2
+"""2: the layout may name model and weights. Dumps of version 1 name neither, and are read without."""
+_READ_VERSIONS = (1, VERSION)
+BATCH_BYTES = 32 * 1024 * 1024
+"""Size of the host buffer between storage and file."""
+
+_START = Struct("<8sQ")
+_FRAME = Struct("<IIQQ")
+_CHECKSUM = Struct("<Q")
+_EVENTS = msgspec.msgpack.Decoder(list[AllBlocksCleared | BlockStored])
+_Payload = bytes | bytearray | memoryview
+
+
+class RecordKind(IntEnum):
+    """The kinds of records, in the order in which they appear in a file."""
+
+    HEADER = 1
+    ROWS = 2
+    COPIES = 3
+    EVENTS = 4
+    DATA = 5
+    END = 6
+
+
+class RecordWriter:
+    """A sequential writer of records."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._num_records = 0
+        file.write(_START.pack(MAGIC, VERSION))
+
+    def write(self, kind: RecordKind, payload: _Payload) -> None:
+        num_bytes = payload.nbytes if isinstance(payload, memoryview) else len(payload)
+        frame = _FRAME.pack(kind, self._num_records, num_bytes, xxhash.xxh3_64_intdigest(payload))
+        self._file.write(frame + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(frame)))
+        self._file.write(payload)
+        self._num_records += 1
+
+
+@contextmanager
+def replace_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """Yield a new file that atomically replaces `path` on exit, once all of it is on the disk.
+
+    Only its owner can read it. If the block raises, `path` is unchanged.
+
+    Raises:
+        TierError: the folder is missing or not writable, or the disk is full. `path` is unchanged.
+    """
+    whole = Path(path)
+    temporary = whole.with_name(f".{whole.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with open(descriptor, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, whole)
+        finally:
+            temporary.unlink(missing_ok=True)
+        sync_folder(whole.parent)
+    except OSError as error:
+        raise TierError(f"nothing was dumped to {whole}: {error.strerror or error}") from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the folder's entries are on the disk, where the operating system supports it."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:  # Windows opens no folders
+        return
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class PoolDumpHeader(msgspec.Struct, frozen=True):
+    """The header of a pool dump.
+
+    Attributes:
+        layout: the meaning of bytes and hashes; None if not given to `dump_pool`.
+        hash_block_size, num_hash_lookahead_tokens, medium, num_blocks: of the pool; `num_blocks` includes the
+            null block.
+        num_cached: number of blocks with keys.
+        num_evictions: the pool's eviction count.
+        block_bytes: size of a block; 0 if the dump has no bytes.
+        next_sequence: sequence number of the next batch of events; None if no stream state was dumped.
+        random_seed: names the random seed of the process, if its hashes may depend on it: it has made a
+            `BlockHasher` without a seed, and the layout does not say which hasher was used.
+    """
+
+    layout: BlockLayout | None
+    hash_block_size: int
+    num_hash_lookahead_tokens: int
+    medium: str
+    num_blocks: int
+    num_cached: int
+    num_evictions: int
+    block_bytes: int
+    next_sequence: int | None
+    random_seed: str = ""
+
+
+@dataclass
+class DumpedBlocks:
+    """The cached blocks of a pool dump.
+
+    Attributes:
+        rows: the blocks, the next to be evicted first.
+        copies: the keys that several blocks carry.
+        stores: the events published about the blocks.
+    """
+
+    rows: CachedRows
+    copies: list[KeyCopies]
+    stores: list[BlockStored]
+
+
+@contextmanager
+def open_dump(path: str | os.PathLike[str]) -> Iterator[DumpReader]:
+    """Open a dump and read its header. Raises PoolDumpError if that fails."""
+    name = os.fspath(path)
+    try:
+        with open(open_regular(path), "rb") as file:
+            yield DumpReader(file, name)
+    except OSError as error:  # only reading raises it; a storage raises CopyFailedError
+        raise PoolDumpError(f"no dumped pool can be read from {name}: {error.strerror}") from error
+
+
+class DumpReader:
+    """A sequential reader: the header, then `read_blocks`, `read_bytes`, `check_end`, in this order.
+
+    Raises:
+        PoolDumpError: from any call, if the file is not a pool dump, has another version, or is truncated or
+            damaged.
+    """
+
+    def __init__(self, file: BinaryIO, path: str) -> None:
+        self._file = file
+        self._path = path
+        self._num_left = os.fstat(file.fileno()).st_size
+        magic, version = _START.unpack(self._read(_START.size))
+        if magic != MAGIC:
+            raise PoolDumpError(f"{path} is not a pool dump: it does not begin like one")
+        if version not in _READ_VERSIONS:
+            known = ", ".join(map(str, _READ_VERSIONS))
+            raise PoolDumpError(f"{path} has format version {version}; supported versions are {known}")
+        # The frame of the next record, whose payload follows.
+        self._number = -1
+        self._kind = RecordKind.HEADER
+        self._num_bytes = self._checksum = 0
+        self._read_frame()
+        if self._kind != RecordKind.HEADER:
+            raise self._make_error("it does not begin with a header")
+        try:
+            self.header = header = msgspec.msgpack.decode(self._take_payload(), type=PoolDumpHeader)
+        except UNDECODABLE as error:
+            raise self._make_error(str(error)) from error
+        counts = header.num_hash_lookahead_tokens, header.num_cached, header.num_evictions
+        least = min(*counts, header.block_bytes, header.next_sequence or 0)
+        if least < 0 or min(header.hash_block_size, header.num_blocks) < 1:
+            raise self._make_error("its header has a negative count")
+
+    def read_blocks(self) -> DumpedBlocks:
+        """Read everything except the bytes of the blocks."""
+        rows = CachedRows()
+        copies: list[KeyCopies] = []
+        stores: list[BlockStored] = []
+        try:
+            while self._kind == RecordKind.ROWS:
+                decode_rows(self._take_payload(), rows)
+            while self._kind == RecordKind.COPIES:
+                copies += msgspec.msgpack.decode(self._take_payload(), type=list[KeyCopies])
+            check_rows(rows, copies, self.header.num_blocks, self.header.num_cached)
+            while self._kind == RecordKind.EVENTS:
+                events = _EVENTS.decode(self._take_payload())
+                stores += [event for event in events if isinstance(event, BlockStored)]
+        except PoolDumpError:
+            raise
+        except UNDECODABLE as error:
+            raise self._make_error(str(error)) from error
+        return DumpedBlocks(rows, copies, stores)
+
+    def read_bytes(self, storage: BlockStorage, targets: Sequence[BlockId | None]) -> None:
+        """Copy the bytes of each row to its target block in the storage; skip rows with target None."""
+        buffer = RowBuffer(storage.block_bytes, storage.block_format, BATCH_BYTES)
+        for start in range(0, len(targets), buffer.num_blocks):
+            moves = []
+            for place, target in enumerate(targets[start : start + buffer.num_blocks]):
+                if self._kind != RecordKind.DATA:
+                    raise self._make_error("bytes of blocks are missing")
+                if self._num_bytes != storage.block_bytes:
+                    raise self._make_error(
+                        f"a record has {self._num_bytes} bytes instead of {storage.block_bytes}"
+                    )
+                self._take_payload_into(buffer.rows[place].data)
+                if target is not None:
+                    moves.append((BlockId(place), target))
+            buffer.storage.copy_to(storage, moves)
+        storage.synchronize()
+
+    def check_end(self) -> None:
+        """Raise PoolDumpError unless the whole file has been read."""
+        if self._kind != RecordKind.END:
+            raise self._make_error(f"{self._kind.name} stands where its end should be")
+        self._check_payload(self._read(self._num_bytes))
+        if self._num_left:
+            raise self._make_error(f"{self._num_left} bytes follow its end")
+
+    def _read_frame(self) -> None:
+        """Read the next record's frame."""
+        self._number += 1
+        packed = self._read(_FRAME.size)
+        (checksum,) = _CHECKSUM.unpack(self._read(_CHECKSUM.size))
+        kind, number, self._num_bytes, self._checksum = _FRAME.unpack(packed)
+        if checksum != xxhash.xxh3_64_intdigest(packed) or number != self._number:
+            raise self._make_error(f"record {self._number} has a wrong checksum or number")
+        if self._num_bytes > self._num_left:
+            raise self._make_error("it is truncated")
+        try:
+            self._kind = RecordKind(kind)
+        except ValueError:
+            raise self._make_error(f"record {number} is of kind {kind}") from None
+
+    def _take_payload(self) -> bytes:
+        """Return the payload of the current record and advance to the next record."""
+        payload = self._read(self._num_bytes)
+        self._check_payload(payload)
+        self._read_frame()
+        return payload
+
+    def _take_payload_into(self, buffer: memoryview) -> None:
+        """Read the payload of the current record, of this size, into `buffer`; advance to the next record."""
+        num_read = 0
+        while num_read < buffer.nbytes:
+            num_more = self._file.readinto(buffer[num_read:])  # type: ignore[attr-defined] # a buffered file has it
+            if not num_more:
+                raise self._make_error("it is truncated")
+            num_read += num_more
+        self._num_left -= num_read
+        self._check_payload(buffer)
+        self._read_frame()
+
+    def _check_payload(self, payload: _Payload) -> None:
+        if xxhash.xxh3_64_intdigest(payload) != self._checksum:
+            raise self._make_error(f"the content of record {self._number} has a wrong checksum")
+
+    def _read(self, num_bytes: int) -> bytes:
+        found = self._file.read(num_bytes)
+        if len(found) < num_bytes:
+            raise self._make_error("it is truncated")
+        self._num_left -= num_bytes
+        return found
+
+    def _make_error(self, what: str) -> PoolDumpError:
+        return PoolDumpError(f"{self._path} is damaged: {what}. Nothing was loaded")

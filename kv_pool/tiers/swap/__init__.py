@@ -1,1 +1,0 @@
-"""Swap requests to a pool in host memory and back, by plans in two phases."""
