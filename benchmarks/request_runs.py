@@ -148,7 +148,7 @@ def run_requests(requests: "list[ReplayRequest]", pool: "BlockPool") -> tuple[fl
 
 
 def make_vllm_hasher(algorithm: str) -> Callable[[Any], Sequence[bytes]]:
-    """Return vLLM's request hasher, with its root hash made anew: vLLM keeps it in a global."""
+    """Return vLLM's request hasher, with a new root hash, which vLLM keeps in a global."""
     from vllm.utils import hashing
     from vllm.v1.core import kv_cache_utils
 
