@@ -25,18 +25,6 @@ def test_curve_is_drawn_as_png(tmp_path):
     assert (width, height) == (1080, 660)
 
 
-def test_file_name_selects_svg(tmp_path):
-    path = tmp_path / "curve.svg"
-    draw_hit_rates(REPORTS, str(path))
-    assert "<svg" in path.read_text()
-
-
-def test_single_report_can_be_drawn(tmp_path):
-    path = tmp_path / "curve.png"
-    draw_hit_rates(REPORTS[:1], str(path))
-    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-
-
 def test_tiers_are_separate_lines_over_total_capacity(tmp_path):
     path = tmp_path / "curve.svg"
     tiered = [
