@@ -38,14 +38,10 @@ CONTIGUOUS = (
 )
 # What every event of a stream goes through, in a publisher and in a router; none may import zmq.
 EVENTS = (
-    "block_spans",
     "chains",
-    "event_filter",
     "held_hashes",
     "publisher_blocks",
     "place_blocks",
-    "resident_blocks",
-    "resident_copy",
     "stored_spans",
     "stream_state",
     "token_keys",
@@ -74,7 +70,6 @@ MANAGER = (
     "manager_state",
     "prefix_caching",
     "prefix_lookup",
-    "requests/request_checks",
     "retention/block_retention",
     "retention/claims",
     "retention/directive",
@@ -118,7 +113,6 @@ COLD = (
     "core/holds",
     "core/id_swap",
     "core/live_curve",
-    "core/observer",
     "core/policy_names",
     "core/pool_size",
     "core/pool_state",
@@ -137,7 +131,6 @@ COLD = (
     "manager/checkpoint_choice",
     "manager/engine/zeroed_blocks",
     "manager/forking",
-    "manager/requests/request_checks",
     "manager/retention/directive",
     "manager/retention/request_directives",
 )

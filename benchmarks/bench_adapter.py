@@ -1,38 +1,25 @@
 """Measure the cost of `GPUKVPool`'s calls and the fragmentation of free blocks. See benchmarks/README.md."""
 
-import argparse
 import random
 import statistics
-import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
-from pathlib import Path
-from platform import python_version
+from collections.abc import Sequence
 from typing import Any, cast
 
-from measuring import find_cpu_model, write_results
+from measuring import Options, make_parser, read_options, start_run, timed, write_results
 
-import kv_pool
 from kv_pool import BlockAllocationRequest, GPUKVPool
 from kv_pool.ids import BlockHash, SequenceId
 
 REQUEST_BLOCKS = 10
 NUM_THREADS = 8
 NUM_SHARERS, SHARED_BLOCKS = 2_000, 100
-Times = dict[str, list[int]]
+Times = dict[str, list[float]]
+Measured = tuple[Times, dict[str, Any]]
 
 
-def timed(times: list[int], call: Callable[..., Any], *arguments: Any) -> Any:
-    """Return processor time, which other work on a shared machine does not affect."""
-    started = time.thread_time_ns()
-    answer = call(*arguments)
-    times.append(time.thread_time_ns() - started)
-    return answer
-
-
-def fill_and_empty(options: argparse.Namespace) -> tuple[Times, dict[str, Any]]:
+def fill_and_empty(options: Options) -> Measured:
     """Allocate requests of 10 blocks until the pool is full, then free all in order of arrival."""
     times: Times = {"allocate": [], "free": []}
     num_in_runs = num_requests = 0
@@ -49,7 +36,7 @@ def fill_and_empty(options: argparse.Namespace) -> tuple[Times, dict[str, Any]]:
     return times, {"in one run": num_in_runs / num_requests}
 
 
-def live(options: argparse.Namespace, share: float, cached: bool) -> tuple[Times, dict[str, Any]]:
+def live(options: Options, share: float, cached: bool) -> Measured:
     """Keep a share of the pool in use by requests of 10 blocks; a random one ends, another starts."""
     rng = random.Random(options.seed)
     times: Times = {"allocate": [], "free": []}
@@ -78,7 +65,7 @@ def live(options: argparse.Namespace, share: float, cached: bool) -> tuple[Times
     return times, {"in one run": num_in_runs / num_steps}
 
 
-def random_life(options: argparse.Namespace) -> tuple[Times, dict[str, Any]]:
+def random_life(options: Options) -> Measured:
     """Run requests of 1 to 32 blocks at 90% use; random sequences free their first half, or all blocks."""
     rng = random.Random(options.seed)
     times: Times = {"allocate": [], "free": [], "defragment": []}
@@ -116,7 +103,7 @@ def random_life(options: argparse.Namespace) -> tuple[Times, dict[str, Any]]:
     }
 
 
-def full_cache(options: argparse.Namespace) -> tuple[Times, dict[str, Any]]:
+def full_cache(options: Options) -> Measured:
     """Run requests of 1 to 32 blocks, all cached, so that no block is empty; at least 10% are free."""
     rng = random.Random(options.seed)
     times: Times = {"allocate": [], "free": []}
@@ -141,7 +128,7 @@ def full_cache(options: argparse.Namespace) -> tuple[Times, dict[str, Any]]:
     return times, {"in one run": num_in_runs / num_several}
 
 
-def share(options: argparse.Namespace) -> tuple[Times, dict[str, Any]]:
+def share(options: Options) -> Measured:
     """Let 2,000 sequences share 100 blocks, then end them in order of arrival."""
     times: Times = {"fork": [], "free_sequence": []}
     pool = GPUKVPool(options.blocks, 16)
@@ -156,7 +143,7 @@ def share(options: argparse.Namespace) -> tuple[Times, dict[str, Any]]:
     return times, {"sequences": NUM_SHARERS, "blocks": SHARED_BLOCKS}
 
 
-def count_calls(options: argparse.Namespace, num_threads: int, num_pools: int) -> tuple[float, float]:
+def count_calls(options: Options, num_threads: int, num_pools: int) -> tuple[float, float]:
     """Start and end sequences of 10 blocks, 8 at a time in all threads together.
 
     Returns:
@@ -189,7 +176,7 @@ def count_calls(options: argparse.Namespace, num_threads: int, num_pools: int) -
     return num_calls / (time.perf_counter() - started), num_calls / (time.process_time() - started_cpu)
 
 
-def compare_threads(options: argparse.Namespace) -> dict[str, Any]:
+def compare_threads(options: Options) -> dict[str, Any]:
     """Measure one thread, eight, and eight with a pool each, in turn: the medians of 15 rates each.
 
     Eight threads with a pool each show what sharing the interpreter costs.
@@ -212,8 +199,8 @@ def compare_threads(options: argparse.Namespace) -> dict[str, Any]:
     return row
 
 
-def print_row(title: str, call: str, times: list[int]) -> dict[str, float]:
-    micros = sorted(value / 1000 for value in times)
+def print_row(title: str, call: str, times: list[float]) -> dict[str, float]:
+    micros = sorted(times)
     found = {f"p{share}": micros[int((len(micros) - 1) * share / 100)] for share in (10, 50, 90, 99)}
     print(
         f"{title:<46} {call:<11} {found['p50']:8.1f} {found['p10']:8.1f} {found['p90']:8.1f} "
@@ -223,22 +210,11 @@ def print_row(title: str, call: str, times: list[int]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__doc__, runs=20)
     parser.add_argument("--blocks", type=int, default=10_000)
-    parser.add_argument("--runs", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    provenance = {
-        "command": " ".join(["python", "benchmarks/bench_adapter.py", *sys.argv[1:]]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "cpu": find_cpu_model(),
-        "python": python_version(),
-        "kv_pool": f"{kv_pool.__version__}, {'compiled' if kv_pool.COMPILED else 'plain'}",
-        "seed": options.seed,
-    }
-    print("  ".join(f"{name}: {value}" for name, value in provenance.items()))
-    print(f"\n{'microseconds a call':<58} {'median':>8} {'p10':>8} {'p90':>8} {'p99':>8} {'calls':>8}")
+    options = read_options(parser)
+    provenance = start_run(options)
+    print(f"{'microseconds a call':<58} {'median':>8} {'p10':>8} {'p90':>8} {'p99':>8} {'calls':>8}")
     rows = []
     for title, measure in (
         ("fill and empty, 10 blocks each", fill_and_empty),
@@ -254,8 +230,7 @@ def main() -> None:
         print("    " + ", ".join(f"{name} {value:.3f}" for name, value in facts.items()))
         rows.append({"title": title, "calls": calls, **facts})
     rows.append(compare_threads(options))
-    if options.json:
-        write_results(options.json, {"provenance": provenance, "rows": rows})
+    write_results(options, {"provenance": provenance, "rows": rows})
 
 
 if __name__ == "__main__":

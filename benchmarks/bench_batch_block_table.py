@@ -1,33 +1,32 @@
 """Measure the cost of a batch's block tables and slots per decode step. See benchmarks/README.md."""
 
-import argparse
 import gc
-import os
 import random
-import statistics
-import sys
-import time
-from collections.abc import Callable
-from datetime import UTC, datetime
-from pathlib import Path
-from platform import python_version
-from typing import Any
+from collections import defaultdict
 
 import numpy as np
 import numpy.typing as npt
-from measuring import find_cpu_model, write_results
+from measuring import (
+    Options,
+    Row,
+    make_parser,
+    print_header,
+    read_options,
+    start_run,
+    timed,
+    write_results,
+)
 
-import kv_pool
 from kv_pool import BlockPool
 from kv_pool.ids import RequestId
-from kv_pool.manager import table_rows
 from kv_pool.manager.batch_block_table import BatchBlockTable
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.slot_mapping import SlotMapping
 
 BLOCK_SIZE = 16
 NUM_WARM_UP = 20
-Times = dict[str, list[int]]
+BOTH = {"this, both": ("update", "fill_decode"), "rebuilt, both": ("rebuild by rows", "slots one by one")}
+"""Table and slots together, as sums of two parts."""
 
 
 class Sequences:
@@ -102,44 +101,32 @@ def make_batch(sequences: Sequences) -> BatchBlockTable:
     return batch
 
 
-def add(times: list[int], more_times: list[int]) -> list[int]:
-    return [first + second for first, second in zip(times, more_times, strict=True)]
-
-
-def timed(times: Times, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
-    """Return processor time, which other work on a shared machine does not affect."""
-    started = time.thread_time_ns()
-    answer = call(*arguments)
-    times.setdefault(name, []).append(time.thread_time_ns() - started)
-    return answer
-
-
-def decode(num_requests: int, window: int, options: argparse.Namespace) -> Times:
+def decode(num_requests: int, window: int, options: Options) -> dict[str, list[float]]:
     """Run each method once per step on the same tables. Their results must be equal."""
     num_steps = NUM_WARM_UP + options.runs
     sequences = Sequences(num_requests, options.tokens, num_steps, window, options.seed)
     batch = make_batch(sequences)
     mapping = SlotMapping(batch, num_requests)
-    times: Times = {}
+    times: dict[str, list[float]] = defaultdict(list)
     for step in range(num_steps):
         if step == NUM_WARM_UP:
-            times = {}
+            times.clear()
         sequences.step()
         id_lists = sequences.id_lists
         positions = sequences.positions.tolist()
-        timed(times, "update", batch.update)
-        slots = timed(times, "fill_decode", mapping.fill_decode, sequences.positions)
-        rebuilt = timed(times, "rebuild from lists", rebuild_from_lists, id_lists)
-        timed(times, "rebuild by rows", rebuild_by_rows, id_lists)
-        listed = timed(times, "slots one by one", list_slots_one_by_one, id_lists, positions)
+        timed(times["update"], batch.update)
+        slots = timed(times["fill_decode"], mapping.fill_decode, sequences.positions)
+        rebuilt = timed(times["rebuild from lists"], rebuild_from_lists, id_lists)
+        timed(times["rebuild by rows"], rebuild_by_rows, id_lists)
+        listed = timed(times["slots one by one"], list_slots_one_by_one, id_lists, positions)
         if not np.array_equal(batch.get_rows()[:, : rebuilt.shape[1]], rebuilt) or (slots != listed).any():
             raise AssertionError("the methods disagree")
-    times["this, both"] = add(times["update"], times["fill_decode"])
-    times["rebuilt, both"] = add(times["rebuild by rows"], times["slots one by one"])
+    for name, (first, second) in BOTH.items():
+        times[name] = [one + other for one, other in zip(times[first], times[second], strict=True)]
     return times
 
 
-def prefill(num_tokens: int, num_decoding: int, options: argparse.Namespace) -> tuple[int, Times]:
+def prefill(num_tokens: int, num_decoding: int, options: Options) -> tuple[int, dict[str, list[float]]]:
     """Measure a prefill chunk of one request among decoding ones. Return the number of blocks of all."""
     sequences = Sequences(num_decoding + 1, num_tokens * 2, 1, 0, options.seed)
     batch = make_batch(sequences)
@@ -147,64 +134,36 @@ def prefill(num_tokens: int, num_decoding: int, options: argparse.Namespace) -> 
     query_start_loc = np.array([*range(num_decoding + 1), num_decoding + num_tokens], np.int32)
     first_positions = np.array([*sequences.positions[:-1], 0], np.int32)
     remap = np.arange(sequences.pool.num_gpu_blocks, dtype=np.int32)
-    times: Times = {}
+    times: dict[str, list[float]] = defaultdict(list)
     for run in range(NUM_WARM_UP + options.runs):
         if run == NUM_WARM_UP:
-            times = {}
-        timed(times, "fill_chunks", mapping.fill_chunks, query_start_loc, first_positions)
-        timed(times, "remap", batch.remap, remap)
-        timed(times, "rewrite", batch.rewrite)
+            times.clear()
+        timed(times["fill_chunks"], mapping.fill_chunks, query_start_loc, first_positions)
+        timed(times["remap"], batch.remap, remap)
+        timed(times["rewrite"], batch.rewrite)
     return sum(len(table.blocks) for table in sequences.tables), times
 
 
-def print_rows(title: str, times: Times) -> dict[str, Any]:
-    rows = {}
-    for name, values in times.items():
-        micros = sorted(value / 1000 for value in values)
-        rows[name] = {
-            "median": statistics.median(micros),
-            "p10": micros[len(micros) // 10],
-            "p90": micros[len(micros) * 9 // 10],
-            "runs": len(micros),
-        }
-        figures = " ".join(f"{rows[name][column]:10.1f}" for column in ("median", "p10", "p90"))
-        print(f"{title:<55} {name:<18} {figures} {len(micros):6}")
-    return {"title": title, "microseconds": rows}
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__doc__, runs=200)
     parser.add_argument("--requests", type=int, nargs="+", default=[16, 64, 256, 1024])
     parser.add_argument("--tokens", type=int, default=2000, help="mean length of a sequence")
     parser.add_argument("--window", type=int, default=512)
-    parser.add_argument("--runs", type=int, default=200, help="measured steps")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    is_compiled = not str(table_rows.__file__).endswith(".py")
-    provenance = {
-        "command": " ".join(["python", "benchmarks/bench_batch_block_table.py", *sys.argv[1:]]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "cpu": find_cpu_model(),
-        "python": python_version(),
-        "numpy": np.__version__,
-        "kv_pool": f"{kv_pool.__version__}, table_rows {'compiled' if is_compiled else 'plain'}",
-        "seed": options.seed,
-        "load_average_at_start": os.getloadavg()[0],
-    }
-    print("  ".join(f"{name}: {value}" for name, value in provenance.items()))
-    print(f"\n{'microseconds a step':<74} {'median':>10} {'p10':>10} {'p90':>10} {'runs':>6}")
+    options = read_options(parser)
+    provenance = start_run(options)
+    print_header()
     gc.disable()
     rows = []
     for window, words in ((0, "full attention"), (options.window, f"window of {options.window}")):
         for num_requests in options.requests:
             title = f"{num_requests} requests of {options.tokens} tokens, {words}"
-            rows.append(print_rows(title, decode(num_requests, window, options)))
+            rows.append(Row(title, "us/step", decode(num_requests, window, options)))
+            rows[-1].print()
             gc.collect()
     num_blocks, times = prefill(8192, 255, options)
-    rows.append(print_rows(f"8,192 tokens beside 255 that decode, {num_blocks:,} blocks", times))
-    if options.json:
-        write_results(options.json, {"provenance": provenance, "rows": rows})
+    rows.append(Row(f"8,192 tokens beside 255 that decode, {num_blocks:,} blocks", "us/step", times))
+    rows[-1].print()
+    write_results(options, {"provenance": provenance, "rows": [row.to_json() for row in rows]})
 
 
 if __name__ == "__main__":

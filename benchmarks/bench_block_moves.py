@@ -1,14 +1,21 @@
 """Compare moving blocks with copying as many bytes. See benchmarks/README.md."""
 
-import argparse
 import ctypes
 import random
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from measuring import Sample, describe_run, interleave, summarize, write_results
+from measuring import (
+    Options,
+    Sample,
+    interleave,
+    make_parser,
+    read_options,
+    start_run,
+    summarize,
+    time_ms,
+    write_results,
+)
 
 from kv_pool.ids import BlockId, BlockMove
 from kv_pool.storage import KVStorage
@@ -36,29 +43,6 @@ def draw_plan(num_moves: int, in_runs: bool, rng: random.Random) -> list[BlockMo
     return [
         BlockMove(BlockId(source + i), BlockId(target + i)) for source, target in pairs for i in range(length)
     ]
-
-
-def time_on_cpu(call: Callable[[], None]) -> Sample:
-    def sample() -> float:
-        start = time.perf_counter_ns()
-        call()
-        return (time.perf_counter_ns() - start) / 1e6
-
-    return sample
-
-
-def time_on_gpu(call: Callable[[], None]) -> Sample:
-    """Measure from the call to the end of its work on the device, including checks and launches."""
-    import torch
-
-    def sample() -> float:
-        torch.cuda.synchronize()
-        start = time.perf_counter_ns()
-        call()
-        torch.cuda.synchronize()
-        return (time.perf_counter_ns() - start) / 1e6
-
-    return sample
 
 
 def make_storage(block_bytes: int, num_blocks: int, layout: str, device: str, copy: CopyBlocks) -> KVStorage:
@@ -93,14 +77,15 @@ def samples_on_cpu(storage: KVStorage, plan: list[BlockMove]) -> dict[str, Sampl
             ctypes.memmove(target, source, block_bytes)
 
     return {
-        "apply_moves": time_on_cpu(lambda: storage.apply_moves(plan)),
-        "memmove, a call a span": time_on_cpu(move_each_span),
-        "memmove, a call a block": time_on_cpu(move_each_block),
-        "memmove, one call": time_on_cpu(lambda: void(ctypes.memmove(base, base + half, half))),
+        "apply_moves": time_ms(lambda: storage.apply_moves(plan)),
+        "memmove, a call a span": time_ms(move_each_span),
+        "memmove, a call a block": time_ms(move_each_block),
+        "memmove, one call": time_ms(lambda: ctypes.memmove(base, base + half, half)),
     }
 
 
 def samples_on_gpu(storage: KVStorage, plan: list[BlockMove]) -> dict[str, Sample]:
+    """Measure from the call to the end of its work on the device, including checks and launches."""
     import torch
 
     from kv_pool.storage.copy_torch import copy_by_torch
@@ -109,15 +94,15 @@ def samples_on_gpu(storage: KVStorage, plan: list[BlockMove]) -> dict[str, Sampl
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
     half = len(plan) * storage.block_bytes
     by_torch = KVStorage.wrap(storage.tensors, storage.layout, copy=copy_by_torch)
+
+    def time_on_gpu(call: Callable[[], object]) -> Sample:
+        return time_ms(lambda: (call(), torch.cuda.synchronize()), torch.cuda.synchronize)
+
     return {
         "apply_moves, triton": time_on_gpu(lambda: storage.apply_moves(plan)),
         "apply_moves, torch": time_on_gpu(lambda: by_torch.apply_moves(plan)),
-        "copy_, one call": time_on_gpu(lambda: void(flat[:half].copy_(flat[half : 2 * half]))),
+        "copy_, one call": time_on_gpu(lambda: flat[:half].copy_(flat[half : 2 * half])),
     }
-
-
-def void(_: object) -> None:
-    """Discard a result."""
 
 
 def find_gpu_copy() -> CopyBlocks:
@@ -126,7 +111,7 @@ def find_gpu_copy() -> CopyBlocks:
     return get_triton_copy()
 
 
-def measure(block_bytes: int, layout: str, in_runs: bool, options: argparse.Namespace) -> dict[str, Any]:
+def measure(block_bytes: int, layout: str, in_runs: bool, options: Options) -> dict[str, Any]:
     num_moves = min(options.moves, options.memory_mib * 2**20 // (2 * block_bytes))
     num_moves -= num_moves % RUN_BLOCKS
     on_gpu = options.device != "cpu"
@@ -160,28 +145,13 @@ def measure(block_bytes: int, layout: str, in_runs: bool, options: argparse.Name
     }
 
 
-def describe_device(options: argparse.Namespace) -> dict[str, Any]:
-    told = describe_run([], ("kv_pool", "numpy", "torch", "triton"))
-    if options.device != "cpu":
-        import torch
-
-        told["gpu"] = torch.cuda.get_device_name(options.device)
-    return told
-
-
-def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+def parse_options() -> Options:
+    parser = make_parser(__doc__, runs=11)
     parser.add_argument("--device", default="cpu", help="cpu, cuda:0, ...")
     parser.add_argument("--moves", type=int, default=1_000, help="maximum number of blocks per plan")
     parser.add_argument("--memory-mib", type=int, help="size of the storage; limits the length of plans")
     parser.add_argument("--kib", type=int, nargs="+", default=[16, 64, 256, 2048], help="sizes of a block")
-    parser.add_argument("--runs", type=int, default=11)
-    parser.add_argument("--seed", type=int, default=0, help="seed of the plans")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance to FILE")
-    parser.add_argument("--quick", action="store_true", help="a smoke test: 32 moves, 2 runs")
-    options = parser.parse_args()
-    if options.quick:
-        options.moves, options.runs = 32, 2
+    options = read_options(parser, moves=32, runs=2)
     if options.memory_mib is None:
         options.memory_mib = 1024 if options.device == "cpu" else 8192
     if min(options.kib) < 4 or 2 * RUN_BLOCKS * max(options.kib) > options.memory_mib * 1024:
@@ -191,25 +161,22 @@ def parse_options() -> argparse.Namespace:
 
 def main() -> None:
     options = parse_options()
-    provenance = describe_device(options)
-    for key, value in provenance.items():
-        listed = (
-            ", ".join(f"{name} {number}" for name, number in value.items()) if key == "versions" else value
-        )
-        print(f"{key:22}{listed}")
-    names = ["ms", "p10", "p90", "GB/s"]
-    columns = "".join(f"{name:>9}" for name in names)
+    facts = {}
+    if options.device != "cpu":
+        import torch
+
+        facts["gpu"] = torch.cuda.get_device_name(options.device)
+    provenance = start_run(options, "torch", "triton", **facts)
     baselines = ["of a span", "of a block", "of one call"] if options.device == "cpu" else ["of copy_"]
-    columns += "".join(f"{name:>12}" for name in baselines)
-    print(f"\n{'':30}{columns}")
+    columns = "".join(f"{name:>9}" for name in ("ms", "p10", "p90", "GB/s"))
+    print(f"{'':30}{columns}" + "".join(f"{name:>12}" for name in baselines))
     rows = [
         measure(kib * 1024, layout, in_runs, options)
         for kib in options.kib
         for layout in LAYOUTS
         for in_runs in (False, True)
     ]
-    if options.json:
-        write_results(options.json, {"provenance": provenance, "rows": rows})
+    write_results(options, {"provenance": provenance, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -1,30 +1,47 @@
 """Measure the cost of the pool's operations, per block. See benchmarks/README.md for the columns."""
 
-import argparse
 import gc
 import json
-import logging
 import os
 import random
 import statistics
-import subprocess
-import sys
 import time
+from argparse import SUPPRESS
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from measuring import Row, Sample, describe_run, interleave, resident_bytes, summarize, write_results
+from measuring import (
+    Options,
+    Row,
+    Sample,
+    interleave,
+    make_parser,
+    print_header,
+    read_options,
+    resident_bytes,
+    run_child,
+    start_run,
+    time_ms,
+    write_results,
+)
 from plain_source import import_plain, import_plain_aside
+from request_runs import (
+    BLOCK_SIZE,
+    REQUEST_BLOCKS,
+    BenchRequest,
+    draw_tokens,
+    fill_cache,
+    make_request,
+    make_vllm_hasher,
+    run_request,
+)
 
 COMPILED, PLAIN, VLLM = "kv_pool compiled", "kv_pool plain", "vLLM"
 
-BLOCK_SIZE = 16
-HASH_BYTES = 32
-REQUEST_BLOCKS = 64
 HIT_BLOCKS = 256
 # A pool whose map, keys and blocks fit into the processor's caches, in addition to the one of --blocks.
 SMALL_BLOCKS = 10_000
@@ -36,24 +53,6 @@ PROMPT_TOKENS = 50_000
 HEAVY_MODULES = ("torch", "zmq", "matplotlib", "numpy")
 # kv_pool's name of an algorithm -> vLLM's name.
 VLLM_HASH_NAMES = {"xxh3_128": "xxhash", "sha256": "sha256", "sha256_cbor": "sha256_cbor"}
-
-
-@dataclass
-class BenchRequest:
-    """The attributes of a request that kv_pool and vLLM read."""
-
-    all_token_ids: list[int]
-    block_hashes: list[bytes]
-    request_id: str = "bench"
-    lora_request: None = None
-    mm_features: list[Any] = field(default_factory=list)
-    cache_salt: None = None
-    prompt_embeds: None = None
-    session_id: None = None
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.all_token_ids)
 
 
 HashRequest = Callable[[BenchRequest], Sequence[bytes]]
@@ -82,21 +81,12 @@ def wrap_kv_pool(name: str, package: ModuleType) -> Implementation:
 
 
 def import_vllm() -> Implementation:
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm import envs
-    from vllm.utils import hashing
-    from vllm.v1.core import kv_cache_utils
     from vllm.v1.core.block_pool import BlockPool
 
     envs.enable_envs_cache()  # as vLLM's engine does after start-up
-    logging.getLogger("vllm").setLevel(logging.ERROR)
-
-    def make_hasher(algorithm: str) -> HashRequest:
-        hash_function = hashing.get_hash_fn_by_name(VLLM_HASH_NAMES[algorithm])
-        kv_cache_utils.init_none_hash(hash_function)
-        hash_request: HashRequest = kv_cache_utils.get_request_block_hasher(BLOCK_SIZE, hash_function)
-        return hash_request
-
-    return Implementation(VLLM, BlockPool, make_hasher)
+    return Implementation(VLLM, BlockPool, lambda algorithm: make_vllm_hasher(VLLM_HASH_NAMES[algorithm]))
 
 
 def import_one(name: str) -> Implementation:
@@ -131,36 +121,6 @@ def import_all() -> list[Implementation]:
 
 
 # ---- rows measured in this process ---------------------------------------------------------------
-
-
-def make_request(rng: random.Random, num_blocks: int, with_tokens: bool = True) -> BenchRequest:
-    """Return a request with new hashes; its tokens are read only for events."""
-    num_tokens = num_blocks * BLOCK_SIZE if with_tokens else 0
-    return BenchRequest(
-        all_token_ids=[rng.randrange(128_000) for _ in range(num_tokens)],
-        block_hashes=[rng.randbytes(HASH_BYTES) for _ in range(num_blocks)],
-    )
-
-
-def run_request(pool: Any, request: BenchRequest) -> None:
-    """Allocate the request's blocks, cache all of them, free them tail first."""
-    num_blocks = len(request.block_hashes)
-    blocks = pool.get_new_blocks(num_blocks)
-    pool.cache_full_blocks(request, blocks, 0, num_blocks, BLOCK_SIZE, 0)
-    pool.free_blocks(reversed(blocks))
-
-
-def fill_cache(pool: Any, rng: random.Random, request_blocks: int) -> list[BenchRequest]:
-    """Cache every block of the pool, then free all. Return the requests, the next to be evicted first."""
-    requests = []
-    left = pool.get_num_free_blocks()
-    while left:
-        request = make_request(rng, min(request_blocks, left))
-        run_request(pool, request)
-        left -= len(request.block_hashes)
-        requests.append(request)
-    pool.take_events()
-    return requests
 
 
 def sample_take_and_free(num_blocks: int, take: int, implementation: Implementation) -> Sample:
@@ -261,15 +221,15 @@ def sample_hashing(algorithm: str, token_ids: list[int], implementation: Impleme
     return sample
 
 
-def measure_here(implementations: list[Implementation], options: argparse.Namespace) -> list[Row]:
+def measure_here(implementations: list[Implementation], options: Options) -> list[Row]:
     num_blocks: int = options.blocks
     seed: int = options.seed
     rows = []
 
     def measure(title: str, unit: str, make_sample: Callable[[Implementation], Sample]) -> None:
         samples = {implementation.name: make_sample(implementation) for implementation in implementations}
-        rows.append(interleave(title, unit, samples, options.runs))
-        print_row(rows[-1])
+        rows.append(interleave(title, unit, samples, options.runs, VLLM))
+        rows[-1].print()
 
     for take in (1, 10, 100, 1000):
         title = f"take and give back {take} of {num_blocks:,} blocks"
@@ -283,8 +243,7 @@ def measure_here(implementations: list[Implementation], options: argparse.Namesp
     measure(title, "ns/block", partial(sample_prefix_hits, num_blocks, seed, False))
     title = f"hit of {HIT_BLOCKS} blocks by find_cached_prefix (vLLM: get_cached_block), touch, free"
     measure(title, "ns/block", partial(sample_prefix_hits, num_blocks, seed, True))
-    rng = random.Random(seed)
-    token_ids = [rng.randrange(128_000) for _ in range(PROMPT_TOKENS)]
+    token_ids = draw_tokens(random.Random(seed), PROMPT_TOKENS)
     for algorithm in VLLM_HASH_NAMES:
         title = f"hash {PROMPT_TOKENS:,} tokens, {algorithm}"
         measure(title, "ms/prompt", partial(sample_hashing, algorithm, token_ids))
@@ -302,11 +261,7 @@ def check_same_hashes(implementations: list[Implementation], token_ids: list[int
 # ---- rows measured in child processes ------------------------------------------------------------
 
 
-def time_collection() -> float:
-    """Return the duration of one full collection, in ms."""
-    start = time.perf_counter_ns()
-    gc.collect()
-    return (time.perf_counter_ns() - start) / 1e6
+time_collection = time_ms(gc.collect)
 
 
 def build_and_drop(name: str, num_blocks: int) -> dict[str, float]:
@@ -352,14 +307,7 @@ BUILD_ROWS = {
 }
 
 
-def run_child(*arguments: str) -> Any:
-    """Run code in a new interpreter. Return the JSON in its last line of output."""
-    command = [sys.executable, *arguments]
-    answer = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    return json.loads(answer.splitlines()[-1])
-
-
-def measure_builds(names: list[str], options: argparse.Namespace) -> list[Row]:
+def measure_builds(names: list[str], options: Options) -> list[Row]:
     num_blocks: int = options.build_blocks
     answers: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for _ in range(1 if options.quick else 5):
@@ -368,12 +316,12 @@ def measure_builds(names: list[str], options: argparse.Namespace) -> list[Row]:
     rows = []
     for key, (title, unit) in BUILD_ROWS.items():
         samples = {name: [answer[key] for answer in answers[name]] for name in names}
-        rows.append(Row(title.format(num_blocks), unit, samples))
-        print_row(rows[-1])
+        rows.append(Row(title.format(num_blocks), unit, samples, VLLM))
+        rows[-1].print()
     return rows
 
 
-def measure_imports(names: list[str], options: argparse.Namespace) -> list[Row]:
+def measure_imports(names: list[str], options: Options) -> list[Row]:
     """Measure `import kv_pool` inside new interpreters."""
     report = f"[m for m in {HEAVY_MODULES!r} if m in sys.modules]"
     clock = "import sys, time, json"
@@ -384,7 +332,7 @@ def measure_imports(names: list[str], options: argparse.Namespace) -> list[Row]:
             "from plain_source import import_plain; start = time.perf_counter_ns(); import_plain(False)"
         ),
     }
-    row = Row("import kv_pool in a fresh process", "ms", {name: [] for name in names})
+    row = Row("import kv_pool in a fresh process", "ms", {name: [] for name in names}, VLLM)
     for run in range(-1, 2 if options.quick else 10):
         for name in names:
             code = f"{before[name]}; print(json.dumps([time.perf_counter_ns() - start, {report}]))"
@@ -394,72 +342,22 @@ def measure_imports(names: list[str], options: argparse.Namespace) -> list[Row]:
                 raise RuntimeError(f"import kv_pool imports {', '.join(heavy)}")
             if run >= 0:  # the first writes the bytecode files
                 row.samples[name].append(elapsed_ns / 1e6)
-    print_row(row)
+    row.print()
     print(f"{'':4}not imported by it: {', '.join(HEAVY_MODULES)}")
     return [row]
 
 
-# ---- results -------------------------------------------------------------------------------------
+# ---- the command ---------------------------------------------------------------------------------
 
 
-def ratio_to_vllm(row: Row, name: str) -> float | None:
-    """Return vLLM's median divided by this one; None if one of them prints as 0.00."""
-    if VLLM not in row.samples:
-        return None
-    median = summarize(row.samples[name])[1]
-    theirs = summarize(row.samples[VLLM])[1]
-    return theirs / median if min(median, theirs) >= 0.005 else None
-
-
-def print_header() -> None:
-    print(f"{'':26}{'unit':>10}{'median':>11}{'p10':>11}{'p90':>11}{'runs':>6}{'vLLM / this':>13}")
-
-
-def print_row(row: Row) -> None:
-    print(row.title)
-    for name, samples in row.samples.items():
-        low, median, high = summarize(samples)
-        ratio = ratio_to_vllm(row, name)
-        shown = "-" if ratio is None else f"{ratio:.2f}"
-        figures = "".join(f"{figure:>11,.{2 if abs(figure) < 100 else 0}f}" for figure in (median, low, high))
-        print(f"    {name:22}{row.unit:>10}{figures}{len(samples):>6}{shown:>13}", flush=True)
-
-
-def write_json(path: Path, provenance: dict[str, Any], rows: list[Row]) -> None:
-    results = []
-    for row in rows:
-        figures = {}
-        for name, samples in row.samples.items():
-            low, median, high = summarize(samples)
-            figures[name] = {
-                "median": median,
-                "p10": low,
-                "p90": high,
-                "runs": len(samples),
-                "vllm_over_this": ratio_to_vllm(row, name),
-            }
-        results.append({"title": row.title, "unit": row.unit, "figures": figures, "samples": row.samples})
-    write_results(path, {"provenance": provenance, "rows": results})
-
-
-def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+def parse_options() -> Options:
+    parser = make_parser(__doc__, runs=100)
     parser.add_argument("--blocks", type=int, default=100_000, help="blocks of the pools in most rows")
     parser.add_argument(
         "--build-blocks", type=int, default=1_000_000, help="blocks of the pools in the rows on building"
     )
-    parser.add_argument("--runs", type=int, default=100, help="runs of each row in this process")
-    parser.add_argument("--seed", type=int, default=0, help="seed of token ids and hashes")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance to FILE")
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="a smoke test: 3 runs, 2,000 blocks, no builds of vLLM; its figures mean nothing",
-    )
-    parser.add_argument("--child-builds", nargs=2, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.quick:
-        options.runs, options.blocks, options.build_blocks = 3, 5_000, 20_000
+    parser.add_argument("--child-builds", nargs=2, help=SUPPRESS)
+    options = read_options(parser, runs=3, blocks=5_000, build_blocks=20_000)
     if options.runs < 1 or min(options.blocks, options.build_blocks) <= 1_000:
         parser.error("at least 1 run and more than 1,000 blocks")
     return options
@@ -473,14 +371,8 @@ def main() -> None:
         return
     implementations = import_all()
     names = [implementation.name for implementation in implementations]
-    provenance = describe_run(names)
-    for key, value in provenance.items():
-        listed = (
-            ", ".join(f"{name} {number}" for name, number in value.items()) if key == "versions" else value
-        )
-        print(f"{key:22}{', '.join(listed) if isinstance(listed, list) else listed}")
-    print()
-    print_header()
+    provenance = start_run(options, compared=names)
+    print_header("vLLM / this")
     rows = measure_here(implementations, options)
     builds = names
     if options.quick and VLLM in names:
@@ -488,8 +380,7 @@ def main() -> None:
         print("not measured with --quick: building vLLM's pool, whose import alone takes seconds")
     rows += measure_builds(builds, options)
     rows += measure_imports([name for name in names if name != VLLM], options)
-    if options.json:
-        write_json(options.json, provenance, rows)
+    write_results(options, {"provenance": provenance, "rows": [row.to_json() for row in rows]})
 
 
 if __name__ == "__main__":

@@ -1,19 +1,12 @@
 """Time `kv-pool curve` on a generated trace of long agent sessions. See benchmarks/README.md."""
 
-import argparse
-import json
-import os
 import random
 import resource
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
-from measuring import find_cpu_model, write_results
-
-from kv_pool import COMPILED, __version__
+from measuring import make_parser, read_options, run_child, start_run, write_results
 
 BLOCK_SIZE = 64
 NUM_TURNS = 60
@@ -86,37 +79,25 @@ def write_trace(path: Path, num_requests: int, seed: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--requests", type=int, default=60_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", help="write the result to this file")
     parser.add_argument("--keep", help="write the trace to this file, or use it if it exists")
-    arguments = parser.parse_args()
+    options = read_options(parser)
+    provenance = start_run(options)
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(arguments.keep or Path(folder) / "trace.jsonl")
+        path = Path(options.keep or Path(folder) / "trace.jsonl")
         if not path.exists():
-            write_trace(path, arguments.requests, arguments.seed)
+            write_trace(path, options.requests, options.seed)
         started = time.perf_counter()
-        done = subprocess.run(
-            [sys.executable, "-c", MEASURE, str(path)], stdout=subprocess.PIPE, check=True, text=True
-        )
         result = {
-            **json.loads(done.stdout),
+            **run_child("-c", MEASURE, str(path)),
             "wall_seconds": time.perf_counter() - started,
             "peak_memory_bytes": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024,
             "trace_bytes": path.stat().st_size,
-            "cpu": find_cpu_model(),
-            "cores": os.cpu_count(),
-            "load_average_at_end": os.getloadavg(),
-            "python": sys.version.split()[0],
-            "kv_pool": __version__,
-            "compiled": COMPILED,
-            "seed": arguments.seed,
         }
     for name, value in result.items():
         print(f"{name:24} {value:,.3f}" if isinstance(value, float) else f"{name:24} {value}")
-    if arguments.json:
-        write_results(Path(arguments.json), result)
+    write_results(options, {"provenance": provenance, **result})
 
 
 if __name__ == "__main__":

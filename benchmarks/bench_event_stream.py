@@ -3,24 +3,31 @@
 See benchmarks/README.md for the columns.
 """
 
-import argparse
-import gc
 import json
 import random
 import select
 import subprocess
 import sys
 import time
+from argparse import SUPPRESS
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import cycle, islice
-from pathlib import Path
 from typing import Any
 
-from bench_block_pool import BLOCK_SIZE, REQUEST_BLOCKS, BenchRequest, fill_cache, make_request, run_request
-from measuring import describe_run, find_version, summarize, write_results
+from measuring import (
+    Options,
+    Row,
+    Sample,
+    interleave,
+    make_parser,
+    print_header,
+    read_options,
+    start_run,
+    write_results,
+)
+from request_runs import BLOCK_SIZE, REQUEST_BLOCKS, BenchRequest, fill_cache, make_request, run_request
 
-import kv_pool
 from kv_pool import BlockPool
 from kv_pool.core.kv_events import AllBlocksCleared, KVCacheEvent
 from kv_pool.events.config import PublisherConfig
@@ -65,8 +72,7 @@ class Steps:
     ) -> None:
         rng = random.Random(seed)
         self.pool = BlockPool(num_blocks + 1, True, BLOCK_SIZE, enable_kv_cache_events=with_events)
-        fill_cache(self.pool, rng, REQUEST_BLOCKS)
-        self.pool.take_events()
+        fill_cache(self.pool, rng)
         # Twice the pool, so that repeated requests have been evicted.
         self.num_requests = 2 * num_blocks // REQUEST_BLOCKS + 1
         self.requests = cycle([make_request(rng, REQUEST_BLOCKS) for _ in range(self.num_requests)])
@@ -95,9 +101,9 @@ class Steps:
         return elapsed_ns / (SAMPLE_STEPS * REQUEST_BLOCKS)
 
 
-def measure_steps(options: argparse.Namespace) -> dict[str, list[float]]:
+def measure_steps(options: Options) -> Row:
     publishers = [make_publisher(10_000), make_publisher(10_000)]
-    samplers: dict[str, Callable[[], float]] = {}
+    samples: dict[str, Sample] = {}
     for idles, publisher in ((False, publishers[0]), (True, publishers[1])):
         pace = "idle between" if idles else "step after step"
         for name, with_events, used in (
@@ -106,33 +112,19 @@ def measure_steps(options: argparse.Namespace) -> dict[str, list[float]]:
             ("ZMQ publisher", True, publisher),
         ):
             steps = Steps(options.blocks, options.seed, with_events, used)
-            samplers[f"{name}, {pace}"] = partial(steps.sample, idles)
-    return interleave(samplers, options.runs, publishers)
-
-
-def interleave(
-    samplers: dict[str, Callable[[], float]], runs: int, publishers: Sequence[EventPublisher]
-) -> dict[str, list[float]]:
-    """Run each in turn, with Python's GC off; the first run does not count."""
-    samples: dict[str, list[float]] = {name: [] for name in samplers}
-    gc.collect()
-    gc.disable()
-    for run in range(-1, runs):
-        for name, sample in samplers.items():
-            measured = sample()
-            if run >= 0:
-                samples[name].append(measured)
-    gc.enable()
+            samples[f"{name}, {pace}"] = partial(steps.sample, idles)
+    title = f"a step on the pool's thread, {REQUEST_BLOCKS} blocks, full cache"
+    row = interleave(title, "ns/block", samples, options.runs)
     for publisher in publishers:
         publisher.close()
-    return samples
+    return row
 
 
 # ---- one call ------------------------------------------------------------------------------------
 
 
-def measure_calls(options: argparse.Namespace) -> dict[str, list[float]]:
-    """Return nanoseconds of `publish`: with an idle thread, with a busy one, and with many events."""
+def measure_calls(options: Options) -> Row:
+    """Measure nanoseconds of `publish`: with an idle thread, with a busy one, and with many events."""
     batches = make_batches(options.seed)
     publisher = make_publisher(10_000_000)
     one = batches[0][:1]
@@ -154,15 +146,14 @@ def measure_calls(options: argparse.Namespace) -> dict[str, list[float]]:
         wait_until_idle(publisher)
         return elapsed_ns / 10
 
-    return interleave(
-        {
-            "publisher waits, 1 event": call_idle,
-            "publisher works, 1 event": lambda: call_busy(one),
-            f"publisher works, {len(many)} events": lambda: call_busy(many),
-        },
-        options.runs,
-        [publisher],
-    )
+    samples: dict[str, Sample] = {
+        "publisher waits, 1 event": call_idle,
+        "publisher works, 1 event": lambda: call_busy(one),
+        f"publisher works, {len(many)} events": lambda: call_busy(many),
+    }
+    row = interleave("one call of publish()", "ns", samples, options.runs)
+    publisher.close()
+    return row
 
 
 # ---- through the publisher -----------------------------------------------------------------------
@@ -208,95 +199,88 @@ def subscribe(endpoint: str) -> None:
     context.destroy(linger=0)
 
 
-def measure_throughput(
-    options: argparse.Namespace, state: StreamState | None, positional: bool
+def send(
+    publish: Callable[[list[Any]], None],
+    endpoint: str,
+    batches: list[list[Any]],
+    clear: list[Any],
+    num_batches: int,
+    wait: Callable[[], object],
 ) -> dict[str, float]:
-    batches = make_batches(options.seed)
+    """Publish batches to a subscriber in another process.
+
+    Returns:
+        What arrived: `batches`, `bytes` and `seconds`; and what publishing cost: `publish_ns` in the calls,
+        and `cpu_s` of this process until the last batch has arrived.
+    """
+    command = [sys.executable, __file__, "--child-subscriber", endpoint]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        while not select.select([child.stdout], [], [], 0.01)[0]:
+            publish(clear)
+        child.stdout.readline()
+        wait()
+        start_ns, start_cpu_s = time.perf_counter_ns(), time.process_time()
+        for events in islice(cycle(batches), num_batches):
+            publish(events)
+        publish_ns = time.perf_counter_ns() - start_ns
+        publish(clear)
+        answer: dict[str, float] = json.loads(child.stdout.readline())
+        cpu_s = time.process_time() - start_cpu_s
+    if answer["batches"] != num_batches:
+        raise RuntimeError(f"{answer['batches']} of {num_batches} batches arrived")
+    return {**answer, "publish_ns": publish_ns, "cpu_s": cpu_s}
+
+
+def measure_throughput(options: Options, state: StreamState | None, positional: bool) -> dict[str, float]:
     num_batches: int = options.batches
+    batches = make_batches(options.seed)
     with make_publisher(2 * num_batches + 10_000, state, positional=positional) as publisher:
         assert publisher.endpoint is not None
-        command = [sys.executable, __file__, "--child-subscriber", publisher.endpoint]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-            assert child.stdout is not None
-            while not select.select([child.stdout], [], [], 0.01)[0]:
-                publisher.publish([AllBlocksCleared()])
-            child.stdout.readline()
-            wait_until_idle(publisher)
-            start_ns = time.perf_counter_ns()
-            for events in islice(cycle(batches), num_batches):
-                publisher.publish(events)
-            publish_ns = time.perf_counter_ns() - start_ns
-            publisher.publish([AllBlocksCleared()])
-            answer: dict[str, float] = json.loads(child.stdout.readline())
-        statistics = publisher.get_statistics()
-    if answer["batches"] != num_batches or statistics.num_batches_dropped:
-        raise RuntimeError(f"{answer['batches']} of {num_batches} batches arrived")
+        wait = partial(wait_until_idle, publisher)
+        sent = send(publisher.publish, publisher.endpoint, batches, [AllBlocksCleared()], num_batches, wait)
+        if publisher.get_statistics().num_batches_dropped:
+            raise RuntimeError("batches were dropped")
     return {
-        "batches/s": num_batches / answer["seconds"],
-        "MB/s": answer["bytes"] / answer["seconds"] / 1e6,
-        "bytes/block": answer["bytes"] / (num_batches * REQUEST_BLOCKS),
-        "blocks/s": num_batches * REQUEST_BLOCKS / answer["seconds"],
-        "ns per publish()": publish_ns / num_batches,
+        "batches/s": num_batches / sent["seconds"],
+        "MB/s": sent["bytes"] / sent["seconds"] / 1e6,
+        "bytes/block": sent["bytes"] / (num_batches * REQUEST_BLOCKS),
+        "blocks/s": num_batches * REQUEST_BLOCKS / sent["seconds"],
+        "ns per publish()": sent["publish_ns"] / num_batches,
     }
 
 
-# ---- results -------------------------------------------------------------------------------------
-
-
-def print_samples(title: str, unit: str, rows: dict[str, list[float]]) -> None:
-    print(f"\n{title}\n{'':38}{'unit':>10}{'median':>12}{'p10':>12}{'p90':>12}{'runs':>6}")
-    for name, samples in rows.items():
-        low, median, high = summarize(samples)
-        print(
-            f"    {name:34}{unit:>10}{median:>12,.1f}{low:>12,.1f}{high:>12,.1f}{len(samples):>6}", flush=True
-        )
-
-
-def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--blocks", type=int, default=10_000, help="blocks of the pools")
-    parser.add_argument("--runs", type=int, default=100, help="runs of each row")
-    parser.add_argument(
-        "--batches", type=int, default=20_000, help="number of batches sent to the other process"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of token ids and hashes")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance to FILE")
-    parser.add_argument("--quick", action="store_true", help="a smoke test; its figures mean nothing")
-    parser.add_argument("--child-subscriber", metavar="ENDPOINT", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.quick:
-        options.blocks, options.runs, options.batches = 640, 3, 500
-    return options
+# ---- the command ---------------------------------------------------------------------------------
 
 
 def main() -> None:
-    options = parse_options()
+    parser = make_parser(__doc__, runs=100)
+    parser.add_argument("--blocks", type=int, default=10_000, help="blocks of the pools")
+    parser.add_argument(
+        "--batches", type=int, default=20_000, help="number of batches sent to the other process"
+    )
+    parser.add_argument("--sendings", type=int, default=5, help="how often all batches are sent")
+    parser.add_argument("--child-subscriber", metavar="ENDPOINT", help=SUPPRESS)
+    options = read_options(parser, blocks=640, runs=3, batches=500, sendings=1)
     if options.child_subscriber:
         subscribe(options.child_subscriber)
         return
-    provenance = describe_run([]) | {
-        "pyzmq": find_version("pyzmq"),
-        "libzmq": zmq.zmq_version(),
-        "core": "compiled" if kv_pool.COMPILED else "plain",
-    }
-    for key, value in provenance.items():
-        print(f"{key:22}{value}")
-    steps = measure_steps(options)
-    print_samples(f"a step on the pool's thread, {REQUEST_BLOCKS} blocks, full cache", "ns/block", steps)
-    calls = measure_calls(options)
-    print_samples("one call of publish()", "ns", calls)
+    provenance = start_run(options, "pyzmq", libzmq=zmq.zmq_version())
+    print_header()
+    rows = [measure_steps(options), measure_calls(options)]
+    for row in rows:
+        row.print()
     kinds = {"as they are": (False, False), "as arrays": (False, True), "through StreamState": (True, False)}
     throughput: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
-    for _ in range(1 if options.quick else 5):
+    for _ in range(options.sendings):
         for kind, (has_state, positional) in kinds.items():
             state = StreamState() if has_state else None
             throughput[kind].append(measure_throughput(options, state, positional))
     for kind, answers in throughput.items():
-        rows = {unit: [answer[unit] for answer in answers] for unit in answers[0]}
-        print_samples(f"{options.batches:,} batches to another process, {kind}", "", rows)
-    if options.json:
-        results = {"provenance": provenance, "steps": steps, "calls": calls, "throughput": throughput}
-        write_results(options.json, results)
+        samples = {unit: [answer[unit] for answer in answers] for unit in answers[0]}
+        rows.append(Row(f"{options.batches:,} batches to another process, {kind}", "", samples))
+        rows[-1].print()
+    write_results(options, {"provenance": provenance, "rows": [row.to_json() for row in rows]})
 
 
 if __name__ == "__main__":

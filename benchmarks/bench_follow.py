@@ -1,28 +1,34 @@
 """Compare the CPU time of following an event stream with Dynamo's. See benchmarks/README.md."""
 
-import argparse
 import json
 import os
 import random
 import socket
 import subprocess
-import sys
 import threading
 import time
 import urllib.error
 import urllib.request
+from argparse import SUPPRESS
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from measuring import describe_run, summarize, write_results
+from measuring import (
+    Row,
+    make_parser,
+    print_header,
+    read_cpu_s,
+    read_options,
+    run_child,
+    start_run,
+    write_results,
+)
 
 from kv_pool import BlockRemoved, BlockStored
 from kv_pool.core.kv_events import KVCacheEvent
-from kv_pool.events.batch import KVEventBatch, encode_batch
+from kv_pool.events.batch import END_OF_REPLAY, KVEventBatch, encode_batch, pack_sequence, unpack_sequence
 from kv_pool.events.mirror import PrefixMirror, apply_item
-from kv_pool.events.sequence_frames import END_OF_REPLAY, pack_sequence, unpack_sequence
 from kv_pool.events.stream_items import ReceivedBatch
 from kv_pool.events.subscriber import KVEventSubscriber
 from kv_pool.events.zmq_module import zmq
@@ -110,12 +116,6 @@ def make_stream(num_batches: int, num_held: int, seed: int) -> tuple[list[bytes]
     return payloads, num_blocks, tokens
 
 
-def cpu_seconds(process_id: int) -> float:
-    """Return the user and system time of a process so far, in seconds."""
-    fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 def ask(port: int, path: str, **asked: Any) -> Any:
     body = json.dumps(asked).encode() if asked else None
     request = urllib.request.Request(
@@ -155,7 +155,7 @@ def measure_dynamo(python: str, feed: Feed, tokens: list[int]) -> float:
 
         wait_until(is_up)
         live, replay = feed.endpoints()
-        before = cpu_seconds(indexer.pid)
+        before = read_cpu_s(indexer.pid)
         ask(
             port,
             "/register",
@@ -166,7 +166,7 @@ def measure_dynamo(python: str, feed: Feed, tokens: list[int]) -> float:
             block_size=BLOCK_SIZE,
         )
         wait_until(knows_last_tokens)
-        return cpu_seconds(indexer.pid) - before
+        return read_cpu_s(indexer.pid) - before
     finally:
         indexer.kill()
         indexer.wait()
@@ -174,9 +174,7 @@ def measure_dynamo(python: str, feed: Feed, tokens: list[int]) -> float:
 
 def measure_ours(name: str, feed: Feed, num_batches: int) -> float:
     """Return the CPU seconds of a subscriber and a mirror, in a separate process."""
-    command = [sys.executable, __file__, "--read", name, *feed.endpoints(), str(num_batches)]
-    done = subprocess.run(command, check=True, capture_output=True, encoding="utf-8")
-    return float(done.stdout)
+    return float(run_child(__file__, "--read", name, *feed.endpoints(), str(num_batches)))
 
 
 def read(name: str, live: str, replay: str, num_batches: int) -> None:
@@ -186,53 +184,39 @@ def read(name: str, live: str, replay: str, num_batches: int) -> None:
         mirror.apply(
             "other engine", [BlockStored([1], None, [0] * BLOCK_SIZE, BLOCK_SIZE, None, "GPU", None)]
         )
-    before = cpu_seconds(os.getpid())
+    before = read_cpu_s(os.getpid())
     with KVEventSubscriber(live, replay, max_queued=1_000_000) as subscriber:
         for item in subscriber:
             if name != NOTHING:
                 apply_item(mirror, item, "engine")
             if isinstance(item, ReceivedBatch) and item.sequence >= num_batches - 1:
                 break
-    print(cpu_seconds(os.getpid()) - before)
-
-
-def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--batches", type=int, default=20_000)
-    parser.add_argument("--held", type=int, default=100_000, help="number of blocks stored at any time")
-    parser.add_argument("--runs", type=int, default=7)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--dynamo", metavar="PYTHON", help="interpreter with ai-dynamo-runtime")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance to FILE")
-    parser.add_argument("--quick", action="store_true", help="a smoke test; its figures mean nothing")
-    parser.add_argument("--read", nargs=4, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.quick:
-        options.batches, options.held, options.runs = 200, 1000, 1
-    return options
+    print(read_cpu_s(os.getpid()) - before)
 
 
 def main() -> None:
-    options = parse_options()
+    parser = make_parser(__doc__, runs=7)
+    parser.add_argument("--batches", type=int, default=20_000)
+    parser.add_argument("--held", type=int, default=100_000, help="number of blocks stored at any time")
+    parser.add_argument("--dynamo", metavar="PYTHON", help="interpreter with ai-dynamo-runtime")
+    parser.add_argument("--read", nargs=4, help=SUPPRESS)
+    options = read_options(parser, batches=200, held=1000, runs=1)
     if options.read is not None:
         name, live, replay, num_batches = options.read
         read(name, live, replay, int(num_batches))
         return
     names = [NOTHING, HASHES, SHARED_HASHES, TOKENS, SHARED_TOKENS] + ([DYNAMO] if options.dynamo else [])
-    provenance = describe_run(names)
+    facts = {}
     if options.dynamo:
         script = "from importlib.metadata import version; print(version('ai-dynamo-runtime'))"
         asked = subprocess.run([options.dynamo, "-c", script], check=True, capture_output=True, text=True)
-        provenance["versions"]["ai-dynamo-runtime"] = asked.stdout.strip()
-    for key, value in provenance.items():
-        if isinstance(value, dict):
-            value = [f"{name} {number}" for name, number in value.items()]
-        print(f"{key:22}{', '.join(value) if isinstance(value, list) else value}")
+        facts["ai-dynamo-runtime"] = asked.stdout.strip()
+    provenance = start_run(options, compared=names, **facts)
     payloads, num_blocks, tokens = make_stream(options.batches, options.held, options.seed)
     num_bytes = sum(map(len, payloads))
-    print(f"\n{options.batches:,} batches, {num_blocks:,} blocks stored or removed, {num_bytes / 1e6:.0f} MB")
+    print(f"{options.batches:,} batches, {num_blocks:,} blocks stored or removed, {num_bytes / 1e6:.0f} MB")
     feed = Feed(payloads)
-    rates: dict[str, list[float]] = {name: [] for name in names}
+    row = Row("thousand blocks per CPU second", "1000/s", {name: [] for name in names}, DYNAMO)
     try:
         for _ in range(options.runs):
             for name in names:
@@ -240,19 +224,13 @@ def main() -> None:
                     seconds = measure_dynamo(options.dynamo, feed, tokens)
                 else:
                     seconds = measure_ours(name, feed, options.batches)
-                rates[name].append(num_blocks / max(seconds, 0.01))
+                row.samples[name].append(num_blocks / max(seconds, 0.01) / 1e3)
     finally:
         feed.close()
-    columns = f"{'median':>9}{'p10':>9}{'p90':>9}{'runs':>6}{'of Dynamo':>11}"
-    print(f"\n{'thousand blocks per CPU second':34}{columns}")
-    base = summarize(rates[DYNAMO])[1] if options.dynamo else None
-    for name, values in rates.items():
-        low, median, high = summarize(values)
-        share = f"{median / base:>11.2f}" if base else f"{'-':>11}"
-        print(f"    {name:30}{median / 1e3:>9.1f}{low / 1e3:>9.1f}{high / 1e3:>9.1f}{len(values):>6}{share}")
-    if options.json is not None:
-        found = {"num_blocks": num_blocks, "num_bytes": num_bytes, "blocks_per_cpu_second": rates}
-        write_results(options.json, {"provenance": provenance, **found})
+    print_header("of Dynamo")
+    row.print()
+    found = {"num_blocks": num_blocks, "num_bytes": num_bytes, "rows": [row.to_json()]}
+    write_results(options, {"provenance": provenance, **found})
 
 
 if __name__ == "__main__":

@@ -1,23 +1,20 @@
 """Measure the cost and the gain of compaction in a full cache. See benchmarks/README.md."""
 
-import argparse
 import gc
 import random
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
-from measuring import describe_run, write_results
+from measuring import Options, make_parser, read_options, start_run, write_results
+from request_runs import Documents
 
-import kv_pool
 from kv_pool import BlockAllocationRequest, GPUKVPool, GroupId, SequenceId
 from kv_pool.contiguous.defragmenter import Defragmenter
 
 BLOCK_SIZE = 16
 RUN_LENGTH = 16
 NUM_DOCUMENTS = 1_000
-USES = (0.5, 0.8, 0.9, 0.95)
 MODES = ("no compaction", "packed", "default", "64 a step", "64 a step, evicting")
 
 
@@ -31,38 +28,31 @@ class Life:
         self.rng = random.Random(seed)
         self.pool = GPUKVPool(num_blocks, BLOCK_SIZE, run_length=RUN_LENGTH)
         self.num_wanted = int(use * num_blocks)
-        self.sizes = [min(96, max(2, int(self.rng.lognormvariate(2.5, 0.8)))) for _ in range(NUM_DOCUMENTS)]
-        self.weights = [1 / (rank + 1) for rank in range(NUM_DOCUMENTS)]
-        self.running: dict[SequenceId, list[bytes]] = {}
-        self.num_requests = self.num_tails = self.num_taken = self.num_asked = self.num_hits = 0
+        self.documents = Documents(NUM_DOCUMENTS, 2.5, self.rng)
+        self.running: dict[SequenceId, list[Any]] = {}
+        self.num_requests = self.num_taken = self.num_asked = self.num_hits = 0
 
     def step(self) -> None:
         """Start one request, end as many as it needs, and grow eight others by a block."""
-        [document] = self.rng.choices(range(NUM_DOCUMENTS), self.weights)
-        hashes = [b"%d/%d" % (document, position) for position in range(self.sizes[document])]
-        hashes += self.make_tail(self.rng.randrange(1, 12))
+        hashes = self.documents.draw(11)
         while self.count_in_use() + len(hashes) > self.num_wanted and self.running:
             self.end(self.rng.choice(list(self.running)))
         self.num_requests += 1
         sequence_id = SequenceId(self.num_requests)
-        hits = self.pool.claim_prefix(sequence_id, hashes)  # type: ignore[arg-type]
+        hits = self.pool.claim_prefix(sequence_id, hashes)
         self.num_asked += len(hashes)
         self.num_hits += len(hits)
         self.running[sequence_id] = hashes[: len(hits)]
         self.grow(sequence_id, hashes[len(hits) :])
         for _ in range(8):
             if self.count_in_use() < self.num_wanted:
-                self.grow(self.rng.choice(list(self.running)), self.make_tail(1))
+                self.grow(self.rng.choice(list(self.running)), self.documents.make_tail(1))
 
-    def make_tail(self, num_blocks: int) -> list[bytes]:
-        self.num_tails += num_blocks
-        return [b"tail %d" % number for number in range(self.num_tails - num_blocks, self.num_tails)]
-
-    def grow(self, sequence_id: SequenceId, hashes: list[bytes]) -> None:
+    def grow(self, sequence_id: SequenceId, hashes: list[Any]) -> None:
         self.pool.allocate(BlockAllocationRequest(len(hashes), sequence_id, contiguous="no"))
         self.num_taken += len(hashes)
         self.running[sequence_id] += hashes
-        self.pool.cache_prefix(sequence_id, self.running[sequence_id])  # type: ignore[arg-type]
+        self.pool.cache_prefix(sequence_id, self.running[sequence_id])
 
     def end(self, sequence_id: SequenceId) -> None:
         self.pool.free_sequence(sequence_id)
@@ -79,22 +69,14 @@ class Life:
         """Return how many blocks of each document would be hit now."""
         pool = self.pool.block_pool
         found = []
-        for document, size in enumerate(self.sizes):
-            hashes = [b"%d/%d" % (document, position) for position in range(size)]
-            found.append(
-                next(
-                    (
-                        position
-                        for position, name in enumerate(hashes)
-                        if not pool.get_cached_block(name, [GroupId(0)])  # type: ignore[arg-type]
-                    ),
-                    size,
-                )
-            )
+        for document, size in enumerate(self.documents.sizes):
+            hashes = enumerate(self.documents.list_hashes(document))
+            missing = (at for at, name in hashes if not pool.get_cached_block(name, [GroupId(0)]))
+            found.append(next(missing, size))
         return found
 
 
-def measure(options: argparse.Namespace, use: float, mode: str) -> dict[str, Any]:
+def measure(options: Options, use: float, mode: str) -> dict[str, Any]:
     life = Life(options.blocks, use, options.seed)
     pool = life.pool
     is_bounded = mode.startswith("64")
@@ -164,29 +146,22 @@ def show(row: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--blocks", type=int, default=4_000)
     parser.add_argument("--steps", type=int, default=8_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="a smoke test of this script")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance to FILE")
-    options = parser.parse_args()
-    if options.quick:
-        options.blocks, options.steps = 800, 300
-    mode = "compiled" if kv_pool.COMPILED else "plain"
-    print(f"kv_pool {mode}, {options.blocks:,} blocks, {options.steps:,} requests, seed {options.seed}")
+    parser.add_argument("--use", type=float, nargs="+", default=[0.5, 0.8, 0.9, 0.95])
+    options = read_options(parser, blocks=800, steps=300, use=[0.9])
+    provenance = start_run(options)
     print(
         f"{'in use':>6}  {'compaction':<20}{'U(16)':>7}{'max':>7}{'moves/bl':>9}{'evicted':>9}{'changes':>9}"
         f"{'hits':>8}{'step us':>10}{'max us':>9}"
     )
     rows = []
-    for use in USES[2:3] if options.quick else USES:
+    for use in options.use:
         for name in MODES:
             rows.append(measure(options, use, name))
             show(rows[-1])
-    if options.json is not None:
-        answer = {"provenance": describe_run([mode]), "rows": rows}
-        write_results(options.json, answer)
+    write_results(options, {"provenance": provenance, "rows": rows})
 
 
 if __name__ == "__main__":

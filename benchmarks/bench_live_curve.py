@@ -1,14 +1,12 @@
 """Measure a live curve: its error, its bytes and its cost. See benchmarks/README.md."""
 
-import argparse
 import statistics
 import time
 import tracemalloc
 from math import sqrt
-from pathlib import Path
 from typing import Any
 
-from measuring import describe_run, write_results
+from measuring import Options, make_parser, read_options, start_run, write_results
 from request_runs import read_fitting_requests, run_requests
 
 from kv_pool import BlockPool
@@ -21,11 +19,11 @@ MULTIPLES = (0.5, 0.8, 1.0, 1.2, 1.5, 2.0, 3.0, 4.0)
 WITHOUT_DECAY = 10**15
 
 
-def make_pool(options: argparse.Namespace, live_curve: bool) -> BlockPool:
+def make_pool(options: Options, live_curve: bool) -> BlockPool:
     return BlockPool(options.blocks + 1, True, options.block_size, live_curve=live_curve)
 
 
-def measure_errors(requests: list[ReplayRequest], options: argparse.Namespace) -> list[dict[str, float]]:
+def measure_errors(requests: list[ReplayRequest], options: Options) -> list[dict[str, float]]:
     """Compare curves of several samples with the exact one."""
     settings = ReplaySettings(
         options.trace, options.blocks, block_size=options.block_size, limit=options.limit
@@ -56,7 +54,7 @@ def measure_errors(requests: list[ReplayRequest], options: argparse.Namespace) -
     return rows
 
 
-def measure_bytes(options: argparse.Namespace) -> int:
+def measure_bytes(options: Options) -> int:
     """Return the bytes of a curve whose sample is full, with the keys that it keeps."""
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
@@ -72,7 +70,7 @@ def measure_bytes(options: argparse.Namespace) -> int:
     return traced
 
 
-def measure_cost(requests: list[ReplayRequest], options: argparse.Namespace) -> dict[str, float]:
+def measure_cost(requests: list[ReplayRequest], options: Options) -> dict[str, float]:
     """Time pools without and with a curve in turn."""
     times = [
         [run_requests(requests, make_pool(options, on))[0] for on in (False, True)]
@@ -85,15 +83,14 @@ def measure_cost(requests: list[ReplayRequest], options: argparse.Namespace) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = make_parser(__doc__, runs=5, seeded=False)
     parser.add_argument("--trace", default="mooncake_conversation")
     parser.add_argument("--blocks", type=int, default=10_000, help="blocks of the pool")
     parser.add_argument("--block-size", type=int, default=512, help="tokens per block")
     parser.add_argument("--limit", type=int, default=20_000, help="requests")
     parser.add_argument("--samples", type=int, default=8, help="samples whose curves are compared")
-    parser.add_argument("--runs", type=int, default=5, help="timed pairs of runs, in turn")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = read_options(parser)
+    provenance = start_run(options)
     requests = read_fitting_requests(options.trace, options.blocks, options.block_size, options.limit)
     found: dict[str, Any] = {"errors": measure_errors(requests, options)}
     found["bytes"] = measure_bytes(options)
@@ -106,8 +103,7 @@ def main() -> None:
     print(
         f"{found['bytes']:,} bytes; {found['added_ns']:.1f} ns per block added to {found['without_ns']:.1f}"
     )
-    if options.json is not None:
-        write_results(options.json, {"provenance": describe_run(["without", "with a live curve"]), **found})
+    write_results(options, {"provenance": provenance, **found})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Measure the cost of a request and of a decode step. See benchmarks/README.md for the columns."""
 
-import argparse
 import gc
 import random
 import statistics
@@ -9,11 +8,26 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measuring import describe_run, write_results
+from measuring import (
+    Options,
+    describe_core,
+    in_turn,
+    make_parser,
+    read_options,
+    start_run,
+    write_results,
+)
+from request_runs import (
+    BLOCK_SIZE,
+    draw_tokens,
+    make_vllm_config,
+    make_vllm_hasher,
+    make_vllm_manager,
+    make_vllm_request,
+)
 
 import kv_pool
 from kv_pool.ids import GroupId, RequestId
@@ -23,10 +37,8 @@ from kv_pool.manager.slot_mapping import SlotMapping
 
 OURS, VLLM = "kv_pool", "vLLM"
 ALGORITHM = "sha256_cbor"
-BLOCK_SIZE = 16
 WINDOW_TOKENS = 128
 PROMPT_LENGTHS = (128, 512, 2048, 8192)
-NUM_SEQUENCES = (16, 64, 256, 1024)
 CHUNK_TOKENS = 2048
 # Prompt tokens of a running sequence, plus up to 15: at each step another sixteenth needs a block.
 DECODE_PROMPT_TOKENS = 512
@@ -61,8 +73,23 @@ class Lane(ABC):
         """Return a request with its hashes."""
 
     @abstractmethod
+    def admit(self, request: Any) -> tuple[int, Any]:
+        """Look up and allocate slots for the first chunk. Return the number of tokens hit, and the blocks."""
+
     def run_request(self, request: Any) -> int:
         """Look up, allocate slots chunk by chunk, free. Return the number of tokens hit."""
+        manager = self.manager
+        num_hits, blocks = self.admit(request)
+        num_computed = min(num_hits + CHUNK_TOKENS, request.num_tokens)
+        while num_computed < request.num_tokens and blocks is not None:
+            request.num_computed_tokens = num_computed
+            num_new = min(CHUNK_TOKENS, request.num_tokens - num_computed)
+            blocks = manager.allocate_slots(request, num_new)
+            num_computed += num_new
+        manager.free(request)
+        if blocks is None:
+            raise RuntimeError("a request does not fit into the pool")
+        return num_hits
 
     @abstractmethod
     def begin(self, requests: list[Any]) -> None:
@@ -114,23 +141,10 @@ class OwnLane(Lane):
     def make_request(self, request_id: str, token_ids: list[int]) -> Any:
         return kv_pool.Request(RequestId(request_id), token_ids, self.hasher)
 
-    def run_request(self, request: Any) -> int:
-        manager = self.manager
-        prefix = manager.get_computed_blocks(request)
-        num_hits: int = prefix.num_tokens
-        num_computed = num_hits
-        num_new = min(CHUNK_TOKENS, request.num_tokens - num_computed)
-        blocks = manager.allocate_slots(request, num_new, prefix)
-        num_computed += num_new
-        while num_computed < request.num_tokens and blocks is not None:
-            request.num_computed_tokens = num_computed
-            num_new = min(CHUNK_TOKENS, request.num_tokens - num_computed)
-            blocks = manager.allocate_slots(request, num_new)
-            num_computed += num_new
-        manager.free(request)
-        if blocks is None:
-            raise RuntimeError("a request does not fit into the pool")
-        return num_hits
+    def admit(self, request: Any) -> tuple[int, Any]:
+        prefix = self.manager.get_computed_blocks(request)
+        num_new = min(CHUNK_TOKENS, request.num_tokens - prefix.num_tokens)
+        return prefix.num_tokens, self.manager.allocate_slots(request, num_new, prefix)
 
     def begin(self, requests: list[Any]) -> None:
         for request in requests:
@@ -173,40 +187,19 @@ class VllmLane(Lane):
 
     def __init__(self, shape: Shape) -> None:
         import torch
-        from vllm.utils import hashing
-        from vllm.v1.core import kv_cache_utils
-        from vllm.v1.core.kv_cache_manager import KVCacheManager
-        from vllm.v1.kv_cache_interface import (
-            FullAttentionSpec,
-            KVCacheConfig,
-            KVCacheGroupSpec,
-            SlidingWindowSpec,
-        )
         from vllm.v1.worker.block_table import MultiGroupBlockTable
 
-        sizes = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
-        specs = {
-            "full": FullAttentionSpec(**sizes),
-            "window": SlidingWindowSpec(**sizes, sliding_window=WINDOW_TOKENS),
-        }
-        groups = [KVCacheGroupSpec([f"layers {kind}"], specs[kind]) for kind in shape.groups]
-        config = KVCacheConfig(num_blocks=shape.num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
-        self.manager = KVCacheManager(
-            config,
-            max_model_len=1_000_000,
-            scheduler_block_size=BLOCK_SIZE,
-            hash_block_size=BLOCK_SIZE,
-        )
-        hash_function = hashing.get_hash_fn_by_name(ALGORITHM)
-        kv_cache_utils.init_none_hash(hash_function)
-        self.hasher = kv_cache_utils.get_request_block_hasher(BLOCK_SIZE, hash_function)
+        windows = [WINDOW_TOKENS if kind == "window" else None for kind in shape.groups]
+        config = make_vllm_config(shape.num_blocks, BLOCK_SIZE, windows)
+        self.manager = make_vllm_manager(config, BLOCK_SIZE)
+        self.hasher = make_vllm_hasher(ALGORITHM)
         self.table = MultiGroupBlockTable(
             max_num_reqs=shape.max_num_sequences,
             max_num_batched_tokens=shape.max_num_sequences,
             pin_memory=False,
             device=torch.device("cpu"),
-            block_sizes=[BLOCK_SIZE] * len(groups),
-            max_num_blocks=[-(-shape.max_num_tokens // BLOCK_SIZE)] * len(groups),
+            block_sizes=[BLOCK_SIZE] * len(windows),
+            max_num_blocks=[-(-shape.max_num_tokens // BLOCK_SIZE)] * len(windows),
         )
         for group_table in self.table.block_tables:
             # Configured like its model runner for CPUs, where nothing is copied to a device.
@@ -214,31 +207,16 @@ class VllmLane(Lane):
         self.new_block_ids: list[Any] = []
 
     def make_request(self, request_id: str, token_ids: list[int]) -> Any:
-        from vllm.sampling_params import SamplingParams
-        from vllm.v1.request import Request, RequestStatus
+        from vllm.v1.request import RequestStatus
 
-        params = SamplingParams(max_tokens=100_000)
-        params.update_from_generation_config({}, eos_token_id=0)
-        request = Request(request_id, list(token_ids), params, None, block_hasher=self.hasher)
+        request = make_vllm_request(request_id, list(token_ids), 100_000, self.hasher)
         request.status = RequestStatus.RUNNING
         return request
 
-    def run_request(self, request: Any) -> int:
-        manager = self.manager
-        hits, num_hits, _ = manager.get_computed_blocks(request)
-        num_computed: int = num_hits
-        num_new = min(CHUNK_TOKENS, request.num_tokens - num_computed)
-        blocks = manager.allocate_slots(request, num_new, num_hits, hits)
-        num_computed += num_new
-        while num_computed < request.num_tokens and blocks is not None:
-            request.num_computed_tokens = num_computed
-            num_new = min(CHUNK_TOKENS, request.num_tokens - num_computed)
-            blocks = manager.allocate_slots(request, num_new)
-            num_computed += num_new
-        manager.free(request)
-        if blocks is None:
-            raise RuntimeError("a request does not fit into the pool")
-        return int(num_hits)
+    def admit(self, request: Any) -> tuple[int, Any]:
+        hits, num_hits, _ = self.manager.get_computed_blocks(request)
+        num_new = min(CHUNK_TOKENS, request.num_tokens - num_hits)
+        return num_hits, self.manager.allocate_slots(request, num_new, num_hits, hits)
 
     def begin(self, requests: list[Any]) -> None:
         for row, request in enumerate(requests):
@@ -290,24 +268,15 @@ class Row:
         return sum(self.median(lane, part) for part in parts if part in self.parts[lane])
 
 
-def in_turn(lanes: list[Lane], turn: int) -> list[Lane]:
-    shift = turn % len(lanes)
-    return lanes[shift:] + lanes[:shift]
-
-
-def some_tokens(rng: random.Random, num_tokens: int) -> list[int]:
-    return rng.choices(range(128_000), k=num_tokens)
-
-
 def fill_cache(lanes: list[Lane], rng: random.Random, num_blocks: int) -> None:
     """Cache nearly every block of the pools, so that each allocated block evicts one."""
     for number in range(-(-num_blocks // (4096 // BLOCK_SIZE))):
-        token_ids = some_tokens(rng, 4096)
+        token_ids = draw_tokens(rng, 4096)
         for lane in lanes:
             lane.run_request(lane.make_request(f"filler {number}", token_ids))
 
 
-def measure_requests(options: argparse.Namespace, names: list[str], groups: str) -> list[Row]:
+def measure_requests(options: Options, names: list[str], groups: str) -> list[Row]:
     """Look up, allocate in chunks, free: new prompts, and prompts seen before."""
     num_blocks = POOL_BLOCKS * len(GROUPS[groups])
     lanes = [LANES[name](Shape(GROUPS[groups], num_blocks, 1, 16_384)) for name in names]
@@ -321,7 +290,7 @@ def measure_requests(options: argparse.Namespace, names: list[str], groups: str)
         new = Row(f"{groups}: {length:,} tokens, new")
         seen = Row(f"{groups}: {length:,} tokens, seen before")
         for run in range(-1, options.runs):
-            prompts = [some_tokens(rng, length) for _ in range(max(1, TOKENS_PER_SAMPLE // length))]
+            prompts = [draw_tokens(rng, length) for _ in range(max(1, TOKENS_PER_SAMPLE // length))]
             for row in (new, seen):
                 num_hits = set()
                 for lane in in_turn(lanes, run):
@@ -345,7 +314,22 @@ def measure_requests(options: argparse.Namespace, names: list[str], groups: str)
     return rows
 
 
-def measure_steps(options: argparse.Namespace, names: list[str], groups: str, num_sequences: int) -> Row:
+def draw_prompts(rng: random.Random, num_sequences: int) -> list[list[int]]:
+    lengths = [DECODE_PROMPT_TOKENS + number % BLOCK_SIZE for number in range(num_sequences)]
+    return [draw_tokens(rng, length) for length in lengths]
+
+
+def begin_decoding(lane: Lane, prompts: list[list[int]]) -> list[Any]:
+    """Return requests with slots for their prompts and one generated token each."""
+    batch = [lane.make_request(f"sequence {number}", prompt) for number, prompt in enumerate(prompts)]
+    lane.begin(batch)
+    for request in batch:
+        request.num_computed_tokens = request.num_tokens
+        request.append_output_token_ids([1])
+    return batch
+
+
+def measure_steps(options: Options, names: list[str], groups: str, num_sequences: int) -> Row:
     """Measure steps that decode one token of each sequence."""
     max_num_tokens = DECODE_PROMPT_TOKENS + 2 * BLOCK_SIZE + options.steps + 2
     num_blocks = num_sequences * (-(-max_num_tokens // BLOCK_SIZE)) * len(GROUPS[groups]) * 5 // 4
@@ -356,17 +340,8 @@ def measure_steps(options: argparse.Namespace, names: list[str], groups: str, nu
         lanes = [LANES[name](shape) for name in names]
         rng = random.Random(options.seed + run)
         fill_cache(lanes, rng, num_blocks)
-        prompts = [
-            some_tokens(rng, DECODE_PROMPT_TOKENS + number % BLOCK_SIZE) for number in range(num_sequences)
-        ]
-        batches = {}
-        for lane in lanes:
-            batch = [lane.make_request(f"sequence {n}", prompt) for n, prompt in enumerate(prompts)]
-            lane.begin(batch)
-            for request in batch:
-                request.num_computed_tokens = request.num_tokens
-                request.append_output_token_ids([1])
-            batches[lane.name] = batch
+        prompts = draw_prompts(rng, num_sequences)
+        batches = {lane.name: begin_decoding(lane, prompts) for lane in lanes}
         gc.collect()
         gc.freeze()
         gc.disable()
@@ -402,10 +377,6 @@ def check_same_shape(lanes: list[Lane], num_sequences: int) -> None:
         raise RuntimeError("the batch tables differ")
 
 
-def print_header() -> None:
-    print(f"{'':52}{'µs':>10}{'allocate':>10}{'table':>8}{'slots':>8}{'vLLM / this':>13}")
-
-
 def ratio_to_vllm(row: Row, lane: str, parts: list[str]) -> float | None:
     return row.sum_medians(VLLM, parts) / row.sum_medians(lane, parts) if VLLM in row.parts else None
 
@@ -422,20 +393,14 @@ def print_row(row: Row, parts: list[str]) -> None:
         print(f"{row.title:44}{lane:8}{figures}{f'{ratio:.2f}' if ratio else '-':>13}", flush=True)
 
 
-def profile_steps(options: argparse.Namespace, groups: str, num_sequences: int) -> None:
+def profile_steps(options: Options, groups: str, num_sequences: int) -> None:
     """Profile our step, by the calls of an interpreted caller."""
     import cProfile
     import pstats
 
     profile = cProfile.Profile()
-    shape = Shape(GROUPS[groups], num_sequences * 60 * len(GROUPS[groups]), num_sequences, 800)
-    lane = OwnLane(shape)
-    rng = random.Random(options.seed)
-    batch = [lane.make_request(f"{n}", some_tokens(rng, 512 + n % BLOCK_SIZE)) for n in range(num_sequences)]
-    lane.begin(batch)
-    for request in batch:
-        request.num_computed_tokens = request.num_tokens
-        request.append_output_token_ids([1])
+    lane = OwnLane(Shape(GROUPS[groups], num_sequences * 60 * len(GROUPS[groups]), num_sequences, 800))
+    batch = begin_decoding(lane, draw_prompts(random.Random(options.seed), num_sequences))
     for _ in range(BLOCK_SIZE * 4):
         profile.enable()
         lane.allocate(batch)
@@ -446,25 +411,7 @@ def profile_steps(options: argparse.Namespace, groups: str, num_sequences: int) 
     pstats.Stats(profile).sort_stats("tottime").print_stats(25)
 
 
-def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=60, help="samples of each row of requests")
-    parser.add_argument("--decode-runs", type=int, default=3, help="new managers for each row of steps")
-    parser.add_argument(
-        "--steps", type=int, default=128, help="measured steps of each, after some warm-up steps"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of token ids")
-    parser.add_argument("--no-vllm", action="store_true", help="measure kv_pool only")
-    parser.add_argument("--profile", action="store_true", help="profile our step of 256 sequences and exit")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance to FILE")
-    parser.add_argument("--quick", action="store_true", help="a smoke test; its figures mean nothing")
-    options = parser.parse_args()
-    if options.quick:
-        options.runs, options.decode_runs, options.steps = 2, 1, 16
-    return options
-
-
-def find_lanes(options: argparse.Namespace) -> list[str]:
+def find_lanes(options: Options) -> list[str]:
     if options.no_vllm:
         return [OURS]
     try:
@@ -478,43 +425,45 @@ def find_lanes(options: argparse.Namespace) -> list[str]:
 
 
 def main() -> None:
-    options = parse_options()
+    parser = make_parser(__doc__, runs=60)
+    parser.add_argument("--decode-runs", type=int, default=3, help="new managers for each row of steps")
+    parser.add_argument(
+        "--steps", type=int, default=128, help="measured steps of each, after some warm-up steps"
+    )
+    parser.add_argument("--sequences", type=int, nargs="+", default=[16, 64, 256, 1024])
+    parser.add_argument("--no-vllm", action="store_true", help="measure kv_pool only")
+    parser.add_argument("--profile", action="store_true", help="profile our step of 256 sequences and exit")
+    options = read_options(parser, runs=2, decode_runs=1, steps=16, sequences=[16, 64])
     if options.profile:
         for groups in GROUPS:
             profile_steps(options, groups, 256)
         return
     names = find_lanes(options)
-    mode = "compiled" if kv_pool.COMPILED else "plain"
-    provenance = describe_run([f"{OURS} {mode}", *names[1:]])
-    print(f"kv_pool {mode}; blocks of {BLOCK_SIZE} tokens; windows of {WINDOW_TOKENS}")
-    print_header()
+    provenance = start_run(options, compared=[f"{OURS} {describe_core()}", *names[1:]])
+    print(f"{'':52}{'µs':>10}{'allocate':>10}{'table':>8}{'slots':>8}{'vLLM / this':>13}")
     rows = []
     for groups in GROUPS:
-        for num_sequences in NUM_SEQUENCES:
-            if not (options.quick and num_sequences > 64):
-                rows.append((measure_steps(options, names, groups, num_sequences), ["allocate", "table"]))
+        for num_sequences in options.sequences:
+            rows.append((measure_steps(options, names, groups, num_sequences), ["allocate", "table"]))
     for groups in GROUPS:
         rows += [(row, ["request"]) for row in measure_requests(options, names, groups)]
-    if options.json:
-        shown = {key: str(value) for key, value in vars(options).items() if key != "json"}
-        results = [
-            {
-                "title": row.title,
-                "unit": "µs",
-                "figures": {
-                    lane: {
-                        "median": row.sum_medians(lane, parts),
-                        "by_part": {part: row.median(lane, part) for part in samples},
-                        "vllm_over_this": ratio_to_vllm(row, lane, parts),
-                    }
-                    for lane, samples in row.parts.items()
-                },
-                "samples": row.parts,
-            }
-            for row, parts in rows
-        ]
-        answer = {"provenance": provenance, "options": shown, "rows": results}
-        write_results(options.json, answer)
+    results = [
+        {
+            "title": row.title,
+            "unit": "µs",
+            "figures": {
+                lane: {
+                    "median": row.sum_medians(lane, parts),
+                    "by_part": {part: row.median(lane, part) for part in samples},
+                    "vllm_over_this": ratio_to_vllm(row, lane, parts),
+                }
+                for lane, samples in row.parts.items()
+            },
+            "samples": row.parts,
+        }
+        for row, parts in rows
+    ]
+    write_results(options, {"provenance": provenance, "rows": results})
 
 
 if __name__ == "__main__":

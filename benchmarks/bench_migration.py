@@ -1,23 +1,16 @@
 """Compare a migration with only reading the same blocks. See benchmarks/README.md."""
 
-import argparse
 import multiprocessing
-import os
 import secrets
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from multiprocessing.connection import Connection
-from pathlib import Path
-from platform import python_version
 from typing import Any
 
 import numpy as np
-from measuring import find_cpu_model, write_results
+from measuring import make_parser, read_cpu_s, read_options, start_run, write_results
 
-import kv_pool
 from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request
 from kv_pool.ids import BlockId, NodeName, RequestId, TransferId
 from kv_pool.migration.backends.tcp import TcpBackend
@@ -131,12 +124,6 @@ def migrate(node: BenchNode, cpu: Callable[[], float]) -> tuple[float, float]:
     return elapsed, cpu_s
 
 
-def read_cpu_s(pid: int) -> float:
-    """Return the CPU seconds of this process and of another one, which Linux counts in hundredths."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return time.process_time() + (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 def measure(backend: str, block_bytes: int, total_bytes: int, scattered: bool, runs: int) -> dict[str, Any]:
     num_blocks = max(4, total_bytes // block_bytes)
     context = multiprocessing.get_context("spawn")
@@ -149,7 +136,7 @@ def measure(backend: str, block_bytes: int, total_bytes: int, scattered: bool, r
     raw, raw_cpu, whole, whole_cpu, checksums = [], [], [], [], []
 
     def cpu() -> float:
-        return read_cpu_s(process.pid or 0)
+        return time.process_time() + read_cpu_s(process.pid or 0)
 
     for run in range(runs + 1):
         raw_s, raw_cpu_s, checksum_s = read_raw(node, cpu)
@@ -182,21 +169,12 @@ def measure(backend: str, block_bytes: int, total_bytes: int, scattered: bool, r
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__doc__, runs=9, seeded=False)
     parser.add_argument("--backend", default="tcp", choices=["tcp", "nixl"])
     parser.add_argument("--total-mib", type=int, default=128)
     parser.add_argument("--block-kib", type=int, nargs="+", default=[16, 64, 256, 1024, 2048])
-    parser.add_argument("--runs", type=int, default=9)
-    parser.add_argument("--quick", action="store_true", help="a smoke test with a few megabytes")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    if options.quick:
-        options.total_mib, options.block_kib, options.runs = 8, [64, 256], 2
-    print(
-        f"kv_pool {kv_pool.__version__}, Python {python_version()}, NumPy {np.__version__}, "
-        f"{find_cpu_model()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; {options.backend}, "
-        f"{options.total_mib} MiB each"
-    )
+    options = read_options(parser, total_mib=8, block_kib=[64, 256], runs=2)
+    provenance = start_run(options, "nixl")
     print(
         f"{'block':>9} {'ids':>9} {'raw':>6} {'whole':>6} {'checks':>6}  GB/s  "
         "share of raw, of the fastest   CPU ms, both processes"
@@ -215,17 +193,7 @@ def main() -> None:
                 f"{row['raw_cpu_ms']:>6.0f} -> {row['whole_cpu_ms']:.0f}",
                 flush=True,
             )
-    if options.json is not None:
-        provenance = {
-            "command": " ".join(sys.argv),
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "cpu": find_cpu_model(),
-            "cores": os.cpu_count(),
-            "python": python_version(),
-            "numpy": np.__version__,
-            "kv_pool": kv_pool.__version__,
-        }
-        write_results(options.json, {**provenance, "rows": rows})
+    write_results(options, {"provenance": provenance, "rows": rows})
 
 
 if __name__ == "__main__":

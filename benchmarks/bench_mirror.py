@@ -1,17 +1,24 @@
 """Measure the cost of a router's index of which node has which prefix. See benchmarks/README.md."""
 
-import argparse
 import gc
 import json
 import random
-import subprocess
-import sys
 import time
+from argparse import SUPPRESS
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from measuring import describe_run, resident_bytes, summarize, write_results
+from measuring import (
+    Options,
+    Row,
+    make_parser,
+    print_header,
+    read_options,
+    resident_bytes,
+    run_child,
+    start_run,
+    write_results,
+)
 
 from kv_pool import AllBlocksCleared, BlockRemoved, BlockStored
 from kv_pool.events.mirror import PrefixMirror
@@ -137,18 +144,14 @@ def sample_lookups(find: Callable[[Any], dict[str, int]], asked: list[Any], expe
     return elapsed_ns / len(asked) / 1000
 
 
-def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(options: Options) -> list[Row]:
     prompts = make_prompts(options.blocks, options.publishers, options.seed)
     rng = random.Random(options.seed + 1)  # another seed than that of the prompts' hashes
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
 
     def add(title: str, unit: str, samples: dict[str, list[float]]) -> None:
-        rows.append({"title": title, "unit": unit, "samples": samples})
-        print(title)
-        for name, values in samples.items():
-            low, median, high = summarize(values)
-            figures = f"{median:>11,.2f}{low:>11,.2f}{high:>11,.2f}{len(values):>6}"
-            print(f"    {name:26}{unit:>10}{figures}", flush=True)
+        rows.append(Row(title, unit, samples))
+        rows[-1].print()
 
     mirrors = make_mirrors()
     filled = {name: fill(mirror, prompts) for name, mirror in mirrors.items()}
@@ -201,7 +204,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def print_memory(name: str, options: argparse.Namespace) -> None:
+def print_memory(name: str, options: Options) -> None:
     """Print bytes per block of one kind of mirror, filled, and after replacing all its blocks twice."""
     mirror = make_mirrors()[name]
     prompts = make_prompts(options.blocks, options.publishers, options.seed)
@@ -223,12 +226,10 @@ def print_memory(name: str, options: argparse.Namespace) -> None:
     print(json.dumps([filled, (resident_bytes() - before - grown) / num_blocks]))
 
 
-def measure_memory(name: str, options: argparse.Namespace) -> list[float]:
+def measure_memory(name: str, options: Options) -> list[float]:
     """Run `print_memory` in a separate process, so that no other mirror's memory is reused."""
-    command = [sys.executable, __file__, "--memory-of", name]
-    command += ["--blocks", str(options.blocks), "--publishers", str(options.publishers)]
-    done = subprocess.run(command, check=True, capture_output=True, encoding="utf-8")
-    found: list[float] = json.loads(done.stdout)
+    sizes = ["--blocks", str(options.blocks), "--publishers", str(options.publishers)]
+    found: list[float] = run_child(__file__, "--memory-of", name, *sizes)
     return found
 
 
@@ -236,22 +237,14 @@ def make_mirrors() -> dict[str, Any]:
     return {MIRROR: PrefixMirror(), TOKENS: PrefixMirror(learns_tokens=True), SETS: DictOfSets()}
 
 
-def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+def parse_options() -> Options:
+    parser = make_parser(__doc__, runs=50)
     parser.add_argument(
         "--blocks", type=int, default=1_000_000, help="stored blocks of all publishers together"
     )
     parser.add_argument("--publishers", type=int, default=16)
-    parser.add_argument(
-        "--runs", type=int, default=50, help="samples per row, except the first two and the last"
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance to FILE")
-    parser.add_argument("--quick", action="store_true", help="a smoke test; its figures mean nothing")
-    parser.add_argument("--memory-of", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.quick:
-        options.blocks, options.runs = 20_000, 3
+    parser.add_argument("--memory-of", help=SUPPRESS)
+    options = read_options(parser, blocks=20_000, runs=3)
     if options.blocks < PROMPT_BLOCKS or options.publishers < 1 or options.runs < 1:
         parser.error(f"at least {PROMPT_BLOCKS} blocks, 1 publisher, 1 run")
     return options
@@ -262,15 +255,10 @@ def main() -> None:
     if options.memory_of is not None:
         print_memory(options.memory_of, options)
         return
-    provenance = describe_run([MIRROR, TOKENS, SETS])
-    for key, value in provenance.items():
-        if isinstance(value, dict):
-            value = [f"{name} {number}" for name, number in value.items()]
-        print(f"{key:22}{', '.join(value) if isinstance(value, list) else value}")
-    print(f"\n{'':30}{'unit':>10}{'median':>11}{'p10':>11}{'p90':>11}{'runs':>6}")
+    provenance = start_run(options, compared=[MIRROR, TOKENS, SETS])
+    print_header()
     rows = measure(options)
-    if options.json is not None:
-        write_results(options.json, {"provenance": provenance, "rows": rows})
+    write_results(options, {"provenance": provenance, "rows": [row.to_json() for row in rows]})
 
 
 if __name__ == "__main__":

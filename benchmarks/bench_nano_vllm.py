@@ -1,25 +1,32 @@
 """Measure the cost of a prefix hit by the number of free blocks. See benchmarks/README.md for the columns."""
 
-import argparse
 import hashlib
-import os
-import platform
 import random
 import sys
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from measuring import Sample, find_cpu_model, find_version, interleave, summarize
+from measuring import (
+    Options,
+    Row,
+    Sample,
+    describe_core,
+    interleave,
+    make_parser,
+    print_header,
+    read_options,
+    start_run,
+    write_results,
+)
+from request_runs import draw_tokens
 
-import kv_pool
 from kv_pool.integrations.nano_vllm import BlockManager
 
-OURS = f"kv_pool {'compiled' if kv_pool.COMPILED else 'plain'}"
+OURS = f"kv_pool {describe_core()}"
 THEIRS = "nano-vllm"
 
 BLOCK_SIZE = 16
@@ -94,7 +101,7 @@ def sample_hits(num_blocks: int, seed: int, as_today: bool, manager_class: Calla
     manager = manager_class(num_blocks, BLOCK_SIZE)
     seqs = []
     for _ in range(num_blocks // 2 // HIT_BLOCKS):
-        seqs.append(BenchSequence([rng.randrange(128_000) for _ in range(HIT_BLOCKS * BLOCK_SIZE)]))
+        seqs.append(BenchSequence(draw_tokens(rng, HIT_BLOCKS * BLOCK_SIZE)))
         admit_and_finish(manager, seqs[-1], as_today)
     seqs = rng.sample(seqs, HIT_PROMPTS)
 
@@ -113,31 +120,23 @@ def sample_hits(num_blocks: int, seed: int, as_today: bool, manager_class: Calla
     return sample
 
 
-def measure(num_blocks: int, as_today: bool, classes: dict[str, Any], options: argparse.Namespace) -> None:
-    print(f"{num_blocks:,} blocks, as {'today' if as_today else 'in 2025'}")
-    figures: dict[str, tuple[float, float, float]] = {}
+def measure(num_blocks: int, as_today: bool, classes: dict[str, Any], options: Options) -> Row:
+    row = Row(f"{num_blocks:,} blocks, as {'today' if as_today else 'in 2025'}", "ns/block", {}, THEIRS)
     # Not in turn: a walk along their free list leaves the CPU's caches cold for the next manager.
     for name, manager_class in classes.items():
         sample = sample_hits(num_blocks, options.seed, as_today, manager_class)
-        figures[name] = summarize(interleave(name, "ns", {name: sample}, options.runs).samples[name])
-    for name, (low, median, high) in figures.items():
-        ratio = f"{figures[THEIRS][1] / median:.1f}" if THEIRS in figures else "-"
-        shown = "".join(f"{figure:>11,.0f}" for figure in (median, low, high))
-        print(f"    {name:22}{'ns/block':>10}{shown}{options.runs:>6}{ratio:>18}", flush=True)
+        row.samples |= interleave(row.title, row.unit, {name: sample}, options.runs).samples
+    row.print()
+    return row
 
 
-def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+def parse_options() -> Options:
+    parser = make_parser(__doc__, runs=100)
     parser.add_argument("--blocks", type=int, nargs="+", default=[1_000, 10_000, 100_000])
     parser.add_argument(
         "--nano-vllm", type=Path, nargs="+", default=[], help="source trees, one per version of the scheduler"
     )
-    parser.add_argument("--runs", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0, help="seed of token ids and of the hit prompts")
-    parser.add_argument("--quick", action="store_true", help="a smoke test: 3 runs, 1,000 blocks")
-    options = parser.parse_args()
-    if options.quick:
-        options.runs, options.blocks = 3, [1_000]
+    options = read_options(parser, runs=3, blocks=[1_000])
     # A hit allocates an empty block; without empty blocks it would evict a cached one.
     if options.runs < 1 or min(options.blocks) < 4 * HITS_PER_SAMPLE * options.runs:
         parser.error(f"at least 1 run, and {4 * HITS_PER_SAMPLE} blocks for each")
@@ -150,31 +149,16 @@ def main() -> None:
     for checkout in options.nano_vllm:
         manager_class = import_theirs(checkout)
         theirs[hasattr(manager_class, "hash_blocks")] = manager_class
-    checkouts = {str(checkout) for checkout in options.nano_vllm}
-    arguments = ["CHECKOUT" if argument in checkouts else argument for argument in sys.argv[1:]]
-    versions = ", ".join(f"{name} {find_version(name)}" for name in ("kv_pool", "xxhash", "numpy"))
-    for key, value in (
-        ("command", " ".join(["python", "benchmarks/bench_nano_vllm.py", *arguments])),
-        ("date", datetime.now(UTC).isoformat(timespec="seconds")),
-        ("cpu", find_cpu_model()),
-        ("cores", os.cpu_count()),
-        ("load_average_at_start", os.getloadavg()[0]),
-        ("system", platform.platform()),
-        ("python", platform.python_version()),
-        ("versions", versions),
-        *(
-            (f"{THEIRS} file", f"block_manager.py, git blob {git_blob_id(path)}")
-            for path in options.nano_vllm
-        ),
-    ):
-        print(f"{key:22}{value}")
-    print(f"\n{'':26}{'unit':>10}{'median':>11}{'p10':>11}{'p90':>11}{'runs':>6}{'nano-vllm / this':>18}")
+    files = [f"block_manager.py, git blob {git_blob_id(path)}" for path in options.nano_vllm]
+    provenance = start_run(options, compared=[OURS, *files])
+    print_header("nano-vllm / this")
+    rows = []
     for as_today in (True, False):
         classes = {OURS: BlockManager}
         if as_today in theirs:
             classes[THEIRS] = theirs[as_today]
-        for num_blocks in options.blocks:
-            measure(num_blocks, as_today, classes, options)
+        rows += [measure(num_blocks, as_today, classes, options) for num_blocks in options.blocks]
+    write_results(options, {"provenance": provenance, "rows": [row.to_json() for row in rows]})
 
 
 if __name__ == "__main__":

@@ -1,23 +1,15 @@
 """Compare attention over blocks with attention over dense tensors. See benchmarks/README.md."""
 
-import argparse
-import os
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from pathlib import Path
-from platform import python_version
-from typing import Any
 
 import numpy as np
 import torch
-from measuring import find_cpu_model, write_results
+from measuring import Row, make_parser, print_header, read_options, start_run, write_results
 
-import kv_pool
 from kv_pool.integrations.attention import paged_attention
 from kv_pool.storage import KVStorage
 
@@ -115,8 +107,8 @@ class Batch:
         return found.flatten(1, 2)
 
 
-def list_cases(is_quick: bool, seed: int) -> list[Case]:
-    scale = 16 if is_quick else 1
+def list_cases(scale: int, seed: int) -> list[Case]:
+    """Return the cases, with contexts divided by `scale`."""
     rng = random.Random(seed)
     mixed = [rng.randint(256 // scale, 3840 // scale) for _ in range(64)]
     decode = [1] * 64
@@ -160,49 +152,19 @@ def measure(
     return times
 
 
-def print_rows(case: Case, layout: str, times: dict[str, list[float]]) -> dict[str, Any]:
-    heads = f"{case.num_heads}/{case.num_kv_heads} x {case.head_size}, {case.dtype}"
-    fastest = min(statistics.median(values) for name, values in times.items() if name.startswith("dense"))
-    rows = {}
-    for name, values in times.items():
-        ordered = sorted(values)
-        median = statistics.median(ordered)
-        rows[name] = {
-            "median_ms": median,
-            "p10_ms": ordered[len(ordered) // 10],
-            "p90_ms": ordered[len(ordered) * 9 // 10],
-            "runs": len(ordered),
-            "of_fastest_dense": median / fastest,
-        }
-        figures = " ".join(f"{rows[name][column]:8.1f}" for column in ("median_ms", "p10_ms", "p90_ms"))
-        print(f"{case.title:<22} {heads:<22} {layout:<6} {name:<14} {figures} {median / fastest:7.2f}")
-    return {"title": case.title, "heads": heads, "layout": layout, "ways": rows}
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__doc__, runs=21)
     parser.add_argument("--device", default="cpu", help="cpu, cuda:0, ...")
-    parser.add_argument("--runs", type=int, default=21)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="contexts of a sixteenth, 3 runs")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    parser.add_argument("--scale", type=int, default=1, help="divisor of the lengths of contexts")
+    options = read_options(parser, scale=16, runs=3)
     torch.set_num_threads(1)
-    provenance = {
-        "command": " ".join(["python", "benchmarks/bench_paged_attention.py", *sys.argv[1:]]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "cpu": find_cpu_model(),
-        "python": python_version(),
-        "torch": f"{torch.__version__}, 1 thread, {torch.backends.cpu.get_cpu_capability()}",
-        "device": options.device if options.device == "cpu" else torch.cuda.get_device_name(options.device),
-        "kv_pool": kv_pool.__version__,
-        "seed": options.seed,
-        "load_average_at_start": os.getloadavg()[0],
-    }
-    print("  ".join(f"{name}: {value}" for name, value in provenance.items()))
-    print(f"\n{'milliseconds a call':<67} {'median':>8} {'p10':>8} {'p90':>8} {'/ dense':>7}")
+    facts = {"cpu_capability": torch.backends.cpu.get_cpu_capability(), "threads": 1}
+    if options.device != "cpu":
+        facts["gpu"] = torch.cuda.get_device_name(options.device)
+    provenance = start_run(options, "torch", **facts)
+    print_header("fastest dense / this")
     rows = []
-    for case in list_cases(options.quick, options.seed):
+    for case in list_cases(options.scale, options.seed):
         for layout in case.layouts:
             batch = Batch(case, layout, options.seed, options.device)
             ways = {
@@ -212,10 +174,13 @@ def main() -> None:
             }
             if case.query_lens[0] == 1:
                 ways["dense, grouped"] = batch.attend_dense_grouped
-            num_runs = 3 if options.quick else options.runs
-            rows.append(print_rows(case, layout, measure(ways, num_runs, options.device)))
-    if options.json:
-        write_results(options.json, {"provenance": provenance, "rows": rows})
+            title = f"{case.title}, {case.num_heads}/{case.num_kv_heads} x {case.head_size}, {case.dtype}, "
+            times = measure(ways, options.runs, options.device)
+            medians = {name: statistics.median(values) for name, values in times.items()}
+            fastest = min((name for name in medians if name.startswith("dense")), key=medians.__getitem__)
+            rows.append(Row(title + layout, "ms", times, fastest))
+            rows[-1].print()
+    write_results(options, {"provenance": provenance, "rows": [row.to_json() for row in rows]})
 
 
 if __name__ == "__main__":

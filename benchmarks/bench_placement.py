@@ -1,22 +1,18 @@
 """Where should runs be allocated: buddy, first fit, oldest content? The same requests go through all three.
 
-    python benchmarks/bench_placement.py [--requests 20000] [--blocks 4000] [--json FILE]
-
 A request hits the cached part of its prompt, allocates the rest in one call, as a run if there is one, and
 grows block by block. Prompts are repeatedly requested documents (Zipf). The cache is always full: all blocks
-not in use are cached.
+not in use are cached. See benchmarks/README.md.
 """
 
-import argparse
 import gc
 import itertools
 import random
 import statistics
-import time
-from pathlib import Path
 from typing import Any
 
-from measuring import describe_run, write_results
+from measuring import Options, make_parser, read_options, start_run, timed, write_results
+from request_runs import Documents
 
 from kv_pool import BlockAllocationRequest, BlockId, GPUKVPool, SequenceId
 from kv_pool.contiguous import fragmentation
@@ -28,36 +24,13 @@ NUM_DOCUMENTS = 2_000
 NUM_BATCHES = 50
 
 
-class Workload:
-    """Yield requests as (hashes of the prompt, number of blocks to grow by), the same for every lane."""
-
-    def __init__(self, seed: int) -> None:
-        self._rng = random.Random(seed)
-        self._sizes = [min(96, max(2, int(self._rng.lognormvariate(2.8, 0.8)))) for _ in range(NUM_DOCUMENTS)]
-        self._weights = [1 / (rank + 1) for rank in range(NUM_DOCUMENTS)]
-        self._num_tails = 0
-
-    def draw(self, count: int) -> list[tuple[list[bytes], int]]:
-        requests = []
-        for document in self._rng.choices(range(NUM_DOCUMENTS), self._weights, k=count):
-            hashes = [self._name(document, at) for at in range(self._sizes[document])]
-            for _ in range(self._rng.randrange(1, 8)):
-                self._num_tails += 1
-                hashes.append(self._name(NUM_DOCUMENTS, self._num_tails))
-            requests.append((hashes, self._rng.randrange(1, 24)))
-        return requests
-
-    def _name(self, document: int, position: int) -> bytes:
-        return document.to_bytes(8, "big") + position.to_bytes(8, "big")
-
-
 class Lane:
     """One placement, with its measurements since `forget`."""
 
     def __init__(self, placement: str, num_blocks: int, use: float, seed: int) -> None:
         self.placement = placement
         self._rng = random.Random(seed)
-        self._pool = GPUKVPool(num_blocks, BLOCK_SIZE, placement=placement)
+        self._pool = GPUKVPool(num_blocks, BLOCK_SIZE, placement=placement, eviction_policy=None)
         self._most = int(num_blocks * use)
         self._running: dict[SequenceId, int] = {}
         self._num_admitted = 0
@@ -70,7 +43,7 @@ class Lane:
         self.unusable: list[float] = []
         self.largest_loss: list[float] = []
 
-    def serve(self, requests: list[tuple[list[bytes], int]]) -> None:
+    def serve(self, requests: list[tuple[list[Any], int]]) -> None:
         for hashes, num_grown in requests:
             while self._pool.total_blocks - self._pool.get_free_blocks() + len(hashes) > self._most:
                 self._step()
@@ -79,22 +52,20 @@ class Lane:
         self.unusable.append(fragmentation.get_unusable_share(lengths, 16))
         self.largest_loss.append(fragmentation.get_largest_run_loss(lengths))
 
-    def _admit(self, hashes: list[bytes], num_grown: int) -> None:
+    def _admit(self, hashes: list[Any], num_grown: int) -> None:
         self._num_admitted += 1
         sequence_id = SequenceId(self._num_admitted)
-        hits = self._pool.claim_prefix(sequence_id, hashes)  # type: ignore[arg-type]
+        hits = self._pool.claim_prefix(sequence_id, hashes)
         self.num_asked += len(hashes)
         self.num_hits += len(hits)
         count = len(hashes) - len(hits)
         if count:
             request = BlockAllocationRequest(count, sequence_id, contiguous="prefer")
-            start = time.perf_counter_ns()
-            ids = self._pool.allocate(request)
+            ids = timed(self.taken_us if count > 1 else [], self._pool.allocate, request)
             if count > 1:
-                self.taken_us.append((time.perf_counter_ns() - start) / 1e3)
                 self.num_prompt_blocks += count
                 self.num_prompt_runs += count_runs(ids)
-        self._pool.cache_prefix(sequence_id, hashes)  # type: ignore[arg-type]
+        self._pool.cache_prefix(sequence_id, hashes)
         self._running[sequence_id] = num_grown
 
     def _step(self) -> None:
@@ -104,13 +75,11 @@ class Lane:
                 self._pool.free_sequence(sequence_id)
                 del self._running[sequence_id]
             elif self._rng.random() < 0.2:
-                start = time.perf_counter_ns()
                 try:
-                    self._pool.allocate(BlockAllocationRequest(1, sequence_id))
+                    timed(self.single_us, self._pool.allocate, BlockAllocationRequest(1, sequence_id))
                 except PoolExhaustedError:
                     self._running[sequence_id] = 0
                     continue
-                self.single_us.append((time.perf_counter_ns() - start) / 1e3)
                 self._running[sequence_id] -= 1
 
     def report(self) -> dict[str, Any]:
@@ -129,13 +98,15 @@ def count_runs(ids: list[BlockId]) -> int:
     return 1 + sum(second != first + 1 for first, second in itertools.pairwise(ids))
 
 
-def measure(options: argparse.Namespace, use: float) -> list[dict[str, Any]]:
+def measure(options: Options, use: float) -> list[dict[str, Any]]:
     lanes = [Lane(placement, options.blocks, use, options.seed) for placement in PLACEMENTS]
-    workload = Workload(options.seed)
+    rng = random.Random(options.seed)
+    documents = Documents(NUM_DOCUMENTS, 2.8, rng)
     gc.collect()
     gc.disable()
     for batch in range(NUM_BATCHES):
-        requests = workload.draw(options.requests // NUM_BATCHES)
+        num_requests = options.requests // NUM_BATCHES
+        requests = [(documents.draw(7), rng.randrange(1, 24)) for _ in range(num_requests)]
         if batch == NUM_BATCHES // 5:
             for lane in lanes:
                 lane.forget()  # the caches are full from here on
@@ -146,16 +117,12 @@ def measure(options: argparse.Namespace, use: float) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--blocks", type=int, default=4_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = read_options(parser)
     rows = []
-    about = describe_run(list(PLACEMENTS))
+    provenance = start_run(options, compared=list(PLACEMENTS))
     print(
         f"{'in use':>7} {'placement':<10}{'blocks a run':>13}{'U(16)':>7}{'outside largest':>17}{'hits':>8}"
         f"{'us a run':>10}{'us a block':>12}"
@@ -168,8 +135,7 @@ def main() -> None:
                 f"{row['outside_largest_run']:>17.1%}{row['hit_rate']:>8.2%}{row['run_us']:>10.1f}"
                 f"{row['single_us']:>12.1f}"
             )
-    if options.json is not None:
-        write_results(options.json, {"run": about, "rows": rows})
+    write_results(options, {"provenance": provenance, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -3,30 +3,20 @@
 See benchmarks/README.md for the columns.
 """
 
-import argparse
-import json
-import select
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from itertools import cycle, islice
-from pathlib import Path
 from typing import Any
 
-import bench_event_stream
-from bench_event_stream import FREE_PORT, make_batches
-from measuring import describe_run, find_version, summarize, write_results
+from bench_event_stream import make_batches, make_publisher, send
+from measuring import Row, in_turn, make_parser, print_header, read_options, start_run, write_results
 
-import kv_pool
 from kv_pool.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
-from kv_pool.events.config import PublisherConfig
-from kv_pool.events.publisher import ZMQEventPublisher
 from kv_pool.events.stored_spans import slice_event
 from kv_pool.events.stream_state import StreamState
 from kv_pool.events.zmq_module import zmq
 
 Batches = list[list[KVCacheEvent]]
+MAX_QUEUED = 10_000_000
 
 
 def join_removals(batches: Batches) -> Batches:
@@ -59,15 +49,7 @@ class Ours:
 
     def __init__(self, state: StreamState | None, is_dense: bool = False) -> None:
         self.is_dense = is_dense
-        config = PublisherConfig(
-            endpoint=FREE_PORT,
-            replay_endpoint=FREE_PORT,
-            hwm=10_000_000,
-            max_queue_size=10_000_000,
-            max_unread_bytes=2**40,
-            linger_s=60.0,
-        )
-        self.publisher = ZMQEventPublisher(config, state)
+        self.publisher = make_publisher(MAX_QUEUED, state)
         assert self.publisher.endpoint is not None
         self.endpoint = self.publisher.endpoint
         self.publish: Callable[[list[Any]], None] = self.publisher.publish
@@ -94,8 +76,8 @@ class OfVllm:
             0,
             endpoint=f"tcp://*:{ports[0]}",
             replay_endpoint=f"tcp://*:{ports[1]}",
-            hwm=10_000_000,
-            max_queue_size=10_000_000,
+            hwm=MAX_QUEUED,
+            max_queue_size=MAX_QUEUED,
         )
         self.close: Callable[[], None] = self.publisher.shutdown
 
@@ -127,50 +109,30 @@ def has_vllm() -> bool:
 def measure(make_publisher: Callable[[], Any], batches: Batches, num_batches: int) -> dict[str, float]:
     """Publish to a subscriber in another process. Return batches per second until the last arrives."""
     publisher = make_publisher()
-    converted = publisher.convert(batches)
-    clear = publisher.make_clear()
-    command = [sys.executable, bench_event_stream.__file__, "--child-subscriber", publisher.endpoint]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
-        while not select.select([child.stdout], [], [], 0.05)[0]:
-            publisher.publish(clear)
-        child.stdout.readline()
-        time.sleep(0.1)
-        start_cpu_s = time.process_time()
-        for events in islice(cycle(converted), num_batches):
-            publisher.publish(events)
-        publisher.publish(clear)
-        answer: dict[str, float] = json.loads(child.stdout.readline())
-        cpu_s = time.process_time() - start_cpu_s
+    sent = send(
+        publisher.publish,
+        publisher.endpoint,
+        publisher.convert(batches),
+        publisher.make_clear(),
+        num_batches,
+        lambda: time.sleep(0.1),
+    )
     publisher.close()
-    if answer["batches"] != num_batches:
-        raise RuntimeError(f"{answer['batches']} of {num_batches} batches arrived")
     num_blocks = num_batches * sum(
         len(event.block_hashes) for event in batches[0] if isinstance(event, BlockStored)
     )
     return {
-        "batches/s": num_batches / answer["seconds"],
-        "batches/CPU s": num_batches / cpu_s,
-        "CPU us/block": cpu_s / num_blocks * 1e6,
-        "bytes/block": answer["bytes"] / num_blocks,
+        "batches/s": num_batches / sent["seconds"],
+        "batches/CPU s": num_batches / sent["cpu_s"],
+        "CPU us/block": sent["cpu_s"] / num_blocks * 1e6,
+        "bytes/block": sent["bytes"] / num_blocks,
     }
 
 
-def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=7, help="runs of each publisher, interleaved")
-    parser.add_argument("--batches", type=int, default=10_000, help="number of large batches per run")
-    parser.add_argument("--seed", type=int, default=0, help="seed of token ids and hashes")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance to FILE")
-    parser.add_argument("--quick", action="store_true", help="a smoke test; its figures mean nothing")
-    options = parser.parse_args()
-    if options.quick:
-        options.runs, options.batches = 1, 200
-    return options
-
-
 def main() -> None:
-    options = parse_options()
+    parser = make_parser(__doc__, runs=7)
+    parser.add_argument("--batches", type=int, default=10_000, help="number of large batches per run")
+    options = read_options(parser, runs=1, batches=200)
     makers: dict[str, Callable[[], Any]] = {
         "kv_pool, StreamState": lambda: Ours(StreamState()),
         "kv_pool, dense pool": lambda: Ours(StreamState(), is_dense=True),
@@ -178,32 +140,26 @@ def main() -> None:
     }
     if has_vllm():
         makers["vLLM"] = OfVllm
-    provenance = describe_run(["vllm"] if has_vllm() else []) | {
-        "pyzmq": find_version("pyzmq"),
-        "libzmq": zmq.zmq_version(),
-        "core": "compiled" if kv_pool.COMPILED else "plain",
-    }
-    for key, value in provenance.items():
-        print(f"{key:22}{value}")
+    provenance = start_run(options, "pyzmq", libzmq=zmq.zmq_version(), compared=list(makers))
     sizes = {
         "64 blocks stored and removed": (make_batches(options.seed), options.batches),
         "1 block stored and removed": (make_small_batches(options.seed), 4 * options.batches),
     }
-    results: dict[str, dict[str, list[dict[str, float]]]] = {}
+    rows = []
     for size, (batches, num_batches) in sizes.items():
-        rows = results[size] = {name: [] for name in makers}
+        answers: dict[str, list[dict[str, float]]] = {name: [] for name in makers}
         for run in range(-1, options.runs):
-            for name, make_publisher in makers.items():
-                answer = measure(make_publisher, batches, num_batches)
+            for name in in_turn(list(makers), run):
+                answer = measure(makers[name], batches, num_batches)
                 if run >= 0:
-                    rows[name].append(answer)
-        print(f"\n{num_batches:,} batches, each of {size}")
-        for unit in ("batches/s", "batches/CPU s", "CPU us/block", "bytes/block"):
-            for name, answers in rows.items():
-                low, median, high = summarize([answer[unit] for answer in answers])
-                print(f"    {name:24}{unit:>14}{median:>12,.2f}{low:>12,.2f}{high:>12,.2f}{len(answers):>4}")
-    if options.json:
-        write_results(options.json, {"provenance": provenance, "results": results})
+                    answers[name].append(answer)
+        print(f"{num_batches:,} batches, each of {size}")
+        print_header()
+        for unit in answers["kv_pool, no state"][0]:
+            samples = {name: [answer[unit] for answer in found] for name, found in answers.items()}
+            rows.append(Row(f"{unit}, {size}", unit, samples))
+            rows[-1].print()
+    write_results(options, {"provenance": provenance, "rows": [row.to_json() for row in rows]})
 
 
 if __name__ == "__main__":

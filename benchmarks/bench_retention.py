@@ -1,20 +1,18 @@
 """Measure the cost of retention in a manager, with and without directives. See benchmarks/README.md."""
 
-import argparse
 import gc
 import random
 import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-from measuring import describe_run, write_results
+from measuring import Options, in_turn, make_parser, read_options, start_run, write_results
+from request_runs import read_requests
 
 import kv_pool
 from kv_pool import BlockRetention, KVCacheManager, RetentionDirective
 from kv_pool.replay.replay_request import ReplayRequest
-from kv_pool.replay.trace import Trace, find_trace
 
 NONE = "no retention"
 AGAIN = "no retention, again"  # shows the scatter of the measurement
@@ -28,7 +26,7 @@ LANES = (NONE, AGAIN, IDLE, PROMPT, SESSIONS, ALL)
 class Lane:
     """A manager with a scheduler that admits, decodes and frees; `batch_ns` has the time of each batch."""
 
-    def __init__(self, name: str, options: argparse.Namespace) -> None:
+    def __init__(self, name: str, options: Options) -> None:
         self.name = name
         self.options = options
         self.steps = 0
@@ -92,27 +90,20 @@ class Lane:
         self.manager.free(request)
 
 
-def make_batches(options: argparse.Namespace) -> list[list[ReplayRequest]]:
-    """Yield the trace's first requests in batches, with limited outputs; new objects for each lane."""
-    trace = Trace(find_trace(options.trace))
-    batches: list[list[ReplayRequest]] = []
-    for number, traced in enumerate(trace):
-        if number == options.requests:
-            break
-        request = ReplayRequest(traced, options.block_size, trace_block_size=trace.block_size)
+def make_batches(options: Options) -> list[list[ReplayRequest]]:
+    """Return the trace's first requests in batches, with limited outputs; new objects for each lane."""
+    fitting = []
+    for request in read_requests(options.trace, options.block_size, options.requests):
         request.num_output_left = min(request.num_output_left, options.output)
-        if request.num_tokens + options.output > options.blocks * options.block_size:
-            continue  # it would wait forever
-        if not batches or len(batches[-1]) == options.batch:
-            batches.append([])
-        batches[-1].append(request)
-    return batches
+        if request.num_tokens + options.output <= options.blocks * options.block_size:
+            fitting.append(request)  # others would wait forever
+    return [fitting[first : first + options.batch] for first in range(0, len(fitting), options.batch)]
 
 
-def replay_once(options: argparse.Namespace, shift: int) -> list[Lane]:
+def replay_once(options: Options, shift: int) -> list[Lane]:
     """Run all lanes over the same requests, batch by batch in turn."""
     # Each lane is created first in some runs, since the memory of lanes created later may be scattered.
-    order = [Lane(name, options) for name in LANES[shift:] + LANES[:shift]]
+    order = [Lane(name, options) for name in in_turn(LANES, shift)]
     batches = {lane.name: make_batches(options) for lane in order}
     for turn in range(len(batches[NONE])):
         for lane in order if turn % 2 else order[::-1]:
@@ -130,7 +121,7 @@ def sum_batches(replays: list[list[Lane]], index: int, pick: Callable[[Sequence[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__doc__, runs=7, seeded=False)
     parser.add_argument("--trace", default="mooncake_conversation", help="name of a bundled trace, or a file")
     parser.add_argument("--requests", type=int, default=1_500, help="number of requests")
     parser.add_argument(
@@ -142,21 +133,9 @@ def main() -> None:
     parser.add_argument("--system-tokens", type=int, default=1024, help="tokens of a system prompt")
     parser.add_argument("--duration", type=int, default=2_000, help="steps that sessions and durations last")
     parser.add_argument("--batch", type=int, default=100, help="requests that one manager gets at a time")
-    parser.add_argument("--runs", type=int, default=7, help="number of replays; medians count")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance to FILE")
-    options = parser.parse_args()
-    mode = "compiled" if kv_pool.COMPILED else "plain"
-    provenance = describe_run([mode])
-    for key, value in provenance.items():
-        if isinstance(value, dict):
-            value = [f"{name} {number}" for name, number in value.items()]
-        print(f"{key:22}{', '.join(value) if isinstance(value, list) else value}")
-    print()
-    replays = [replay_once(options, run % len(LANES)) for run in range(options.runs)]
-    print(
-        f"{options.requests:,} requests of {options.trace}, {options.block_size} tokens a block, at most "
-        f"{options.output} generated; pools of {options.blocks:,}; kv_pool {mode}"
-    )
+    options = read_options(parser)
+    provenance = start_run(options)
+    replays = [replay_once(options, run) for run in range(options.runs)]
     print(f"{'':32}{'µs/request':>12}{'beside none':>13}{'p10':>8}{'p90':>8}{'fastest':>9}{'tokens hit':>14}")
     rows = []
     for index, name in enumerate(LANES):
@@ -173,19 +152,17 @@ def main() -> None:
         print(
             f"{name:32}{us_per_request:>12.1f}{ratio:>13.3f}{low:>8.3f}{high:>8.3f}{fastest:>9.3f}{num_hit_tokens:>14,}"
         )
-        batch_ns = [lanes[index].batch_ns for lanes in replays]
-        row = {
-            "name": name,
-            "us_per_request": us_per_request,
-            "beside_none": ratio,
-            "fastest": fastest,
-            "batch_ns": batch_ns,
-        }
-        rows.append({**row, "tokens_hit": num_hit_tokens})
-    if options.json:
-        shown = {key: str(value) for key, value in vars(options).items() if key != "json"}
-        answer = {"provenance": provenance, "options": shown, "rows": rows}
-        write_results(options.json, answer)
+        rows.append(
+            {
+                "name": name,
+                "us_per_request": us_per_request,
+                "beside_none": ratio,
+                "fastest": fastest,
+                "batch_ns": [lanes[index].batch_ns for lanes in replays],
+                "tokens_hit": num_hit_tokens,
+            }
+        )
+    write_results(options, {"provenance": provenance, "rows": rows})
 
 
 if __name__ == "__main__":

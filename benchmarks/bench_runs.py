@@ -1,6 +1,5 @@
 """Measure the cost and the gain of runs of consecutive block ids. See benchmarks/README.md."""
 
-import argparse
 import gc
 import itertools
 import math
@@ -8,13 +7,11 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-from measuring import describe_run, write_results
+from measuring import Options, make_parser, read_options, start_run, write_results
+from request_runs import BenchRequest
 
-import kv_pool
 from kv_pool.contiguous.compaction import Relocation, apply_moves, gather, pack, take_run
 from kv_pool.contiguous.defragmenter import Defragmenter
 from kv_pool.contiguous.plan import plan_pack
@@ -54,7 +51,7 @@ def copy_nothing(moves: Sequence[BlockMove]) -> None:
 # ---- a trace through both pools ------------------------------------------------------------------
 
 
-def replay(options: argparse.Namespace) -> list[dict[str, Any]]:
+def replay(options: Options) -> list[dict[str, Any]]:
     rows = []
     replays = REPLAYS[:1] if options.quick else REPLAYS
     for clock, block_size, num_blocks in replays:
@@ -160,15 +157,15 @@ class Life:
         self.tables.append(blocks)
         self.num_unwritten.append(self.rng.randrange(BLOCK_SIZE))
         if self.caches:
-            hashes = [
+            hashes: list[Any] = [
                 number.to_bytes(16, "big") for number in range(self.num_hashes, self.num_hashes + len(blocks))
             ]
             self.num_hashes += len(blocks)
-            request: Any = SimpleNamespace(block_hashes=hashes)
+            request: Any = BenchRequest([], hashes)
             self.pool.cache_full_blocks(request, blocks, 0, len(blocks), BLOCK_SIZE, GroupId(0))
 
 
-def search(options: argparse.Namespace) -> list[dict[str, Any]]:
+def search(options: Options) -> list[dict[str, Any]]:
     rows = []
     sizes = (2_000,) if options.quick else (10_000, 1_000_000)
     for num_blocks, use in itertools.product(sizes, (0.5, 0.9)):
@@ -268,7 +265,7 @@ class Packed:
         self.num_moved += len(relocation.moves)
 
 
-def live(options: argparse.Namespace) -> list[dict[str, Any]]:
+def live(options: Options) -> list[dict[str, Any]]:
     rows = []
     num_blocks, num_steps = (1_000, 500) if options.quick else (10_000, 12_000)
     for caches, use, mode in itertools.product((False, True), USES, MODES):
@@ -372,7 +369,7 @@ def show_life(rows: list[dict[str, Any]]) -> None:
 # ---- planning and remapping ----------------------------------------------------------------------
 
 
-def plan(options: argparse.Namespace) -> dict[str, Any]:
+def plan(options: Options) -> dict[str, Any]:
     num_blocks, num_moves = (1_000, 100) if options.quick else (10_000, 1_000)
     samples: dict[str, list[float]] = {"plan": [], "apply": [], "remap": [], "all": []}
     now = time.perf_counter_ns
@@ -416,27 +413,20 @@ def show_plan(row: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__doc__, runs=3)
     parser.add_argument("--trace", default="mooncake_conversation", help="name of a bundled trace, or a file")
-    parser.add_argument("--runs", type=int, default=3, help="replays through each pool, in turn")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="a smoke test of this script")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance to FILE")
-    options = parser.parse_args()
-    mode = "compiled" if kv_pool.COMPILED else "plain"
-    print(f"kv_pool {mode}")
-    provenance = describe_run([mode])
-    answer: dict[str, Any] = {"provenance": provenance}
-    answer["plan"] = plan(options)
-    show_plan(answer["plan"])
-    answer["search"] = search(options)
-    show_search(answer["search"])
-    answer["life"] = live(options)
-    show_life(answer["life"])
-    answer["replay"] = replay(options)
-    show_replay(answer["replay"])
-    if options.json:
-        write_results(options.json, answer)
+    options = read_options(parser, runs=3)
+    provenance = start_run(options)
+    results: dict[str, Any] = {"provenance": provenance}
+    for name, measure, show in (
+        ("plan", plan, show_plan),
+        ("search", search, show_search),
+        ("life", live, show_life),
+        ("replay", replay, show_replay),
+    ):
+        results[name] = measure(options)
+        show(results[name])
+    write_results(options, results)
 
 
 if __name__ == "__main__":

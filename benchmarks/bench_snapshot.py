@@ -1,19 +1,24 @@
 """Measure how long a snapshot of the event stream delays other threads. See benchmarks/README.md."""
 
-import argparse
 import gc
-import os
 import random
 import statistics
 import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
-from measuring import describe_run, resident_bytes, write_results
+from measuring import (
+    Options,
+    make_parser,
+    read_options,
+    resident_bytes,
+    start_run,
+    write_results,
+)
+from request_runs import BLOCK_SIZE, draw_tokens
 
 import kv_pool
 from kv_pool.core.kv_events import MEDIUM_GPU, BlockRemoved, BlockStored, KVCacheEvent
@@ -21,7 +26,6 @@ from kv_pool.events.stream_state import StreamState
 from kv_pool.events.yield_timer import YieldTimer
 from kv_pool.ids import GroupId
 
-BLOCK_SIZE = 16
 BATCH_BLOCKS = 64
 STEP_BLOCKS = 64
 HELD_UP_NS = 200_000
@@ -52,7 +56,7 @@ def make_stored(rng: random.Random, hashes: list[int | bytes], parent: int | byt
     return BlockStored(
         block_hashes=hashes,
         parent_block_hash=parent,
-        token_ids=[rng.randrange(128_000) for _ in range(len(hashes) * BLOCK_SIZE)],
+        token_ids=draw_tokens(rng, len(hashes) * BLOCK_SIZE),
         block_size=BLOCK_SIZE,
         lora_id=None,
         medium=MEDIUM_GPU,
@@ -127,19 +131,18 @@ def take_and_encode(state: StreamState, yield_timer: YieldTimer | None) -> Resul
     return {"seconds": time.perf_counter() - start, "events": num_events, "bytes": num_bytes}
 
 
-def measure_memory(options: argparse.Namespace) -> dict[str, float]:
-    """Return resident memory per resident block of the whole state, with token ids and without."""
+def measure_memory(options: Options) -> tuple[dict[str, float], StreamState]:
+    """Return resident memory per block of states without token ids and with them, and the latter state."""
     per_block = {}
+    states = []  # freed memory would be reused by the next state
     for keeps_token_ids in (False, True):
         gc.collect()
         before = resident_bytes()
-        state = make_state(options.blocks, options.seed, keeps_token_ids)
+        states.append(make_state(options.blocks, options.seed, keeps_token_ids))
         gc.collect()
-        per_block["with token ids" if keeps_token_ids else "without"] = (
-            resident_bytes() - before
-        ) / options.blocks
-        options.kept.append(state)  # freed memory would be reused by the next state
-    return per_block
+        name = "with token ids" if keeps_token_ids else "without"
+        per_block[name] = (resident_bytes() - before) / options.blocks
+    return per_block, states[-1]
 
 
 WAYS: dict[str, Callable[[], YieldTimer | None]] = {
@@ -149,7 +152,7 @@ WAYS: dict[str, Callable[[], YieldTimer | None]] = {
 }
 
 
-def measure_stalls(state: StreamState, options: argparse.Namespace) -> list[Result]:
+def measure_stalls(state: StreamState, options: Options) -> list[Result]:
     """Measure turns of the pool's thread during snapshots, and without them."""
     rows = []
     for kind in POOL_THREADS:
@@ -195,7 +198,7 @@ def measure_stalls(state: StreamState, options: argparse.Namespace) -> list[Resu
     return rows
 
 
-def measure_apply(state: StreamState, options: argparse.Namespace) -> list[Result]:
+def measure_apply(state: StreamState, options: Options) -> list[Result]:
     """Measure batches that store and remove blocks, during snapshots and without them."""
     rng = random.Random(options.seed)
     rows = []
@@ -235,31 +238,16 @@ def measure_apply(state: StreamState, options: argparse.Namespace) -> list[Resul
     return rows
 
 
-def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--blocks", type=int, default=100_000, help="resident blocks")
-    parser.add_argument("--runs", type=int, default=5, help="runs of each row")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="a smoke test; its figures mean nothing")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance to FILE")
-    options = parser.parse_args()
-    options.kept = []
-    options.batches, options.idle_s = 500, 2.0
-    if options.quick:
-        options.blocks, options.runs, options.batches, options.idle_s = 2_000, 1, 20, 0.1
-    return options
-
-
 def main() -> None:
-    options = parse_options()
-    mode = "compiled" if kv_pool.COMPILED else "plain"
-    provenance = describe_run([mode])
-    print(f"kv_pool {mode}, {options.blocks:,} resident blocks, load {os.getloadavg()[0]:.1f}\n")
-    memory = measure_memory(options)
+    parser = make_parser(__doc__, runs=5)
+    parser.add_argument("--blocks", type=int, default=100_000, help="resident blocks")
+    parser.add_argument("--batches", type=int, default=500, help="batches applied in each row")
+    parser.add_argument("--idle-s", type=float, default=2.0, help="seconds measured without a snapshot")
+    options = read_options(parser, blocks=2_000, runs=1, batches=20, idle_s=0.1)
+    provenance = start_run(options)
+    memory, state = measure_memory(options)
     for kept, per_block in memory.items():
         print(f"memory of a resident block, {kept:16}{per_block:8.0f} bytes")
-    state: StreamState = options.kept.pop()
-    options.kept.clear()
     yield_timer = MeasuredTimer()
     take_and_encode(state, yield_timer)
     pieces_ms = sorted(piece / 1e6 for piece in yield_timer.pieces_ns)
@@ -281,17 +269,16 @@ def main() -> None:
     print(f"\napplying a batch of {BATCH_BLOCKS} stores and {BATCH_BLOCKS} removals")
     print(f"{'snapshot':14}{'median, us':>14}{'p99, us':>14}{'longest, us':>14}")
     applied = measure_apply(state, options)
-    if options.json:
-        answer = {
-            "provenance": provenance,
-            "resident_blocks": options.blocks,
-            "memory_bytes_per_block": memory,
-            "alone": alone,
-            "pieces_ms": pieces_ms,
-            "stalls": stalls,
-            "apply": applied,
-        }
-        write_results(options.json, answer)
+    results = {
+        "provenance": provenance,
+        "resident_blocks": options.blocks,
+        "memory_bytes_per_block": memory,
+        "alone": alone,
+        "pieces_ms": pieces_ms,
+        "stalls": stalls,
+        "apply": applied,
+    }
+    write_results(options, results)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,25 @@
 """Measure the cost of a hit in a lower tier and of a step that offloads blocks. See benchmarks/README.md."""
 
-import argparse
 import ctypes
 import os
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measuring import Sample, describe_run, interleave, summarize, write_results
+from measuring import (
+    Options,
+    Sample,
+    interleave,
+    make_parser,
+    read_options,
+    start_run,
+    summarize,
+    time_ms,
+    write_results,
+)
+from request_runs import BenchRequest
 
 from kv_pool import BlockPool
 from kv_pool.core.block_keys import make_block_hash_with_group_id
@@ -22,32 +31,11 @@ from kv_pool.tiers.host_tier import HostTier
 from kv_pool.tiers.tier import Tier
 from kv_pool.tiers.tiered_cache import TieredCache
 
-Prepare = Callable[[], None]
 BLOCK_SIZE = 16
 
 
-def time_call(call: Callable[[], object], prepare: Prepare | None = None) -> Sample:
-    """Return milliseconds of `call`, without its preparation."""
-
-    def sample() -> float:
-        if prepare is not None:
-            prepare()
-        start = time.perf_counter_ns()
-        call()
-        return (time.perf_counter_ns() - start) / 1e6
-
-    return sample
-
-
-class Hashed:
-    """The attributes of a request that a pool without events reads."""
-
-    def __init__(self, num_blocks: int) -> None:
-        self.block_hashes = [BlockHash(os.urandom(32)) for _ in range(num_blocks)]
-
-    @property
-    def keys(self) -> list[BlockHashWithGroupId]:
-        return [make_block_hash_with_group_id(block_hash, GroupId(0)) for block_hash in self.block_hashes]
+def list_keys(request: BenchRequest) -> list[BlockHashWithGroupId]:
+    return [make_block_hash_with_group_id(block_hash, GroupId(0)) for block_hash in request.block_hashes]
 
 
 class Bench:
@@ -65,14 +53,13 @@ class Bench:
         self.ids = [BlockId(number) for number in range(1, num_blocks + 1)]
         self.fill()
 
-    def fill(self) -> Hashed:
-        """Reuse every block and cache it under a new key; the old content is pending."""
-        request: Any = Hashed(self.num_blocks)
+    def fill(self) -> list[BlockHashWithGroupId]:
+        """Reuse every block and cache it under a new key; the old content is pending. Return the keys."""
+        request: Any = BenchRequest([], [BlockHash(os.urandom(32)) for _ in range(self.num_blocks)])
         blocks = self.pool.get_new_blocks(self.num_blocks)
         self.pool.cache_full_blocks(request, blocks, 0, self.num_blocks, BLOCK_SIZE, GroupId(0))
         self.pool.free_blocks(blocks)
-        hashed: Hashed = request
-        return hashed
+        return list_keys(request)
 
 
 class PlainFile:
@@ -151,7 +138,7 @@ def make_samples(num_blocks: int, block_bytes: int, folder: Path) -> dict[str, d
     on_disk.cache.flush()
     disk = on_disk.cache.tiers[1]
     assert isinstance(disk, DiskTier)
-    kept = [key for key in read_hit.keys if key in disk]
+    kept = [key for key in read_hit if key in disk]
     ids = on_disk.ids[: len(kept)]
     blocks_file = disk._files._blocks  # noqa: SLF001 (reads the files directly)
 
@@ -179,52 +166,48 @@ def make_samples(num_blocks: int, block_bytes: int, folder: Path) -> dict[str, d
     def ask_ahead() -> None:
         """Prefetch blocks that are on disk only, and wait until the thread has read them."""
         host, disk = ahead.cache.tiers
-        assert all(key in disk for key in asked.keys)
+        assert all(key in disk for key in asked)
         host.clear()
-        ahead.cache.prefetch(RequestId("bench"), asked.keys)
+        ahead.cache.prefetch(RequestId("bench"), asked)
         ahead.cache.wait_for_prefetch()
 
     return {
         "write back to host memory": {
-            "flush": time_call(to_host.cache.flush, lambda: void(to_host.fill())),
-            "memmove": time_call(move),
+            "flush": time_ms(to_host.cache.flush, to_host.fill),
+            "memmove": time_ms(move),
         },
         "hit in host memory": {
-            "load": time_call(lambda: read_back(in_host.cache, hit.keys, in_host.ids)),
-            "memmove": time_call(move),
+            "load": time_ms(lambda: read_back(in_host.cache, hit, in_host.ids)),
+            "memmove": time_ms(move),
         },
         "one block hit in host memory": {
-            "load": time_call(lambda: read_back(in_host.cache, hit.keys[:1], in_host.ids[:1])),
-            "memmove": time_call(memmove_blocks(other[:1], to_host.array[1:2])),
+            "load": time_ms(lambda: read_back(in_host.cache, hit[:1], in_host.ids[:1])),
+            "memmove": time_ms(memmove_blocks(other[:1], to_host.array[1:2])),
         },
         "write back to host memory, as many go on to disk": {
-            "flush": time_call(to_disk.cache.flush, lambda: void(to_disk.fill())),
-            "memmove and pwrite": time_call(move_and_write),
+            "flush": time_ms(to_disk.cache.flush, to_disk.fill),
+            "memmove and pwrite": time_ms(move_and_write),
         },
         "hit on disk, in the page cache": {
-            "load": time_call(lambda: read_back(on_disk.cache, kept, ids)),
-            "preadv": time_call(plain.read),
+            "load": time_ms(lambda: read_back(on_disk.cache, kept, ids)),
+            "preadv": time_ms(plain.read),
         },
         "one block hit on disk, in the page cache": {
-            "load": time_call(lambda: read_back(on_disk.cache, kept[:1], ids[:1])),
-            "preadv": time_call(lambda: os.preadv(plain.file, [plain.rows[0]], 0)),
+            "load": time_ms(lambda: read_back(on_disk.cache, kept[:1], ids[:1])),
+            "preadv": time_ms(lambda: os.preadv(plain.file, [plain.rows[0]], 0)),
         },
         "hit on disk, dropped from the page cache": {
-            "load": time_call(lambda: read_back(on_disk.cache, kept, ids), lambda: drop_pages(blocks_file)),
-            "preadv": time_call(plain.read, plain.drop),
+            "load": time_ms(lambda: read_back(on_disk.cache, kept, ids), lambda: drop_pages(blocks_file)),
+            "preadv": time_ms(plain.read, plain.drop),
         },
         "step that takes over what was read ahead": {
-            "flush": time_call(ahead.cache.flush, ask_ahead),
-            "memmove": time_call(move),
+            "flush": time_ms(ahead.cache.flush, ask_ahead),
+            "memmove": time_ms(move),
         },
     }
 
 
-def void(_: object) -> None:
-    """Discard a result."""
-
-
-def measure(num_blocks: int, block_bytes: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(num_blocks: int, block_bytes: int, options: Options) -> list[dict[str, Any]]:
     print(f"{num_blocks} blocks of {block_bytes // 1024} KiB")
     told = []
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
@@ -253,35 +236,19 @@ def measure(num_blocks: int, block_bytes: int, options: argparse.Namespace) -> l
     return told
 
 
-def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main() -> None:
+    parser = make_parser(__doc__, runs=15, seeded=False)
     parser.add_argument("--kib", type=int, nargs="+", default=[64, 256, 2048], help="sizes of a block")
     parser.add_argument("--mib", type=int, default=64, help="bytes of blocks moved at a time")
     parser.add_argument("--folder", help="folder of the disk tiers; default: the system's temporary folder")
-    parser.add_argument("--runs", type=int, default=15)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance to FILE")
-    parser.add_argument("--quick", action="store_true", help="a smoke test: 4 MiB, 2 runs")
-    options = parser.parse_args()
-    if options.quick:
-        options.mib, options.runs = 4, 2
+    options = read_options(parser, mib=4, runs=2)
     if min(options.kib) < 4 or max(options.kib) > options.mib * 1024:
         parser.error("--kib must be 4 or more, and --mib at least one block")
-    return options
-
-
-def main() -> None:
-    options = parse_options()
-    provenance = describe_run([], ("kv_pool", "numpy", "xxhash"))
-    for key, value in provenance.items():
-        listed = (
-            ", ".join(f"{name} {number}" for name, number in value.items()) if key == "versions" else value
-        )
-        print(f"{key:22}{listed}")
+    provenance = start_run(options)
     names = f"{'ms':>9}{'p10':>9}{'p90':>9}{'us/block':>10}{'GB/s':>8}{'beside':>9}{'rate':>8}"
-    print(f"\n{'':52}{names}")
+    print(f"{'':52}{names}")
     rows = [row for kib in options.kib for row in measure(options.mib * 1024 // kib, kib * 1024, options)]
-    if options.json:
-        write_results(options.json, {"provenance": provenance, "rows": rows})
+    write_results(options, {"provenance": provenance, "rows": rows})
 
 
 if __name__ == "__main__":

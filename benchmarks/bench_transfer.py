@@ -1,6 +1,5 @@
 """Compare reading another node's blocks with the raw transfer engine. See benchmarks/README.md."""
 
-import argparse
 import contextlib
 import ctypes
 import importlib.util
@@ -12,13 +11,23 @@ import subprocess
 import sys
 import threading
 import time
+from argparse import SUPPRESS
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench_block_moves import LAYOUTS, RUN_BLOCKS, choose_sizes, void
-from measuring import Sample, describe_run, interleave, summarize, write_results
+from bench_block_moves import HEAD_SIZE, HEADS, LAYOUTS, RUN_BLOCKS, choose_sizes
+from measuring import (
+    Options,
+    Sample,
+    interleave,
+    make_parser,
+    read_options,
+    start_run,
+    summarize,
+    time_ms,
+    write_results,
+)
 
 from kv_pool.ids import BlockId, NodeName, TransferId
 from kv_pool.migration.addresses import bind_listener, connect_to, format_address, tune
@@ -31,7 +40,6 @@ from kv_pool.storage import KVStorage
 from kv_pool.storage.checksums import checksum_blocks
 from kv_pool.storage.segments import split_alike
 
-HEADS, HEAD_SIZE = 8, 128
 TRANSFER_ID = TransferId(b"benchmark".ljust(16))
 SOURCE, TARGET, LOCAL = NodeName("source"), NodeName("target"), NodeName("local")
 SEED = 0
@@ -157,15 +165,6 @@ class Target:
             backend.close()
 
 
-def time_ms(call: Callable[[], object]) -> Sample:
-    def sample() -> float:
-        start = time.perf_counter_ns()
-        call()
-        return (time.perf_counter_ns() - start) / 1e6
-
-    return sample
-
-
 def draw_ids(count: int, in_runs: bool, rng: random.Random) -> list[BlockId]:
     """Return `count` of 2 * `count` blocks: single random blocks, or runs of RUN_BLOCKS."""
     length = RUN_BLOCKS if in_runs else 1
@@ -211,7 +210,7 @@ def list_samples(target: Target, sources: list[BlockId], targets: list[BlockId])
     if HAS_NIXL:
         samples["nixl"] = time_ms(read_by("nixl"))
         samples["nixl, raw"] = time_ms(prepare_raw_nixl(target, sources, targets))
-    samples["memmove, one call"] = time_ms(lambda: void(ctypes.memmove(second, first, num_bytes)))
+    samples["memmove, one call"] = time_ms(lambda: ctypes.memmove(second, first, num_bytes))
     samples["checksums of the blocks"] = time_ms(lambda: checksum_blocks(target.storage, targets))
     return samples
 
@@ -256,7 +255,7 @@ COLUMNS = {"raw": "of raw", "raw_at_p10": "p10 of p10", "memmove": "of memmove"}
 RAW = {"in process": "memmove, a call a span", "tcp": "tcp, raw", "nixl": "nixl, raw"}
 
 
-def measure(target: Target, layout: str, in_runs: bool, options: argparse.Namespace) -> dict[str, Any]:
+def measure(target: Target, layout: str, in_runs: bool, options: Options) -> dict[str, Any]:
     block_bytes = target.storage.block_bytes
     count = target.storage.num_blocks // 2
     rng = random.Random(options.seed)
@@ -297,7 +296,7 @@ def measure(target: Target, layout: str, in_runs: bool, options: argparse.Namesp
     }
 
 
-def measure_first_block(target: Target, options: argparse.Namespace) -> dict[str, Any]:
+def measure_first_block(target: Target, options: Options) -> dict[str, Any]:
     """Return milliseconds until one block has arrived, with all objects created each time."""
     found: dict[str, dict[str, list[float]]] = {}
     makers = {name: type(backend) for name, backend in target.backends.items()}
@@ -343,18 +342,12 @@ def make_target(block_bytes: int, num_blocks: int, layout: str) -> Iterator[Targ
             target.close()
 
 
-def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+def parse_options() -> Options:
+    parser = make_parser(__doc__, runs=15)
     parser.add_argument("--mib", type=int, default=64, help="MiB per read")
     parser.add_argument("--kib", type=int, nargs="+", default=[16, 64, 256, 2048], help="sizes of a block")
-    parser.add_argument("--runs", type=int, default=15)
-    parser.add_argument("--seed", type=int, default=0, help="seed of the block ids")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance to FILE")
-    parser.add_argument("--quick", action="store_true", help="a smoke test: 32 blocks of two sizes, 2 runs")
-    parser.add_argument("--serve", nargs=3, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.quick:
-        options.kib, options.runs, options.mib = [16, 256], 2, 8
+    parser.add_argument("--serve", nargs=3, help=SUPPRESS)
+    options = read_options(parser, kib=[16, 256], runs=2, mib=8)
     if min(options.kib) < 4 or RUN_BLOCKS * max(options.kib) > options.mib * 1024:
         parser.error(f"--kib must be 4 or more, and --mib at least {RUN_BLOCKS} blocks")
     return options
@@ -363,23 +356,14 @@ def parse_options() -> argparse.Namespace:
 def main() -> None:
     options = parse_options()
     if options.serve:
-        serve(
-            int(options.serve[0]),
-            int(options.serve[1]),
-            options.serve[2],
-            bytes.fromhex(sys.stdin.readline()),
-        )
+        block_bytes, num_blocks, layout = options.serve
+        serve(int(block_bytes), int(num_blocks), layout, bytes.fromhex(sys.stdin.readline()))
         return
-    provenance = describe_run([], ("kv_pool", "numpy", "xxhash", "nixl"))
-    for key, value in provenance.items():
-        listed = (
-            ", ".join(f"{name} {number}" for name, number in value.items()) if key == "versions" else value
-        )
-        print(f"{key:22}{listed}")
+    provenance = start_run(options, "nixl")
     if not HAS_NIXL:
         print("NIXL is not installed; its rows are omitted")
     columns = "".join(f"{name:>9}" for name in ("ms", "p10", "p90", "GB/s"))
-    print(f"\n{'':30}{columns}" + "".join(f"{title:>12}" for title in COLUMNS.values()))
+    print(f"{'':30}{columns}" + "".join(f"{title:>12}" for title in COLUMNS.values()))
     rows = []
     for kib in options.kib:
         count = options.mib * 1024 // kib // RUN_BLOCKS * RUN_BLOCKS
@@ -388,9 +372,7 @@ def main() -> None:
                 rows += [measure(target, layout, in_runs, options) for in_runs in (False, True)]
     with make_target(256 * 1024, 64, "BLNHC") as target:
         first = measure_first_block(target, options)
-    if options.json:
-        told = {"provenance": provenance, "rows": rows, "first_block": first}
-        write_results(options.json, told)
+    write_results(options, {"provenance": provenance, "rows": rows, "first_block": first})
 
 
 if __name__ == "__main__":

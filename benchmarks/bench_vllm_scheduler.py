@@ -1,20 +1,16 @@
 """Measure vLLM's scheduler over vLLM's classes and over ours. See benchmarks/README.md for the columns."""
 
-import argparse
 import json
 import multiprocessing
 import statistics
 import sys
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
-from measuring import describe_run, write_results
+from measuring import Options, in_turn, make_parser, read_options, start_run, write_results
+from request_runs import AGENTIC
 from scheduler_worker import SIDES, VLLM, Variant, Workload, is_there, serve
 
-import kv_pool
-
-AGENTIC = Path(__file__).parent.parent / "tests/replay/data/agentic_coding_a.jsonl.xz"
 VARIANTS = {
     "plain": Variant(events=False, is_async=False),
     "events": Variant(events=True, is_async=False),
@@ -23,35 +19,30 @@ VARIANTS = {
 PARTS = ("schedule", "update", "step")
 
 
-def list_workloads(options: argparse.Namespace) -> dict[str, Workload]:
-    quick = options.quick
+def list_workloads(options: Options) -> dict[str, Workload]:
+    """Return the workloads; `--scale` divides the numbers of requests, steps and blocks."""
+    scale = options.scale
     return {
         "conversation": Workload(
             "conversation trace, chunked prefill, up to 128 running",
             "mooncake_conversation",
-            12 if quick else options.requests,
+            options.requests // scale,
             128,
             8192,
-            20_000 if quick else 100_000,
-            20 if quick else 1_000_000,
+            100_000 if scale == 1 else 20_000,
+            1_000_000 if scale == 1 else 20,
         ),
         "decode": Workload(
-            "256 sequences decoding",
-            None,
-            16 if quick else 256,
-            256,
-            8192,
-            2_000 if quick else 20_000,
-            20 if quick else options.decode_steps,
+            "256 sequences decoding", None, 256 // scale, 256, 8192, 20_000, options.decode_steps // scale
         ),
         "agentic": Workload(
             "agentic trace, up to 8 running",
             str(AGENTIC),
-            3 if quick else options.agentic_requests,
+            options.agentic_requests // scale,
             8,
             8192,
-            60_000 if quick else 400_000,
-            10 if quick else 200,
+            400_000,
+            200 // scale,
         ),
     }
 
@@ -88,14 +79,13 @@ def run_round(
         segment is left out: it finds the caches full of another process's data.
     """
     order = list(workers)
-    for side in order[turn % len(order) :] + order[: turn % len(order)]:
+    for side in in_turn(order, turn):
         workers[side].ask("new", workload, variant)
     times: dict[str, list[Any]] = {side: [] for side in workers}
     is_running = True
     while is_running:
-        shift = turn % len(order)
         turn += 1
-        for side in order[shift:] + order[:shift]:
+        for side in in_turn(order, turn - 1):
             steps = workers[side].ask("run", segment)
             times[side] += steps[1:]
             is_running = len(steps) == segment
@@ -171,8 +161,8 @@ def measure_starts(
     return medians, {side: workers[side] for side in sides}
 
 
-def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main() -> None:
+    parser = make_parser(__doc__, seeded=False)
     parser.add_argument("--workload", action="append", help="conversation, decode or agentic; default: all")
     parser.add_argument("--variant", action="append", choices=list(VARIANTS), help="default: all")
     parser.add_argument("--side", action="append", choices=SIDES, help="default: all that exist")
@@ -182,16 +172,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--agentic-requests", type=int, default=200, help="requests of the agentic trace")
     parser.add_argument("--decode-steps", type=int, default=512, help="tokens of each of 256 sequences")
     parser.add_argument("--starts", type=int, default=5, help="processes of each side for the start")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance to FILE")
-    parser.add_argument("--quick", action="store_true", help="a smoke test; its figures mean nothing")
-    options = parser.parse_args()
-    if options.quick:
-        options.rounds, options.starts = 1, 1
-    return options
-
-
-def main() -> None:
-    options = parse_options()
+    parser.add_argument("--scale", type=int, default=1, help="divisor of the sizes of all workloads")
+    options = read_options(parser, rounds=1, starts=1, scale=16)
     try:
         import vllm.v1.core.block_pool  # noqa: F401, tests that it can be imported
     except ImportError as error:
@@ -201,10 +183,8 @@ def main() -> None:
     missing = [side for side in options.side or SIDES if side not in sides]
     if missing:
         print(f"missing: {', '.join(missing)}", file=sys.stderr)
-    mode = "compiled" if kv_pool.COMPILED else "plain"
-    provenance = describe_run([mode])
+    provenance = start_run(options)
     workloads = list_workloads(options)
-    print(f"kv_pool {mode}; of each step the median of {options.rounds} rounds counts\n")
     starts, workers = measure_starts(sides, workloads["conversation"].num_blocks, options.starts)
     rows = []
     for name in options.workload or workloads:
@@ -225,10 +205,7 @@ def main() -> None:
             rows.append({"workload": name, "variant": variant, "counts": counts, "figures": figures})
     for worker in workers.values():
         worker.end()
-    if options.json:
-        shown = {key: str(value) for key, value in vars(options).items() if key != "json"}
-        answer = {"provenance": provenance, "options": shown, "starts": starts, "rows": rows}
-        write_results(options.json, answer)
+    write_results(options, {"provenance": provenance, "starts": starts, "rows": rows})
 
 
 if __name__ == "__main__":

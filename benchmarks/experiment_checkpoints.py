@@ -1,14 +1,12 @@
 """How many tokens does a hybrid model hit with few cached states? See benchmarks/README.md."""
 
-import argparse
 import random
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from measuring import describe_run, write_results
+from measuring import make_parser, read_options, start_run, write_results
+from request_runs import AGENTIC
 
 import kv_pool
 from kv_pool.core.block import KVCacheBlock
@@ -24,8 +22,17 @@ from kv_pool.replay.simulator import run_instantly
 from kv_pool.replay.tally import Tally
 from kv_pool.replay.trace import Trace, TraceRequest
 
-AGENTIC = Path(__file__).parent.parent / "tests/replay/data/agentic_coding_a.jsonl.xz"
 STATE_GROUP = GroupId(1)
+SIZES = [
+    (64, 700_000),
+    (64, 100_000),
+    (64, 50_000),
+    (528, 90_000),
+    (528, 12_000),
+    (1024, 45_000),
+    (1024, 6_000),
+]
+"""Tokens per block, and blocks, of the replays of the agents' trace."""
 RULES = ("blocks", "checkpoints", "bounded")
 NUM_REQUESTS, NUM_PREFIXES, STEP_TOKENS, STATE_TOKENS = 64, 8, 100, 528
 """The workloads of vLLM issue 45238: 64 prompts over 8 prefixes, and a model with blocks of 528 tokens. The
@@ -232,27 +239,14 @@ def compare_agents(trace: Trace, limit: int | None, sizes: list[tuple[int, int]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__doc__, seeded=False)
     parser.add_argument("--seeds", type=int, default=20, help="seeds of each random order")
     parser.add_argument("--limit", type=int, help="requests of the trace, from the start")
-    parser.add_argument("--json", type=Path, help="file for the counts of every replay")
-    parser.add_argument("--quick", action="store_true", help="a smoke test; its figures mean nothing")
-    options = parser.parse_args()
-    limit = 60 if options.quick else options.limit
-    sizes = [
-        (64, 700_000),
-        (64, 100_000),
-        (64, 50_000),
-        (528, 90_000),
-        (528, 12_000),
-        (1024, 45_000),
-        (1024, 6_000),
-    ]
-    print(describe_run([]), file=sys.stderr)
-    prefixes = compare_shared_prefixes(1 if options.quick else options.seeds)
-    agents = compare_agents(Trace(AGENTIC), limit, sizes[:1] if options.quick else sizes)
-    if options.json is not None:
-        write_results(options.json, {"run": describe_run([]), "shared_prefixes": prefixes, "agents": agents})
+    options = read_options(parser, seeds=1, limit=60)
+    provenance = start_run(options)
+    prefixes = compare_shared_prefixes(options.seeds)
+    agents = compare_agents(Trace(AGENTIC), options.limit, SIZES[:1] if options.quick else SIZES)
+    write_results(options, {"provenance": provenance, "shared_prefixes": prefixes, "agents": agents})
 
 
 if __name__ == "__main__":

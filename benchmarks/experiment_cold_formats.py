@@ -1,6 +1,5 @@
 """Measure the error of each block format in attention and in model output. See benchmarks/README.md."""
 
-import argparse
 import math
 import statistics
 import sysconfig
@@ -12,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from measuring import describe_run, find_version, write_results
+from measuring import make_parser, read_options, start_run, write_results
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
 from kv_pool import BlockId
@@ -122,6 +121,12 @@ def add_outlier_channels(model: Any) -> None:
 # ---- one model, one block size ---------------------------------------------------------------------
 
 
+def allocate_cold(like: KVStorage) -> KVStorage:
+    """Return a storage of float16 for the blocks of the context."""
+    sizes = (like.num_layers, like.num_kv_heads, like.head_size)
+    return KVStorage.allocate(CONTEXT // like.block_size, like.block_size, *sizes, "float16")
+
+
 class ColdPrefix:
     """A sequence whose first blocks are encoded and decoded repeatedly.
 
@@ -138,14 +143,7 @@ class ColdPrefix:
         self.compute(CONTEXT)
         self.slots = self.sequences.get_slots(self.request, 0, CONTEXT)
         self.prefix = [storage.read(layer, self.slots) for layer in range(storage.num_layers)]
-        self.cold = KVStorage.allocate(
-            CONTEXT // block_size,
-            block_size,
-            storage.num_layers,
-            storage.num_kv_heads,
-            storage.head_size,
-            "float16",
-        )
+        self.cold = allocate_cold(storage)
         for layer, (key, value) in enumerate(self.prefix):
             self.cold.write(layer, range(CONTEXT), key.numpy().astype("f2"), value.numpy().astype("f2"))
 
@@ -163,14 +161,7 @@ class ColdPrefix:
             np.frombuffer(cold.read_block(BlockId(block)), np.uint8) for block in range(cold.num_blocks)
         ]
         decoded = block_format.decode(block_format.encode(np.stack(blocks)))
-        there = KVStorage.allocate(
-            cold.num_blocks,
-            cold.block_size,
-            cold.num_layers,
-            cold.num_kv_heads,
-            cold.head_size,
-            "float16",
-        )
+        there = allocate_cold(cold)
         for block, row in enumerate(decoded):
             there.write_block(BlockId(block), row.tobytes())
         for layer in range(cold.num_layers):
@@ -283,18 +274,16 @@ def measure_rates(num_blocks: int, runs: int) -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--train-steps", type=int, default=400)
     parser.add_argument("--batch-size", type=int, default=6, help="sequences per step")
     parser.add_argument("--prompts", type=int, default=12)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="a smoke test; its figures mean nothing")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance to FILE")
-    options = parser.parse_args()
+    parser.add_argument("--rated-blocks", type=int, default=4, help="blocks encoded at a time")
+    parser.add_argument("--rate-runs", type=int, default=5, help="runs of each rate")
+    options = read_options(parser, train_steps=4, prompts=1, rated_blocks=1, rate_runs=1)
     torch.set_num_threads(1)  # small tensors: more threads would only wait for each other
-    steps, num_prompts = (4, 1) if options.quick else (options.train_steps, options.prompts)
-    provenance = describe_run([])
-    provenance["versions"] |= {name: find_version(name) for name in ("torch", "transformers", "ml_dtypes")}
+    steps, num_prompts = options.train_steps, options.prompts
+    provenance = start_run(options, "torch", "transformers", "ml_dtypes")
 
     train_text, held_out = read_text()
     starts = np.random.default_rng(options.seed).integers(0, len(held_out) - WINDOW, num_prompts).tolist()
@@ -329,17 +318,16 @@ def main() -> None:
                     f"{row['top1']:>7.1%} {row['kl']:>8.5f} {row['loss']:>7.3f}",
                     flush=True,
                 )
-    rates = measure_rates(1 if options.quick else 4, 1 if options.quick else 5)
-    print("\nblocks of 2 MiB, GB of raw bytes per second of the processor's time, median of 5 runs")
+    rates = measure_rates(options.rated_blocks, options.rate_runs)
+    print("\nblocks of 2 MiB, GB of raw bytes per second of the processor's time, median")
     print("format    elements   share  encode  decode")
     for row in rates:
         print(
             f"{row['format']:<9} {row['dtype']:<9} {row['share']:>6.1%} {row['encode_gb_per_s']:>7.2f} "
             f"{row['decode_gb_per_s']:>7.2f}"
         )
-    if options.json:
-        answer = {"provenance": provenance, "train_loss": loss, "rows": rows, "rates": rates}
-        write_results(options.json, answer)
+    results = {"provenance": provenance, "train_loss": loss, "rows": rows, "rates": rates}
+    write_results(options, results)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Measure how much a host tier and a disk tier raise the hit rate. See benchmarks/README.md."""
 
-import argparse
 import os
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -9,17 +8,15 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from measuring import describe_run, write_results
+from measuring import make_parser, read_options, start_run, write_results
+from request_runs import AGENTIC
 
-import kv_pool
-from kv_pool.replay.figure import check_can_draw
-from kv_pool.replay.plot import draw_hit_rates
+from kv_pool.replay.pictures.figure import check_can_draw
+from kv_pool.replay.pictures.hit_rates import draw_hit_rates
 from kv_pool.replay.report import ReplayReport
 from kv_pool.replay.settings import ReplaySettings
 from kv_pool.replay.simulator import run_replay
 from kv_pool.replay.trace import BUNDLED_TRACES, Trace
-
-AGENTIC = Path(__file__).parent.parent / "tests/replay/data/agentic_coding_a.jsonl.xz"
 
 
 @dataclass(frozen=True)
@@ -142,15 +139,14 @@ def format_cells(row: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__doc__, seeded=False)
     parser.add_argument("--limit", type=int, help="maximum number of requests per trace; for a smoke test")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance to FILE")
     parser.add_argument("--png", metavar="FILE", help="draw the conversation's curves to FILE")
-    options = parser.parse_args()
+    options = read_options(parser)
     if options.png:
         check_can_draw(options.png)
-    provenance = describe_run(["compiled" if kv_pool.COMPILED else "plain"])
+    provenance = start_run(options)
     workloads = [workload for workload in WORKLOADS if is_there(workload.trace)]
     rows = [row for workload in workloads for row in list_rows(workload, options.limit)]
     settings = [one for row in rows for one in (row.tiered, row.through, row.one_pool) if one is not None]
@@ -161,13 +157,8 @@ def main() -> None:
         is_drawn = {row.tiered for row in rows if row.workload == workloads[0].name and not row.disk}
         is_drawn |= {row.one_pool for row in rows if row.workload == workloads[0].name and row.one_pool}
         draw_hit_rates([reports[one] for one in settings if one in is_drawn], options.png)
-    if options.json:
-        answer = {
-            "provenance": provenance,
-            "traces": {workload.name: Trace(workload.trace).digest() for workload in workloads},
-            "rows": described,
-        }
-        write_results(options.json, answer)
+    digests = {workload.name: Trace(workload.trace).digest() for workload in workloads}
+    write_results(options, {"provenance": provenance, "traces": digests, "rows": described})
 
 
 if __name__ == "__main__":

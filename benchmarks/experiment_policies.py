@@ -1,6 +1,5 @@
 """Measure how much of the gap between LRU and the optimum cache policies close. See benchmarks/README.md."""
 
-import argparse
 import os
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -12,9 +11,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from zlib import crc32
 
-from measuring import describe_run, write_results
+from measuring import make_parser, read_options, start_run, write_results
+from request_runs import AGENTIC
 
-import kv_pool
 from kv_pool.core.policy_names import list_policies
 from kv_pool.replay import ReplaySettings, measure_curves, run_replay
 from kv_pool.replay.trace import Trace
@@ -25,7 +24,6 @@ from kv_pool.replay.workloads.distributions import Distribution
 from kv_pool.replay.workloads.rag import RAGSettings, generate_rag
 from kv_pool.replay.workloads.workload import GeneratedRequest
 
-AGENTIC = Path(__file__).parent.parent / "tests/replay/data/agentic_coding_a.jsonl.xz"
 SHARED = {"conversation": "mooncake_conversation", "agentic": str(AGENTIC)}
 CAPACITIES = (3_000, 10_000, 30_000)
 NUM_FOLDS = 2
@@ -164,17 +162,15 @@ def print_row(row: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--policies", default=",".join(list_policies()), help="separated by commas")
     parser.add_argument("--on", help="names of traces, separated by commas; default: all")
     parser.add_argument("--requests", type=int, default=12_000, help="requests of a generated workload")
-    parser.add_argument("--seed", type=int, default=0, help="another number: other workloads and folds")
     parser.add_argument("--limit", type=int, help="maximum number of requests per trace; for a smoke test")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance to FILE")
-    options = parser.parse_args()
+    options = read_options(parser)
     policies = tuple(options.policies.split(","))
-    provenance = describe_run(["compiled" if kv_pool.COMPILED else "plain"])
+    provenance = start_run(options)
     num_requests = min(options.requests, options.limit or options.requests)
     rows: list[dict[str, Any]] = []
     print(
@@ -193,8 +189,7 @@ def main() -> None:
             for row in measured:
                 print_row(row)
             rows += measured
-            if options.json:
-                write_results(options.json, {"provenance": provenance, "rows": rows})
+            write_results(options, {"provenance": provenance, "rows": rows})
 
 
 if __name__ == "__main__":

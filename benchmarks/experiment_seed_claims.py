@@ -1,6 +1,5 @@
 """A report on a paged KV cache claims five gains. What are they here? See benchmarks/README.md."""
 
-import argparse
 import heapq
 import json
 import random
@@ -13,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measuring import describe_run, write_results
+from measuring import make_parser, read_options, start_run, write_results
+from request_runs import AGENTIC
 
 import kv_pool
 from kv_pool.manager.kv_cache_manager import KVCacheManager
@@ -31,7 +31,6 @@ COPIES = 4
 """Copies of each request, so that the end of the replay, with few running requests, has little weight."""
 AT_ONCE = EngineRates(prefill_tokens_per_s=1e7, speedup=1e6, max_running=BATCH)
 """All requests wait from the start; their number or memory is the limit, not the processor."""
-AGENTIC = Path(__file__).parent.parent / "tests/replay/data/agentic_coding_a.jsonl.xz"
 
 
 @dataclass
@@ -294,26 +293,15 @@ def run_experiment(trace: Trace, limit: int | None) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__doc__, seeded=False)
     parser.add_argument("--trace", default="mooncake_conversation", help="name of a bundled trace, or a file")
     parser.add_argument("--limit", type=int, help="maximum number of requests per trace; for a smoke test")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and provenance to FILE")
-    options = parser.parse_args()
+    options = read_options(parser)
     trace = Trace(options.trace)
-    provenance = describe_run(["compiled" if kv_pool.COMPILED else "plain"])
+    provenance = start_run(options, trace_sha256=trace.digest())
     rows = run_experiment(trace, options.limit)
-    if options.json:
-        answer = {
-            "provenance": provenance,
-            "command": sys.argv,
-            "trace_sha256": trace.digest(),
-            "batch": BATCH,
-            "max_length": MAX_LENGTH,
-            "block_size": BLOCK_SIZE,
-            "token_bytes": TOKEN_BYTES,
-            "rows": rows,
-        }
-        write_results(options.json, answer)
+    facts = {"batch": BATCH, "max_length": MAX_LENGTH, "block_size": BLOCK_SIZE, "token_bytes": TOKEN_BYTES}
+    write_results(options, {"provenance": provenance, **facts, "rows": rows})
 
 
 if __name__ == "__main__":

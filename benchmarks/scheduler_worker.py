@@ -16,12 +16,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from measuring import resident_bytes
+from request_runs import BLOCK_SIZE, make_vllm_config, make_vllm_hasher, make_vllm_request
+
 from kv_pool.replay.trace import Trace, TraceRequest, find_trace
 
 VLLM, POOL, MANAGER = "vLLM", "level pool", "level manager"
 SIDES = (VLLM, POOL, MANAGER)
 LEVELS = {POOL: "pool", MANAGER: "manager"}
-BLOCK_SIZE = 16
 MAX_MODEL_LEN = 1_000_000
 MODEL = {
     "model_type": "opt",
@@ -60,12 +62,6 @@ class Variant:
 
     events: bool
     is_async: bool
-
-
-def read_rss() -> float:
-    """Return the resident memory of this process in MiB."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def is_there(side: str) -> bool:
@@ -137,43 +133,28 @@ class Engine:
         )
 
     def _make_scheduler(self) -> Any:
-        import torch
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler
         from vllm.v1.core.sched.scheduler import Scheduler
         from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
-        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
         from vllm.v1.structured_output import StructuredOutputManager
 
         num_blocks = self.workload.num_blocks
         self.config.cache_config.num_gpu_blocks = num_blocks
         register_all_kvcache_specs(self.config)
-        spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32)
+        cache_config = make_vllm_config(num_blocks, BLOCK_SIZE)
+        cache_config.prefix_cache_retention_interval = 0
         return (AsyncScheduler if self.is_async else Scheduler)(
             vllm_config=self.config,
-            kv_cache_config=KVCacheConfig(
-                num_blocks=num_blocks,
-                kv_cache_tensors=[],
-                kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
-                prefix_cache_retention_interval=0,
-            ),
+            kv_cache_config=cache_config,
             block_size=BLOCK_SIZE,
             log_stats=True,
             structured_output_manager=StructuredOutputManager(self.config),
         )
 
     def _make_requests(self) -> Iterator[Any]:
-        from vllm.sampling_params import SamplingParams
-        from vllm.utils.hashing import get_hash_fn_by_name
-        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-        from vllm.v1.request import Request
-
-        function = get_hash_fn_by_name("sha256")
-        init_none_hash(function)
-        hasher = get_request_block_hasher(BLOCK_SIZE, function)
+        hasher = make_vllm_hasher("sha256")
         for number, (tokens, num_output) in enumerate(self._list_prompts()):
-            params = SamplingParams(ignore_eos=True, max_tokens=num_output)
-            params.update_from_generation_config({}, eos_token_id=0)
-            yield Request(str(number), tokens, params, None, block_hasher=hasher)
+            yield make_vllm_request(str(number), tokens, num_output, hasher)
 
     def _list_prompts(self) -> Iterator[tuple[list[int], int]]:
         """Yield the tokens of each prompt and the number of tokens to generate."""
@@ -275,7 +256,7 @@ def serve(pipe: Connection, side: str) -> None:
     from vllm.v1.structured_output import StructuredOutputManager  # noqa: F401
 
     import_ms = (now() - started) / 1e6
-    import_mib = read_rss()
+    import_mib = resident_bytes() / 2**20
     started = now()
     if side != VLLM:
         from kv_pool.integrations.vllm import register
@@ -304,6 +285,6 @@ def serve(pipe: Connection, side: str) -> None:
                         "hit_tokens": engine.num_hit_tokens,
                         "prompt_tokens": engine.num_prompt_tokens,
                         "preemptions": engine.num_preemptions,
-                        "mib": read_rss(),
+                        "mib": resident_bytes() / 2**20,
                     }
                 )

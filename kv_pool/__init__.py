@@ -24,9 +24,12 @@ More names, each imported when it is first used:
     kv_pool.integrations.nano_vllm              BlockManager: nano-vllm's
     kv_pool.integrations.block_space_manager    BlockSpaceManager: groups of sequences, as in vLLM 0.6
     kv_pool.integrations.sequence_allocator     KVCacheAllocator, SequencePageTable: K and V by position
-    kv_pool.integrations.shared_prefix          SharedPrefixManager: samples of one prompt
-    kv_pool.integrations.paged_layers           PagedAttention, PagedTransformerLayer, PagedInferenceEngine
-    kv_pool.integrations.recommended_sizes      AdaptiveBlockManager, SystemConfigOptimizer: sizes
+
+To copy and change:
+
+    examples/shared_prefixes.py      SharedPrefixManager: samples of one prompt, over a KVCacheAllocator
+    examples/paged_transformer.py    PagedAttention, PagedTransformerLayer, PagedInferenceEngine
+    examples/recommended_sizes.py    AdaptiveBlockManager, SystemConfigOptimizer: sizes
 """
 
 from kv_pool.lazy_names import export_lazily

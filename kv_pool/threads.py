@@ -1,13 +1,15 @@
-"""Start threads, with a helpful error if the system refuses."""
+"""Start threads, with a helpful error if the system refuses; `Workers`: a small pool of daemon threads."""
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kv_pool.errors import OutOfThreadsError
 
 Result = TypeVar("Result")
+_IDLE_S = 10.0
 
 
 def start_thread(name: str, target: Callable[..., object], *args: object) -> threading.Thread:
@@ -41,3 +43,76 @@ def _make_error(name: str, error: BaseException) -> OutOfThreadsError:
         f"no thread could be started for {name!r}: {error}. Raise the limit of threads (ulimit -u, or "
         "the container's pids limit)"
     )
+
+
+class Workers:
+    """An executor that runs work in order of submission on at most `max_threads` daemon threads.
+
+    At interpreter exit `ThreadPoolExecutor` would wait for its threads, and one of these may be waiting for a
+    peer. A thread ends after ten seconds without work.
+    """
+
+    def __init__(self, name: str, max_threads: int) -> None:
+        self._name = name
+        self._max_threads = max_threads
+        self._condition = threading.Condition()
+        self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._threads: set[threading.Thread] = set()
+        self._num_idle = 0
+        self._is_stopped = False
+
+    def submit(self, work: Callable[[], Result]) -> Future[Result]:
+        """Run `work` when a thread is free and return its future. After `stop` the future is cancelled.
+
+        Raises:
+            OutOfThreadsError: no thread is running, and the system cannot start one. `work` will not run.
+        """
+        future: Future[Result] = Future()
+        with self._condition:
+            if self._is_stopped:
+                future.cancel()
+                return future
+            self._waiting.append((future, work))
+            if self._num_idle >= len(self._waiting) or len(self._threads) == self._max_threads:
+                self._condition.notify()
+                return future
+            try:
+                self._threads.add(start_thread(self._name, self._run))
+            except OutOfThreadsError:
+                if not self._threads:  # otherwise one of them takes it
+                    self._waiting.pop()
+                    raise
+        return future
+
+    def stop(self) -> None:
+        """Cancel the work that has not started; work in progress continues."""
+        with self._condition:
+            self._is_stopped = True
+            for future, _ in self._waiting:
+                future.cancel()
+            self._waiting.clear()
+            self._condition.notify_all()
+
+    def join(self) -> None:
+        """Wait for the work in progress, after `stop`."""
+        with self._condition:
+            threads = list(self._threads)
+        for thread in threads:
+            thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                self._num_idle += 1
+                is_woken = self._condition.wait_for(lambda: self._waiting or self._is_stopped, _IDLE_S)
+                self._num_idle -= 1
+                if not is_woken or not self._waiting:
+                    self._threads.discard(threading.current_thread())
+                    return
+                future, work = self._waiting.popleft()
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(work())
+                except BaseException as error:
+                    future.set_exception(error)
+            del future, work

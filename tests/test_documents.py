@@ -21,11 +21,16 @@ MANAGER_README = (ROOT / "kv_pool" / "manager" / "README.md").read_text()
 ADAPTER_README = (ROOT / "kv_pool" / "adapter" / "README.md").read_text()
 MIGRATION_README = (ROOT / "kv_pool" / "migration" / "README.md").read_text()
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-NEEDS_TRANSFORMERS = {"batching_a_model.py", "paged_generation.py", "prefill_and_decode.py"}
+NEEDED = {
+    "batching_a_model.py": [pytest.mark.transformers],
+    "paged_generation.py": [pytest.mark.transformers],
+    "paged_transformer.py": [pytest.mark.torch],
+    "prefill_and_decode.py": [pytest.mark.transformers],
+}
 SHOWN = [
     "kv_pool.adapter.device_pools",
     "kv_pool.adapter.gpu_kv_pool",
-    "kv_pool.adapter.migration_hook",
+    "kv_pool.adapter.migration_manager",
     "kv_pool.reports.allocation_monitor",
     "kv_pool.reports.layout",
     "kv_pool.contiguous.run_pool",
@@ -35,7 +40,6 @@ SHOWN = [
     "kv_pool.events.mirror",
     "kv_pool.integrations.block_space_manager",
     "kv_pool.integrations.nano_vllm",
-    "kv_pool.integrations.recommended_sizes",
     "kv_pool.integrations.sequence_allocator",
     "kv_pool.manager.kv_cache_manager",
     "kv_pool.manager.preemption",
@@ -68,14 +72,7 @@ def test_there_are_examples():
 
 @pytest.mark.parametrize(
     "path",
-    [
-        pytest.param(
-            path,
-            id=path.name,
-            marks=[pytest.mark.transformers] if path.name in NEEDS_TRANSFORMERS else [],
-        )
-        for path in EXAMPLES
-    ],
+    [pytest.param(path, id=path.name, marks=NEEDED.get(path.name, [])) for path in EXAMPLES],
 )
 def test_examples_print_their_documented_output(path):
     """An example ends with its output as a comment, after `# prints:`."""

@@ -12,8 +12,7 @@ from kv_pool import errors
 from kv_pool.control.messages import decode_reply, encode_error
 from kv_pool.error_names import ERRORS_BY_NAME, find_error_name
 from kv_pool.errors import ControlError, InvalidBlockError, KVPoolError, MigrationError
-from kv_pool.migration.calls import describe_failure, raise_failure
-from kv_pool.migration.messages import decode_message, encode_message
+from kv_pool.migration.messages import decode_message, describe_failure, encode_message, raise_failure
 
 
 def cross_nodes(error):

@@ -1,14 +1,12 @@
 """A call that is interrupted at any point: the next call says so, and a repair makes everything whole."""
 
 import pytest
-from interrupt_cases import adapter, compaction, managers, migration, pools, swap, tiers
+from interrupt_cases import adapter, managers, migration, pools, swap, tiers
 from interrupting import interrupt_at
 
 from kv_pool import COMPILED, PoolInterruptedError
 
-CASES = [
-    case for part in (pools, managers, compaction, adapter, swap, tiers, migration) for case in part.CASES
-]
+CASES = [case for part in (pools, managers, adapter, swap, tiers, migration) for case in part.CASES]
 
 
 def find_broken(case, interrupts_repair, slowness):

@@ -19,10 +19,10 @@ from kv_pool import (
     PrefixRules,
     Request,
 )
-from kv_pool.adapter.migration_hook import MigrationHook
 from kv_pool.contiguous import gather, pack, plan_clear_run, plan_gather, plan_pack
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.control.controlled_manager import ControlledManager
+from kv_pool.migration.migration_hook import MigrationHook
 from kv_pool.tiers.onboarder import TierOnboarder
 from kv_pool.tiers.tier import Tier
 from kv_pool.tiers.tiered_cache import TieredCache

@@ -1,13 +1,15 @@
 import re
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from made_threads import no_new_threads
 
 from kv_pool.errors import OutOfThreadsError
-from kv_pool.threads import start_thread, submit
+from kv_pool.threads import Workers, start_thread, submit
+
+PATIENCE_S = 30.0
 
 
 def test_thread_start_failure_names_the_limit():
@@ -45,3 +47,71 @@ def test_all_threads_are_started_by_kv_pool_threads():
         for match in re.finditer(r"\bThread\(|(executor|starter)\.(submit|map)\(", path.read_text())
     ]
     assert found == []
+
+
+def test_submitted_work_returns_its_result_or_error():
+    workers = Workers("a test", 2)
+    assert workers.submit(lambda: 6 * 7).result(PATIENCE_S) == 42
+    with pytest.raises(ZeroDivisionError):
+        workers.submit(lambda: 1 / 0).result(PATIENCE_S)
+    workers.stop()
+
+
+def test_at_most_max_threads_run_at_once():
+    workers = Workers("a test", 2)
+    both, go = threading.Barrier(3), threading.Event()
+    running = [workers.submit(lambda: (both.wait(PATIENCE_S), go.wait(PATIENCE_S))) for _ in range(2)]
+    third = workers.submit(lambda: 3)
+    both.wait(PATIENCE_S)
+    assert not third.done()
+    go.set()
+    assert third.result(PATIENCE_S) == 3
+    assert all(future.result(PATIENCE_S) for future in running)
+    workers.stop()
+
+
+def test_stop_cancels_work_that_has_not_started():
+    workers = Workers("a test", 1)
+    begun, go = threading.Event(), threading.Event()
+    first = workers.submit(lambda: (begun.set(), go.wait(PATIENCE_S)))
+    assert begun.wait(PATIENCE_S)
+    second = workers.submit(lambda: 2)
+    workers.stop()
+    with pytest.raises(CancelledError):
+        second.result(PATIENCE_S)
+    with pytest.raises(CancelledError):
+        workers.submit(lambda: 3).result(PATIENCE_S)
+    go.set()
+    assert first.result(PATIENCE_S)
+
+
+def test_a_thousand_small_tasks_all_run():
+    workers = Workers("a test", 4)
+    futures = [workers.submit(lambda number=number: number) for number in range(1000)]
+    assert [future.result(PATIENCE_S) for future in futures] == list(range(1000))
+    workers.stop()
+
+
+def test_workers_recover_after_a_thread_failed_to_start():
+    workers = Workers("a test", 1)
+    done = []
+    with no_new_threads():
+        for _ in range(3):
+            with pytest.raises(OutOfThreadsError):
+                workers.submit(lambda: done.append("never"))
+    assert workers.submit(lambda: 6 * 7).result(PATIENCE_S) == 42
+    assert not done
+    workers.stop()
+
+
+def test_work_waits_for_a_busy_thread_if_none_can_start():
+    workers = Workers("a test", 2)
+    begun, go = threading.Event(), threading.Event()
+    first = workers.submit(lambda: (begun.set(), go.wait(PATIENCE_S)))
+    assert begun.wait(PATIENCE_S)
+    with no_new_threads():
+        second = workers.submit(lambda: 2)
+    go.set()
+    assert second.result(PATIENCE_S) == 2
+    assert first.result(PATIENCE_S)
+    workers.stop()

@@ -15,11 +15,11 @@ MADE_BEFORE = {
 from typing import Any
 from kv_pool import GPUKVPool, KVCacheManager, NodeName, SequenceId
 from kv_pool.adapter import KVPoolMigrationManager
-from kv_pool.adapter.pool_sequences import PoolSequences
+from kv_pool.migration.pool_sequences import PoolSequences
 from kv_pool.control import ControlledManager, ControlServer
 from kv_pool.migration.backends.tcp import TcpBackend
 from kv_pool.migration.migrator import Migrator
-from kv_pool.migration.peers import read_peers
+from kv_pool.migration.topology import read_peers
 from kv_pool.migration.pool_site import PoolSite
 from kv_pool.migration.secret import load_secret
 from kv_pool.storage import KVStorage

@@ -7,10 +7,7 @@ ROWS = (
     ("L6", (("control", "the control socket of a running pool"),)),
     ("L5", (("adapter", "GPUKVPool: blocks by id"), ("replay", "production traces"))),
     ("L4", (("migration", "blocks between nodes"), ("tiers", "blocks in host memory, on disk"))),
-    (
-        "L3",
-        (("manager", "KVCacheManager"), ("protocol", "KVPoolProtocol"), ("reports", "statistics, layout")),
-    ),
+    ("L3", (("manager", "KVCacheManager, sequences"), ("reports", "statistics, layout"))),
     (
         "L2",
         (
@@ -26,7 +23,7 @@ ROWS = (
 """From the top: each layer's name, and its packages with a few words about each."""
 
 SMALL = {
-    "L1": "error_names, foreign_bytes, regular_files, threads",
+    "L1": "error_names, foreign_bytes, protocol, regular_files, threads",
     "L0": "ids, errors, environment, closing, lazy_names, documentation, version",
 }
 """Modules that are not drawn as boxes."""

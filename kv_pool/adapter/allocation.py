@@ -1,20 +1,19 @@
-"""`Allocation`: takes the blocks of a request, by the first step of a ladder that finds some."""
+"""`Allocation`: finds the blocks of a request, by the first rung of a ladder that has some."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import NoReturn
 
-from kv_pool.adapter.holdings import as_new_id
-from kv_pool.adapter.victims import Victims
 from kv_pool.contiguous import compaction
 from kv_pool.contiguous.ages import EMPTY
 from kv_pool.contiguous.compaction import CopyBlocks, Relocation
-from kv_pool.contiguous.run_pool import RunBlockPool
-from kv_pool.core.arguments import as_count, as_int, check_type
+from kv_pool.core.arguments import as_count, as_int, check_type, refuse_interrupted
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.taking import take, take_listed
-from kv_pool.errors import InvalidArgumentError, PoolExhaustedError
+from kv_pool.errors import InvalidArgumentError, PoolExhaustedError, UnknownDeviceError
 from kv_pool.ids import BlockId, SequenceId
+from kv_pool.manager.sequences.holdings import Holder, Holdings, as_new_id
+from kv_pool.manager.sequences.victims import Victims
 from kv_pool.protocol import NORMAL, BlockAllocationRequest
 
 _NO_COMPACTION = "no compaction (ids change in a call of allocate only with on_moved=)"
@@ -24,23 +23,24 @@ _MAX_SCAN = 65_536
 
 Taken = list[KVCacheBlock] | str
 """The blocks, or why there are none, for the error message; "" if that says nothing."""
-Step = Callable[[BlockAllocationRequest, KVCacheBlock | None], Taken]
+Rung = Callable[[BlockAllocationRequest, KVCacheBlock | None], Taken]
 """The second argument is the last block of the request's sequence."""
 
 
 class Allocation:
-    """Takes blocks for one request at a time. Use it only with the pool's lock held.
+    """Allocates the blocks of one request at a time. Use it only with the pool's lock held.
 
-        step           takes                                               found by
+        rung           takes                                               found by
         free run       the ids after the sequence, else a run              FreeRunIndex.take_run, BuddySystem
         cleared run    a run that other blocks are moved out of            compaction.clear_run
         retained run   like these, with cached blocks of high priority     the same
         any blocks     the cheapest blocks                                 core.taking.take
-        eviction       the same as above, after evicting sequences         Victims.choose, Victims.evict
 
-    If a run is required: all but any blocks. If one is preferred: all but the retained run. Otherwise: the
-    last two. Each step but eviction needs enough free blocks. If none finds blocks, PoolExhaustedError lists
-    what was tried. `GPUKVPool` calls the migration hook, without the lock, and then repeats the request.
+    If a run is required: all but any blocks. If one is preferred: all but the retained run. Otherwise: any
+    blocks. The ladder is climbed as soon as enough blocks are free: at once, after evicting sequences
+    (`Victims`) until there are enough, or until there is a required run. If no rung has blocks,
+    PoolExhaustedError lists what was tried. `GPUKVPool` calls the migration hook, without the lock, and then
+    repeats the request.
 
     Args:
         count_available: returns how many blocks a request of this priority can take, the reserve deducted.
@@ -50,72 +50,127 @@ class Allocation:
 
     def __init__(
         self,
-        pool: RunBlockPool,
+        holdings: Holdings,
         victims: Victims,
         count_available: Callable[[int], int],
         copy: CopyBlocks,
         on_moved: Callable[[Relocation], object] | None,
     ) -> None:
-        self._pool = pool
+        self._pool = holdings.block_pool
+        self._holdings = holdings
         self._victims = victims
         self._count_available = count_available
         self._copy = copy
         self._on_moved = on_moved
         self._start = 0
-        self._steps: dict[str, tuple[Step, ...]] = {
+        self._rungs: dict[str, tuple[Rung, ...]] = {
             "prefer": (self._take_free_run, self._take_cleared_run, self._take_any),
             "no": (self._take_any,),
             "require": (self._take_free_run, self._take_cleared_run, self._take_retained_run),
         }
 
-    def take(
+    def append_all(
+        self,
+        requests: Sequence[BlockAllocationRequest],
+        done: list[list[KVCacheBlock]],
+        tried: Sequence[str] = (),
+    ) -> list[list[BlockId]]:
+        """Allocate the blocks of all requests, or of none.
+
+        Args:
+            done: empty; receives the blocks of each served request, even if a later request fails.
+            tried: what the caller has already tried, for the error message.
+        """
+        together = {request.sequence_id for request in requests}
+        holdings = self._holdings
+        try:
+            for request in requests:
+                done.append(self.append(request, together, tried))
+        except Exception:
+            for request, blocks in reversed(list(zip(requests, done, strict=False))):
+                self._pool.holds.check_whole()
+                if request.pinned:
+                    holdings.pins.unpin(blocks)
+                holdings.drop(blocks, {holdings.holders[request.sequence_id]: blocks})
+            raise
+        # Read the ids last: a later request may have moved the blocks of an earlier one.
+        return [[block.block_id for block in blocks] for blocks in done]
+
+    def append(
+        self,
+        request: BlockAllocationRequest,
+        together: Collection[SequenceId] = (),
+        tried: Sequence[str] = (),
+    ) -> list[KVCacheBlock]:
+        """Take the blocks of a checked request, and append them to its sequence. See `GPUKVPool.allocate`.
+
+        Args:
+            together: sequences of the same batch; none of them is evicted for another.
+        """
+        pool, holdings, sequence_id = self._pool, self._holdings, request.sequence_id
+        if holdings.frozen:
+            holdings.check_usable(sequence_id)
+        device_id = request.device_id
+        if device_id is not None and device_id != holdings.device_id:
+            raise UnknownDeviceError(
+                f"this pool is on device {holdings.device_id}; ask the pool of device {device_id!r}, or "
+                "migrate"
+            )
+        if request.pinned:
+            holdings.pins.check_room(request.num_blocks)
+        if pool.is_changing:
+            refuse_interrupted()
+        sequence, after = holdings.holders.get(sequence_id), None
+        if sequence is not None:
+            after = next(reversed(sequence.blocks))
+        elif holdings.evictions:
+            holdings.evictions.begin(sequence_id)
+        if holdings.retention is not None:
+            holdings.retention.expire()
+        taken = self._take(request, after, together, tried)
+        if sequence is None:
+            sequence = Holder(sequence_id, request.priority, holdings.clock())
+        else:
+            sequence.priority = max(sequence.priority, request.priority)
+        holdings.hold(sequence, taken)
+        if request.pinned:
+            holdings.pins.pin(taken)
+        pool.is_changing = False
+        return taken
+
+    def _take(
         self,
         request: BlockAllocationRequest,
         after: KVCacheBlock | None,
-        together: Collection[SequenceId] = (),
-        tried: Sequence[str] = (),
+        together: Collection[SequenceId],
+        tried: Sequence[str],
     ) -> list[KVCacheBlock]:
         """Take the blocks of a request. `is_changing` of the pool is then set: the caller enters the blocks.
 
         Args:
             after: the last block of the request's sequence; ids directly after it are preferred.
-            together: sequences of the same batch; none of them is evicted for another.
-            tried: what the caller has already tried, for the error message.
         Raises:
             PoolExhaustedError, CopyFailedError: no block was taken. Evicted sequences stay evicted.
         """
         contiguous = request.contiguous if request.num_blocks > 1 else "no"
-        if contiguous not in ("prefer", "no", "require"):
+        if contiguous not in self._rungs:
             raise InvalidArgumentError(f"contiguous is {contiguous!r}; it is require, prefer or no")
         if contiguous == "prefer" and self._pool.policy_host is not None:
             contiguous = "no"  # a run would take other blocks than the cache policy chooses
-        steps = self._steps[contiguous]
         reasons = list(tried)
-        taken = None
-        if request.num_blocks <= self._count_available(request.priority):
-            taken = self._climb(steps, request, after, reasons)
-        if taken is None:
-            taken = self._take_by_eviction(steps, request, after, together, reasons)
-        if taken is None:
-            self._refuse(request, reasons)
-        return taken
+        for make_room in (self._find_room, self._evict_for_blocks, self._evict_for_run):
+            why_not = make_room(request, together)
+            if why_not is not None:
+                reasons.append(why_not)
+                continue
+            for rung in self._rungs[contiguous]:
+                found = rung(request, after)
+                if isinstance(found, list):
+                    return found
+                reasons.append(found)
+        self._refuse(request, reasons)
 
-    def _climb(
-        self,
-        steps: Sequence[Step],
-        request: BlockAllocationRequest,
-        after: KVCacheBlock | None,
-        reasons: list[str],
-    ) -> list[KVCacheBlock] | None:
-        """Return the blocks of the first step that finds some, else None, with the reasons of all."""
-        for step in steps:
-            found = step(request, after)
-            if isinstance(found, list):
-                return found
-            reasons.append(found)
-        return None
-
-    # ---- steps that evict nothing ----------------------------------------------------------------
+    # ---- rungs -----------------------------------------------------------------------------------
 
     def _take_free_run(
         self, request: BlockAllocationRequest, after: KVCacheBlock | None, avoids_retained: bool = True
@@ -176,48 +231,49 @@ class Allocation:
         take_listed(self._pool, run)
         return run
 
-    # ---- eviction --------------------------------------------------------------------------------
+    # ---- room for the rungs: each returns None if enough blocks are free now, else why not ---------
 
-    def _take_by_eviction(
-        self,
-        steps: Sequence[Step],
-        request: BlockAllocationRequest,
-        after: KVCacheBlock | None,
-        together: Collection[SequenceId],
-        reasons: list[str],
-    ) -> list[KVCacheBlock] | None:
-        """Evict the fewest sequences that leave enough blocks, or a required run, and take these."""
-        if request.num_blocks >= len(self._pool.blocks):
-            return None
+    def _find_room(self, request: BlockAllocationRequest, together: Collection[SequenceId]) -> str | None:
+        return None if request.num_blocks <= self._count_available(request.priority) else ""
+
+    def _evict_for_blocks(
+        self, request: BlockAllocationRequest, together: Collection[SequenceId]
+    ) -> str | None:
+        """Evict the fewest sequences that leave enough blocks, unless moves cannot clear a required run."""
+        num_missing = request.num_blocks - self._count_available(request.priority)
+        if num_missing <= 0 or request.num_blocks >= len(self._pool.blocks):
+            return ""
         if not self._victims.has_policy:
-            reasons.append(_NO_EVICTION)
-            return None
-        is_enough = request.num_blocks <= self._count_available(request.priority)
-        is_required = request.contiguous == "require" and request.num_blocks > 1
-        if not is_enough and (not is_required or self._may_clear(request)):
-            if not self._evict(request, together):
-                reasons.append("eviction (too few blocks may be evicted)")
-                return None
-            taken = self._climb(steps, request, after, reasons)
-            if taken is not None:
-                return taken
-        if not self._evict(request, together, lambda freed_ids: self._has_run(request, freed_ids)):
-            reasons.append("eviction (no run even if all candidates are evicted)")
-            return None
-        # One search does not scan all of a large pool, so there may be none yet.
-        return self._climb([self._take_free_run, self._take_retained_run], request, after, reasons)
+            return _NO_EVICTION
+        if _is_run_required(request) and not self._may_clear(request):
+            return ""
+        is_done = self._evict(request, together, num_missing)
+        return None if is_done else "eviction (too few blocks may be evicted)"
+
+    def _evict_for_run(self, request: BlockAllocationRequest, together: Collection[SequenceId]) -> str | None:
+        """Evict the fewest sequences that leave a required run."""
+        if not _is_run_required(request) or request.num_blocks >= len(self._pool.blocks):
+            return ""
+        if not self._victims.has_policy:
+            return _NO_EVICTION
+        num_missing = request.num_blocks - self._count_available(request.priority)
+        if num_missing > 0 and self._may_clear(request):
+            return ""  # evicting for blocks has failed
+        is_done = self._evict(
+            request, together, num_missing, lambda freed_ids: self._has_run(request, freed_ids)
+        )
+        return None if is_done else "eviction (no run even if all candidates are evicted)"
 
     def _evict(
         self,
         request: BlockAllocationRequest,
         together: Collection[SequenceId],
+        num_missing: int,
         has_run: Callable[[list[BlockId]], bool] | None = None,
     ) -> bool:
         """Evict sequences; return False, with nothing changed, if that would not suffice."""
-        num_missing = request.num_blocks - self._count_available(request.priority)
-        victims = self._victims.choose(
-            request.priority, {request.sequence_id, *together}, num_missing, has_run
-        )
+        spared = {request.sequence_id, *together}
+        victims = self._victims.choose(request.priority, spared, num_missing, has_run)
         if victims is None:
             return False
         self._victims.evict(victims, request.sequence_id)
@@ -250,12 +306,16 @@ class Allocation:
         num_reserved = num_free - self._count_available(NORMAL)
         kept = f", {num_reserved} of them reserved" if num_reserved and request.priority == NORMAL else ""
         run = "a run of " if request.contiguous == "require" else ""
-        tried = ", ".join(filter(None, reasons)) or "nothing else"
+        tried = ", ".join(dict.fromkeys(filter(None, reasons))) or "nothing else"
         raise PoolExhaustedError(
             f"asked for {run}{request.num_blocks} blocks for sequence {request.sequence_id}, {num_free} are "
             f"free of {len(self._pool.blocks) - 1}{kept}. Tried: {tried}. "
             f"Free or evict a sequence, or ask for fewer."
         )
+
+
+def _is_run_required(request: BlockAllocationRequest) -> bool:
+    return request.contiguous == "require" and request.num_blocks > 1
 
 
 def check_priority(priority: int) -> None:

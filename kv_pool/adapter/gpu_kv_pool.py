@@ -4,14 +4,10 @@ import time
 from collections.abc import Callable, Collection, ItemsView, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, NoReturn, SupportsIndex, cast
-
-import msgspec
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, cast
 
 from kv_pool.adapter.allocation import Allocation, as_request, check_priority
-from kv_pool.adapter.holdings import Holder, Holdings, as_new_id, as_sequence_id, import_retention
 from kv_pool.adapter.pool_lock import PoolLock
-from kv_pool.adapter.victims import EvictionPolicy, LRUEviction, Victims
 from kv_pool.contiguous import compaction
 from kv_pool.contiguous.compaction import Relocation
 from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH, RunBlockPool
@@ -23,7 +19,6 @@ from kv_pool.core.arguments import (
     as_list_of,
     check_type,
     refuse_copy,
-    refuse_interrupted,
 )
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.kv_events import KVCacheEvent
@@ -36,9 +31,10 @@ from kv_pool.errors import (
     KVPoolError,
     PoolExhaustedError,
     PoolInterruptedError,
-    UnknownDeviceError,
 )
 from kv_pool.ids import BlockHash, BlockId, BlockMove, GroupId, NodeName, SequenceId, is_run
+from kv_pool.manager.sequences.holdings import Holder, Holdings, as_new_id, as_sequence_id, import_retention
+from kv_pool.manager.sequences.victims import EvictionPolicy, LRUEviction, Victims
 from kv_pool.metrics.latency import TIMED_EVERY, LatencyWindow
 from kv_pool.protocol import (
     NO_SEQUENCE,
@@ -51,14 +47,13 @@ from kv_pool.protocol import (
     KVPoolProtocol,
     MigrationResult,
 )
-from kv_pool.reports.layout import PoolLayout, read_layout
-from kv_pool.reports.sequences import SequenceList, SequenceReport
-from kv_pool.reports.statistics import PoolStatistics, read_statistics
+from kv_pool.reports.controlled_pool import ControlledPool
+from kv_pool.reports.sequences import SequenceReport
 
 if TYPE_CHECKING:
     from os import PathLike
 
-    from kv_pool.adapter.pool_sequences import MigrationRoutes
+    from kv_pool.adapter.migration_routes import MigrationRoutes
     from kv_pool.core.cache_policy import CachePolicy
     from kv_pool.events.event_publisher import ResidentState
     from kv_pool.manager.retention.block_retention import BlockRetention
@@ -69,7 +64,7 @@ if TYPE_CHECKING:
     from kv_pool.tiers.pool_dump import LoadedPool
 
 
-class GPUKVPool(KVPoolProtocol):
+class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
     """A pool of the blocks of one device; callers allocate blocks by id, for sequences.
 
         >>> from kv_pool import BlockAllocationRequest, GPUKVPool
@@ -210,7 +205,7 @@ class GPUKVPool(KVPoolProtocol):
         self.holdings = Holdings(self.block_pool, max_pinned_blocks, clock, device_id)
         self._victims = Victims(self.holdings, eviction_policy, on_evicted)
         self._allocation = Allocation(
-            self.block_pool,
+            self.holdings,
             self._victims,
             self.count_available,
             self._copy_moves,
@@ -219,7 +214,6 @@ class GPUKVPool(KVPoolProtocol):
         self._routes: MigrationRoutes | None = None
         self._allocation_latency = LatencyWindow()
         self._freeing_latency = LatencyWindow()
-        self._num_moved_blocks = 0
         self._num_looked_up_blocks = 0
         self._num_hit_blocks = 0
 
@@ -292,7 +286,7 @@ class GPUKVPool(KVPoolProtocol):
             if self._migration_hook is not None:
                 return self._allocate_with_hook([request])[0]
             with self.lock:
-                return [block.block_id for block in self._append(request)]
+                return [block.block_id for block in self._allocation.append(request)]
         finally:
             if started_ns:
                 self._allocation_latency.note(perf_counter_ns() - started_ns)
@@ -345,7 +339,7 @@ class GPUKVPool(KVPoolProtocol):
         if self._migration_hook is not None and requests:
             return self._allocate_with_hook(requests)
         with self.lock:
-            return self._append_all(requests, [])
+            return self._allocation.append_all(requests, [])
 
     def fork(
         self, parent_id: SequenceId, child_id: SequenceId, num_blocks: int | None = None
@@ -704,67 +698,35 @@ class GPUKVPool(KVPoolProtocol):
         num_free = self.block_pool.free_block_queue.num_free_blocks
         return num_free if priority != NORMAL else num_free - self.reserved_blocks
 
-    def get_fragmentation_rate(self) -> float:
-        """Return the share of possible free runs that is lost to fragmentation, 0 to 1. O(number of blocks).
+    def _list_rows(self) -> dict[SequenceId, list[Collection[KVCacheBlock]]]:
+        """Return the blocks of each sequence in one row, the least recently accessed sequence first."""
+        return {holder.sequence_id: [holder.blocks] for holder in self.holdings.holders.values()}
 
-        The free blocks could form a certain number of runs of `run_length` if they were contiguous; the rate
-        is the share of these that they do not form. With fewer free blocks than `run_length`, the largest
-        power of two that fits takes its place. An unfragmented pool has rate 0, however full it is. For
-        another run length k, U(k), see `block_pool.get_unusable_share(k)`.
-        """
-        with self.lock:
-            return self.block_pool.get_fragmentation_rate(self.run_length)
+    def _report_sequence(
+        self, sequence_id: SequenceId, num_blocks: int, num_immovable: int
+    ) -> SequenceReport:
+        holder = self.holdings.holders[sequence_id]
+        return SequenceReport(
+            sequence_id,
+            num_blocks,
+            holder.priority,
+            self._clock() - holder.last_access_time,
+            sequence_id in self.holdings.frozen,
+            num_immovable_blocks=num_immovable,
+        )
 
-    def get_statistics(self) -> PoolStatistics:
-        """Return counts, shares and times: use of the pool, fragmentation, latency of its calls.
-
-        The pool is locked meanwhile. O(number of blocks), a few nanoseconds each.
-        """
-        with self.lock:
-            self._expire_claims()
-            known = read_statistics(self.block_pool, block_size=self.block_size, run_length=self.run_length)
-            return msgspec.structs.replace(
-                known,
-                pinned_blocks=len(self.holdings.pins),
-                reserved_blocks=self.reserved_blocks,
-                moved_blocks=self._num_moved_blocks,
-                num_sequences=len(self.holdings.holders),
-                evicted_sequences=self._victims.num_evicted,
-                looked_up_blocks=self._num_looked_up_blocks,
-                hit_blocks=self._num_hit_blocks,
-                allocation=self._allocation_latency.summarize(),
-                freeing=self._freeing_latency.summarize(),
-            )
-
-    def get_layout(self) -> PoolLayout:
-        """Return a snapshot of each block's state and each sequence's runs. O(number of blocks)."""
-        with self.lock:
-            return read_layout(
-                self.block_pool,
-                [sequence.blocks for sequence in self.holdings.holders.values()],
-                block_size=self.block_size,
-                run_length=self.run_length,
-                device_id=self.device_id,
-            )
-
-    def describe_sequences(self) -> SequenceList:
-        """Return a report on each sequence that holds blocks, the least recent first. O(held blocks)."""
-        with self.lock:
-            now = self._clock()
-            immovable_ids = set(self.block_pool.holds.list_immovable_ids())
-            return SequenceList(
-                [
-                    SequenceReport(
-                        holder.sequence_id,
-                        len(holder.blocks),
-                        holder.priority,
-                        now - holder.last_access_time,
-                        holder.sequence_id in self.holdings.frozen,
-                        num_immovable_blocks=sum(block.block_id in immovable_ids for block in holder.blocks),
-                    )
-                    for holder in self.holdings.holders.values()
-                ]
-            )
+    def _count_more(self) -> dict[str, Any]:
+        self._expire_claims()
+        return {
+            "pinned_blocks": len(self.holdings.pins),
+            "reserved_blocks": self.reserved_blocks,
+            "num_sequences": len(self.holdings.holders),
+            "evicted_sequences": self._victims.num_evicted,
+            "looked_up_blocks": self._num_looked_up_blocks,
+            "hit_blocks": self._num_hit_blocks,
+            "allocation": self._allocation_latency.summarize(),
+            "freeing": self._freeing_latency.summarize(),
+        }
 
     def get_time(self) -> float:
         """Return the time of the pool's clock in seconds."""
@@ -942,7 +904,7 @@ class GPUKVPool(KVPoolProtocol):
     # ---- internals, called with the lock held unless stated otherwise ------------------------------
 
     def _allocate_with_hook(self, requests: list[BlockAllocationRequest]) -> list[list[BlockId]]:
-        """Like `_append_all`, with the migration hook: before too few blocks would be left, and on refusal.
+        """Call the migration hook before too few blocks would be left, and when the request is refused.
 
         The pool is not locked: the hook may wait for another pool, whose hook may wait for this one.
         """
@@ -958,7 +920,7 @@ class GPUKVPool(KVPoolProtocol):
         done: list[list[KVCacheBlock]] = []
         try:
             with self.lock:
-                return self._append_all(requests, done)
+                return self._allocation.append_all(requests, done)
         except PoolExhaustedError:
             if hook is None:
                 raise
@@ -966,73 +928,7 @@ class GPUKVPool(KVPoolProtocol):
             num_missing = num_blocks - self.count_available(refused.priority)
         hook(refused, max(0, num_missing))
         with self.lock:
-            return self._append_all(requests, [], ["the migration hook"])
-
-    def _append_all(
-        self,
-        requests: Sequence[BlockAllocationRequest],
-        done: list[list[KVCacheBlock]],
-        tried: Sequence[str] = (),
-    ) -> list[list[BlockId]]:
-        """Allocate the blocks of all requests, or of none.
-
-        Args:
-            done: empty; receives the blocks of each served request, even if a later request fails.
-        """
-        together = {request.sequence_id for request in requests}
-        try:
-            for request in requests:
-                done.append(self._append(request, together, tried))
-        except Exception:
-            for request, blocks in reversed(list(zip(requests, done, strict=False))):
-                self.block_pool.holds.check_whole()
-                if request.pinned:
-                    self.holdings.pins.unpin(blocks)
-                self.holdings.drop(blocks, {self.holdings.holders[request.sequence_id]: blocks})
-            raise
-        # Read the ids last: a later request may have moved the blocks of an earlier one.
-        return [[block.block_id for block in blocks] for blocks in done]
-
-    def _append(
-        self,
-        request: BlockAllocationRequest,
-        together: Collection[SequenceId] = (),
-        tried: Sequence[str] = (),
-    ) -> list[KVCacheBlock]:
-        """Take the blocks of a checked request, and append them to its sequence. See `Allocation.take`."""
-        holdings = self.holdings
-        sequence_id = request.sequence_id
-        if holdings.frozen:
-            holdings.check_usable(sequence_id)
-        device_id = request.device_id
-        if device_id is not None and device_id != self.device_id:
-            raise UnknownDeviceError(
-                f"this pool is on device {self.device_id}; ask the pool of device {device_id!r}, or migrate"
-            )
-        if request.pinned:
-            holdings.pins.check_room(request.num_blocks)
-        pool = self.block_pool
-        if pool.is_changing:
-            refuse_interrupted()
-        sequence = holdings.holders.get(sequence_id)
-        if sequence is None:
-            after = None
-            if holdings.evictions:
-                holdings.evictions.begin(sequence_id)
-        else:
-            after = next(reversed(sequence.blocks))
-        if holdings.retention is not None:
-            holdings.retention.expire()
-        taken = self._allocation.take(request, after, together, tried)
-        if sequence is None:
-            sequence = Holder(sequence_id, request.priority, self._clock())
-        else:
-            sequence.priority = max(sequence.priority, request.priority)
-        holdings.hold(sequence, taken)
-        if request.pinned:
-            holdings.pins.pin(taken)
-        pool.is_changing = False
-        return taken
+            return self._allocation.append_all(requests, [], ["the migration hook"])
 
     def _check_new(self, sequence_id: SequenceId, hint: str) -> None:
         """Raise unless a new sequence may have this id, as far as it was not evicted."""
@@ -1054,7 +950,7 @@ class GPUKVPool(KVPoolProtocol):
     def _open_routes(self) -> "MigrationRoutes":
         """Return the ways to other pools and nodes. The first call creates them, locked or not."""
         if self._routes is None:
-            from kv_pool.adapter.pool_sequences import MigrationRoutes
+            from kv_pool.adapter.migration_routes import MigrationRoutes
 
             with self.lock:
                 if self._routes is None:
@@ -1072,7 +968,7 @@ class GPUKVPool(KVPoolProtocol):
             self.storage.apply_moves(moves)
 
     def _note_moved(self, relocation: Relocation) -> None:
-        self._num_moved_blocks += len(relocation.moves)
+        self.num_moved_blocks += len(relocation.moves)
         self.holdings.evictions.note_moved(relocation.moves)
         if self._on_moved is not None:
             self._on_moved(relocation)

@@ -16,11 +16,11 @@ from collections import Counter
 from collections.abc import Iterable
 
 from kv_pool.adapter.gpu_kv_pool import GPUKVPool
-from kv_pool.adapter.holdings import Holder
 from kv_pool.contiguous import invariants
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.errors import CorruptedPoolError
 from kv_pool.ids import SequenceId
+from kv_pool.manager.sequences.holdings import Holder
 
 
 def check(pool: GPUKVPool, others: Iterable[KVCacheBlock] = ()) -> None:

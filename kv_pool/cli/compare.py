@@ -20,7 +20,6 @@ from kv_pool.cli.options import choose_files, write_report
 from kv_pool.cli.setting_options import takes
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.compare.compare import CompareProgress, compare_policies
-from kv_pool.replay.compare.compare_plot import draw_comparison
 from kv_pool.replay.compare.comparison import (
     CEILING,
     ComparedTrace,
@@ -35,6 +34,7 @@ from kv_pool.replay.compare.comparison import (
 )
 from kv_pool.replay.compare.executors import open_executor
 from kv_pool.replay.curves.curve_report import describe_bound
+from kv_pool.replay.pictures.hit_rates import draw_comparison
 from kv_pool.replay.settings import OPTIMUM, ReplaySettings
 from kv_pool.replay.trace import BUNDLED_TRACES
 

@@ -13,9 +13,9 @@ from kv_pool.cli.foreign_text import escape_text, make_cell
 from kv_pool.cli.options import choose_files, write_report
 from kv_pool.cli.setting_options import takes
 from kv_pool.replay.capacity import RANGE_FORMAT
-from kv_pool.replay.curves.curve_plot import draw_curves
 from kv_pool.replay.curves.curve_report import CurvePoint, CurveReport, describe_bound, write_csv
 from kv_pool.replay.curves.measure import CurveProgress, measure_curves
+from kv_pool.replay.pictures.hit_rates import draw_curves
 from kv_pool.replay.settings import ReplaySettings
 
 _MAX_ROWS = 14

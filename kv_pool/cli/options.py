@@ -21,9 +21,9 @@ from kv_pool.replay.capacity import (
     parse_range,
 )
 from kv_pool.replay.event_feed import PUBLISH, PUBLISH_CONFIG, PUBLISH_REPLAY
-from kv_pool.replay.figure import check_can_draw
 from kv_pool.replay.groups import parse_groups
 from kv_pool.replay.option import Option
+from kv_pool.replay.pictures.figure import check_can_draw
 from kv_pool.replay.report import encode_json, write_json
 from kv_pool.replay.settings import ReplaySettings, find_block_size
 from kv_pool.replay.trace_writer import check_can_write

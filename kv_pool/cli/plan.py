@@ -14,12 +14,17 @@ from kv_pool.cli.options import choose_files, write_report
 from kv_pool.cli.setting_options import takes
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.capacity import parse_memory
-from kv_pool.replay.plan.goals import PRICE_FORMAT, PlanGoal, parse_prices, parse_share
+from kv_pool.replay.pictures.hit_rates import draw_plan
 from kv_pool.replay.plan.make_plan import plan_capacity
-from kv_pool.replay.plan.plan_plot import draw_plan
-from kv_pool.replay.plan.plan_report import CapacityPlan, PlanPoint
+from kv_pool.replay.plan.plan_report import (
+    PRICE_FORMAT,
+    CapacityPlan,
+    PlanGoal,
+    PlanPoint,
+    parse_prices,
+    parse_share,
+)
 from kv_pool.replay.plan.plan_words import describe_plan, format_bytes
-from kv_pool.replay.plan.prefill_cost import find_compute
 from kv_pool.replay.settings import CLOCKS, TIERS_PANEL, ReplaySettings
 
 _GOAL_PANEL = "Goal; the knee of the curve without one"
@@ -117,7 +122,6 @@ def plan(
             host_bytes=None if host_memory is None else parse_memory(host_memory),
             disk_bytes=None if disk_memory is None else parse_memory(disk_memory),
             block_sizes=sizes,
-            compute=None if model_options.model is None else find_compute(model_options.model),
             on_progress=show,
         )
     write_report(found, json)

@@ -18,12 +18,11 @@ from kv_pool.cli.publishing import describe_publisher, open_publisher
 from kv_pool.cli.setting_options import takes
 from kv_pool.core.kv_events import MEDIUM_GPU
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.replay.breakdown import BreakdownRow, parse_breakdowns
 from kv_pool.replay.event_feed import EVENTS_PANEL, EventFeed
-from kv_pool.replay.figure import check_can_draw
-from kv_pool.replay.plot import draw_breakdowns
+from kv_pool.replay.pictures.figure import check_can_draw
+from kv_pool.replay.pictures.hit_rates import draw_breakdowns
 from kv_pool.replay.report import CallTimes, ReplayReport
-from kv_pool.replay.request_outcomes import write_outcomes
+from kv_pool.replay.request_outcomes import BreakdownRow, parse_breakdowns, write_outcomes
 from kv_pool.replay.settings import ReplaySettings
 from kv_pool.replay.simulator import Progress as ReplayProgress
 from kv_pool.replay.simulator import run_replay

@@ -90,15 +90,15 @@ def _make_parameters(settings_class: type) -> dict[str, inspect.Parameter]:
     parameters = {}
     options = {name: (value_type, option) for name, value_type, option in list_options(settings_class)}
     for field in fields(settings_class):
-        if isinstance(field.type, type) and is_dataclass(field.type):
-            parameters.update(_make_parameters(field.type))
-        elif field.name in options:
+        if field.name in options:
             value_type, option = options[field.name]
             default = inspect.Parameter.empty if field.default is MISSING else field.default
             if option.parse is not None:
                 value_type, default = str, option.show(default)
             name = option.name or field.name
             parameters[name] = _make_parameter(name, value_type, default, option)
+        elif isinstance(field.type, type) and is_dataclass(field.type):
+            parameters.update(_make_parameters(field.type))
     return parameters
 
 
@@ -125,11 +125,12 @@ def _make_settings(
 ) -> _Settings:
     """Make settings from values by option name. Raises InvalidArgumentError."""
     values = dict(found)
-    for name, _, option in list_options(settings_class):
+    options = {name: option for name, _, option in list_options(settings_class)}
+    for name, option in options.items():
         text = given.get(option.name or name, MISSING)
         if text is not MISSING:
             values[name] = text if option.parse is None else option.parse(text)
     for field in fields(settings_class):  # type: ignore[arg-type]
-        if isinstance(field.type, type) and is_dataclass(field.type):
+        if field.name not in options and isinstance(field.type, type) and is_dataclass(field.type):
             values[field.name] = _make_settings(field.type, given, {})
     return settings_class(**values)

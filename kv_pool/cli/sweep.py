@@ -14,7 +14,7 @@ from kv_pool.cli.console import measure_table, new_table, print_table, show_prog
 from kv_pool.cli.foreign_text import escape_text
 from kv_pool.cli.options import choose_files, write_report
 from kv_pool.cli.setting_options import takes
-from kv_pool.replay.plot import draw_hit_rates
+from kv_pool.replay.pictures.hit_rates import draw_hit_rates
 from kv_pool.replay.report import ReplayReport, read_reports
 from kv_pool.replay.settings import TIERS_PANEL, ReplaySettings
 from kv_pool.replay.sweep import run_sweep

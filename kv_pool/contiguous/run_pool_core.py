@@ -12,8 +12,8 @@ from kv_pool.core.arguments import as_count, as_int, refuse_interrupted, refuse_
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.deadlines import read_clock
 from kv_pool.core.kv_events import KV_EVENT_TYPES, MEDIUM_GPU, KVEventTypes
-from kv_pool.core.observer import BlockObserver
 from kv_pool.core.pool_core import BlockPoolCore
+from kv_pool.core.pool_part import BlockObserver
 from kv_pool.core.taking import refuse_count, take
 from kv_pool.errors import InvalidArgumentError, OutOfBlocksError
 from kv_pool.ids import BlockId

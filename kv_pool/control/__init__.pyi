@@ -2,7 +2,7 @@
 
 from kv_pool.control.server import ControlServer as ControlServer
 from kv_pool.control.client import ControlClient as ControlClient
-from kv_pool.control.server import ControlledPool as ControlledPool
+from kv_pool.reports.controlled_pool import ControlledPool as ControlledPool
 from kv_pool.control.controlled_manager import ControlledManager as ControlledManager
 from kv_pool.control.live_node import LiveNode as LiveNode
 from kv_pool.control.messages import DefragReport as DefragReport

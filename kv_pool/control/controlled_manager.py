@@ -3,10 +3,7 @@
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from itertools import chain
-from typing import TYPE_CHECKING
-
-import msgspec
+from typing import TYPE_CHECKING, Any
 
 from kv_pool.contiguous import compaction
 from kv_pool.contiguous.compaction import CopyBlocks, Relocation
@@ -19,9 +16,8 @@ from kv_pool.ids import BlockId, GroupId, RequestId
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.migration.manager_sequences import ManagerSequences
-from kv_pool.reports.layout import PoolLayout, read_layout
-from kv_pool.reports.sequences import SequenceList, SequenceReport
-from kv_pool.reports.statistics import PoolStatistics, read_fragmentation_rate, read_statistics
+from kv_pool.reports.controlled_pool import ControlledPool
+from kv_pool.reports.sequences import SequenceReport
 
 if TYPE_CHECKING:
     from kv_pool.storage.block_storage import BlockStorage
@@ -32,7 +28,7 @@ _WITHOUT_RUNS = (
 )
 
 
-class ControlledManager:
+class ControlledManager(ControlledPool[BlockPoolCore]):
     """A manager as the pool of `ControlServer`, `Defragmenter` and `LiveNode`.
 
         pool = ControlledManager(manager, storage=storage, lock=lock, on_moved=remap_tables)
@@ -75,15 +71,15 @@ class ControlledManager:
 
         check_type("manager", manager, KVCacheManager)
         self.manager = manager
-        self.block_pool: BlockPoolCore = manager.block_pool
-        self.lock: AbstractContextManager[object] = threading.RLock() if lock is None else lock
+        self.block_pool = manager.block_pool
+        self.block_size = manager.block_size
+        self.lock = threading.RLock() if lock is None else lock
         self.run_length = as_count("run_length", run_length, 1)
         self.device_id = as_int("device_id", device_id)
         self._storage = storage
         self._copy = copy
         self._on_moved = on_moved
         self._requests: Mapping[RequestId, SchedulableRequest] = {} if requests is None else requests
-        self._num_moved_blocks = 0
 
     def get_sequences(self) -> ManagerSequences:
         """Return the requests as the sequences of a `PoolSite`.
@@ -97,45 +93,25 @@ class ControlledManager:
 
     # ---- reports ---------------------------------------------------------------------------------
 
-    def get_statistics(self) -> PoolStatistics:
-        """Return statistics without latencies: the manager times no calls. O(number of blocks)."""
-        with self.lock:
-            known = read_statistics(
-                self.block_pool, block_size=self.manager.block_size, run_length=self.run_length
-            )
-            retention = self.manager.retention
-            return msgspec.structs.replace(
-                known,
-                pinned_blocks=0 if retention is None else retention.num_pins,
-                reserved_blocks=self.manager.watermark_blocks,
-                moved_blocks=self._num_moved_blocks,
-                num_sequences=len(self.manager.list_request_ids()),
-            )
+    def _list_rows(self) -> dict[RequestId, list[list[KVCacheBlock]]]:
+        """Return the rows of each request, in the order of admission; those without tables come last."""
+        rows = list_rows(self.manager)
+        return rows | {one: [] for one in self.manager.detached_requests if one not in rows}
 
-    def get_layout(self) -> PoolLayout:
-        """Return the state of each block and the runs of requests. O(number of blocks)."""
-        with self.lock:
-            return read_layout(
-                self.block_pool,
-                list(chain.from_iterable(map(self._list_rows, self.manager.list_request_ids()))),
-                block_size=self.manager.block_size,
-                run_length=self.run_length,
-                device_id=self.device_id,
-            )
+    def _report_sequence(self, sequence_id: RequestId, num_blocks: int, num_immovable: int) -> SequenceReport:
+        request = self._requests.get(sequence_id)
+        return SequenceReport(
+            sequence_id,
+            num_blocks,
+            None,
+            None,
+            sequence_id in self.manager.detached_requests,
+            None if request is None else request.num_computed_tokens,
+            num_immovable,
+        )
 
-    def describe_sequences(self) -> SequenceList:
-        """Return a report of each request, in the order of admission; requests without tables come last."""
-        with self.lock:
-            immovable_ids = set(self.block_pool.holds.list_immovable_ids())
-            reports = []
-            for request_id in self.manager.list_request_ids():
-                blocks = [block for row in self._list_rows(request_id) for block in row if not block.is_null]
-                num_immovable = sum(block.block_id in immovable_ids for block in blocks)
-                reports.append(self._report(request_id, len(blocks), num_immovable))
-            for request_id in self.manager.detached_requests:
-                if not self.manager.holds_blocks(request_id):
-                    reports.append(self._report(request_id, 0, 0))
-            return SequenceList(reports)
+    def _count_more(self) -> dict[str, Any]:
+        return count_use(self.manager)
 
     def get_free_blocks(self) -> int:
         """Return the number of free blocks, cached ones included."""
@@ -156,11 +132,6 @@ class ControlledManager:
                 victims.append(RequestId(str(report.sequence_id)))
                 num_blocks -= report.num_blocks
         return victims
-
-    def get_fragmentation_rate(self) -> float:
-        """Return the share of the possible runs of `run_length` that scattering makes impossible, 0 to 1."""
-        with self.lock:
-            return read_fragmentation_rate(self.block_pool, self.run_length)
 
     # ---- compaction ------------------------------------------------------------------------------
 
@@ -192,7 +163,7 @@ class ControlledManager:
             )
 
         def note_moved(relocation: Relocation) -> None:
-            self._num_moved_blocks += len(relocation.moves)
+            self.num_moved_blocks += len(relocation.moves)
             on_moved(relocation)
 
         with self.lock:
@@ -207,22 +178,21 @@ class ControlledManager:
                 scratch_ids=scratch_ids,
             )
 
-    # ---- inside ----------------------------------------------------------------------------------
 
-    def _list_rows(self, request_id: RequestId) -> list[list[KVCacheBlock]]:
-        return [
-            self.manager.get_table(request_id, GroupId(group_id)).blocks
-            for group_id in range(len(self.manager.groups))
-        ]
+def list_rows(manager: KVCacheManager) -> dict[RequestId, list[list[KVCacheBlock]]]:
+    """Return the blocks of each request of a manager, one row per group, in the order of admission."""
+    group_ids = [GroupId(group_id) for group_id in range(len(manager.groups))]
+    return {
+        request_id: [manager.get_table(request_id, group_id).blocks for group_id in group_ids]
+        for request_id in manager.list_request_ids()
+    }
 
-    def _report(self, request_id: RequestId, num_blocks: int, num_immovable: int) -> SequenceReport:
-        request = self._requests.get(request_id)
-        return SequenceReport(
-            request_id,
-            num_blocks,
-            None,
-            None,
-            request_id in self.manager.detached_requests,
-            None if request is None else request.num_computed_tokens,
-            num_immovable,
-        )
+
+def count_use(manager: KVCacheManager) -> dict[str, Any]:
+    """Return the fields of `PoolStatistics` that a manager knows."""
+    retention = manager.retention
+    return {
+        "pinned_blocks": 0 if retention is None else retention.num_pins,
+        "reserved_blocks": manager.watermark_blocks,
+        "num_sequences": len(manager.list_request_ids()),
+    }

@@ -13,8 +13,6 @@ from secrets import token_hex
 from typing import Any
 
 from kv_pool.adapter.gpu_kv_pool import GPUKVPool
-from kv_pool.adapter.migration_hook import MigrationHook
-from kv_pool.adapter.pool_sequences import PoolSequences
 from kv_pool.control.controlled_manager import ControlledManager
 from kv_pool.control.messages import MigrationList, PeerList, PeerReport
 from kv_pool.control.serve_settings import ServeSettings
@@ -26,14 +24,15 @@ from kv_pool.errors import (
     UnknownSequenceError,
 )
 from kv_pool.ids import NodeName, RequestId, SequenceId
-from kv_pool.migration.announcer import Announcer
 from kv_pool.migration.backends.tcp import TcpBackend
 from kv_pool.migration.machine import name_device, read_machine
 from kv_pool.migration.messages import KnownNode, NodeDescription, NodeLocation
+from kv_pool.migration.migration_hook import MigrationHook
 from kv_pool.migration.migrator import Migrator
-from kv_pool.migration.peers import Peers, parse_peer, read_peers
+from kv_pool.migration.peers import Peers, parse_peer
+from kv_pool.migration.pool_sequences import PoolSequences
 from kv_pool.migration.pool_site import PoolSite
-from kv_pool.migration.registry import NodeRegistry
+from kv_pool.migration.registry import Announcer, NodeRegistry
 from kv_pool.migration.secret import load_secret, write_secret_file
 from kv_pool.migration.sequences import SequenceOwner, Sequences
 from kv_pool.migration.status import MigrationPhase, MigrationStatus
@@ -43,6 +42,7 @@ from kv_pool.migration.topology import (
     Topology,
     describe_other_kind,
     find_nearness,
+    read_peers,
     read_topology,
 )
 from kv_pool.migration.transfer_backend import TransferBackend
@@ -134,7 +134,9 @@ class LiveNode:
 
             is_address = ":" in settings.registry
             address = settings.registry if is_address else peers.get_address(NodeName(settings.registry))
-            self._announcer = Announcer(self.migrator, RemoteCalls(address, secret, name))
+            self._announcer = Announcer(
+                self.migrator.make_announcement, peers, RemoteCalls(address, secret, name)
+            )
         self._migration_threshold = settings.migration_threshold
         self.migration_hook = MigrationHook(self.topology, ask_timeout_s=_ASK_TIMEOUT_S)
         self.migration_hook.use(pool, self.migrator)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -42,57 +42,16 @@ from kv_pool.control.socket_path import (
     resolve_path,
 )
 from kv_pool.core.arguments import as_count
-from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import ControlError, OutOfThreadsError
 from kv_pool.ids import NodeName
-from kv_pool.migration.workers import Workers
+from kv_pool.reports.controlled_pool import ControlledPool
 from kv_pool.reports.holds import explain_block, list_holds
-from kv_pool.reports.layout import PoolLayout
-from kv_pool.reports.sequences import SequenceList
-from kv_pool.reports.statistics import PoolStatistics
-from kv_pool.threads import start_thread
+from kv_pool.threads import Workers, start_thread
 
 if TYPE_CHECKING:
     from kv_pool.control.live_node import LiveNode
 
 _BACKLOG = 128
-
-
-class ControlledPool(Protocol):
-    """A `GPUKVPool`, a `ControlledManager`, or the pool of a running vLLM engine.
-
-    Each call is atomic. A pool that does not support an operation raises ControlError with the reason and the
-    way out.
-    """
-
-    @property
-    def block_pool(self) -> BlockPoolCore:
-        """The blocks and their holds; read with `lock` held."""
-
-    @property
-    def lock(self) -> AbstractContextManager[object]:
-        """The reentrant lock held by every call that changes the pool."""
-
-    @property
-    def run_length(self) -> int:
-        """Length in blocks of the runs that `get_fragmentation_rate` counts."""
-
-    def get_statistics(self) -> PoolStatistics:
-        """Return counts, shares and latencies."""
-
-    def get_layout(self) -> PoolLayout:
-        """Return the state of each block."""
-
-    def describe_sequences(self) -> SequenceList:
-        """Return the sequences, or requests, that have blocks."""
-
-    def get_fragmentation_rate(self) -> float:
-        """Return the share of the possible runs of `run_length` that scattering makes impossible, 0 to 1."""
-
-    def defragment(
-        self, max_evictions: int = 0, max_moves: int | None = None, goal: float | None = None
-    ) -> int:
-        """Compact the pool and return how many blocks changed their id. See `GPUKVPool.defragment`."""
 
 
 class ControlServer(Running):
@@ -127,7 +86,7 @@ class ControlServer(Running):
 
     def __init__(
         self,
-        pool: ControlledPool,
+        pool: ControlledPool[Any],
         path: str | Path | None = None,
         *,
         node: "LiveNode | None" = None,
@@ -371,7 +330,7 @@ class ControlServer(Running):
 
 
 def defragment(
-    pool: ControlledPool,
+    pool: ControlledPool[Any],
     max_moves: int | None,
     max_evictions: int,
     clock: Callable[[], float] = time.perf_counter,

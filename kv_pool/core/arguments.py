@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError, InvalidTypeError, PoolInterruptedError
+from kv_pool.ids import RequestId
 
 
 def refuse_type(name: str, value: object, expected: str) -> NoReturn:
@@ -143,3 +144,15 @@ def refuse_interrupted() -> NoReturn:
         "keeps the blocks of all requests and empties the prefix cache; for a bare BlockPool, repair(blocks) "
         "with the blocks that you hold, each once per reference"
     )
+
+
+def get_request_id(name: str, request: object) -> RequestId:
+    """Return the id of a request. Raise InvalidTypeError if `request` is not a request."""
+    unchecked: Any = request
+    try:
+        request_id = unchecked.request_id
+    except AttributeError:
+        refuse_type(name, request, "a request")
+    if not isinstance(request_id, str):
+        refuse_type(f"{name}.request_id", request_id, "str")
+    return RequestId(request_id)

@@ -9,7 +9,6 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.cache_policy import LRU, STAY, CachePolicy
 from kv_pool.core.cached_runs import CachedRun, RunQueue, unlink
 from kv_pool.core.eviction_order import EMPTY_BAND, BandPolicy, EvictionOrder
-from kv_pool.core.policy_names import find_policy
 from kv_pool.core.pool_part import PoolPart
 from kv_pool.core.run_table import RunTable
 from kv_pool.errors import CachePolicyError, InvalidArgumentError
@@ -595,6 +594,8 @@ class PolicyHost(BandPolicy):
 
 def open_policy(pool: Any, policy: Any) -> None:
     """Implement `BlockPool.open_policy`."""
+    from kv_pool.core.policy_names import find_policy  # most pools have no policy
+
     choice = find_policy(policy)
     if not pool.enable_caching:
         raise InvalidArgumentError(f"the cache policy {choice.name} needs a pool with enable_caching")

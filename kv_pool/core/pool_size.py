@@ -9,17 +9,12 @@ from kv_pool.errors import PoolTooLargeError
 _MEMINFO = "/proc/meminfo"
 _CONTAINER_LIMIT = "/sys/fs/cgroup/memory.max"
 
-UNCHECKED_BLOCKS = 10_000_000
-"""Pools up to this size, which take 1 to 2 GB, are not checked."""
-
 BYTES_PER_BLOCK = 104 if COMPILED else 168
 """Measured for a new `BlockPool`; cached blocks and blocks in use take more."""
 
 
 def check_fits_memory(num_blocks: int) -> None:
     """Raise PoolTooLargeError if the records of `num_blocks` blocks need more memory than is available."""
-    if num_blocks <= UNCHECKED_BLOCKS:
-        return
     needed = num_blocks * BYTES_PER_BLOCK
     available = count_available_bytes()
     if available is not None and needed > available:

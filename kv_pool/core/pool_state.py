@@ -19,12 +19,13 @@ from kv_pool.core.holds import BlockHolds
 from kv_pool.core.kv_events import KV_EVENT_TYPES, MEDIUM_GPU, KVCacheEvent, KVEventTypes
 from kv_pool.core.live_curve import LiveCurve
 from kv_pool.core.mode import COMPILED
-from kv_pool.core.observer import BlockObserver, LowerTiers
 from kv_pool.core.policy_host import open_policy
-from kv_pool.core.pool_part import FreeIndex, PoolPart
-from kv_pool.core.pool_size import check_fits_memory
+from kv_pool.core.pool_part import BlockObserver, FreeIndex, LowerTiers, PoolPart
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockHashWithGroupId, BlockId
+
+_UNCHECKED_BLOCKS: Final = 10_000_000
+"""A pool of at most this size takes 1 to 2 GB, and is not compared with this machine's memory."""
 
 
 class ReuseWatcher(NamedTuple):
@@ -75,7 +76,10 @@ class PoolState:
             raise InvalidArgumentError(
                 f"num_gpu_blocks is {num_gpu_blocks!r}; a pool has at least 1 block, its null block"
             )
-        check_fits_memory(num_gpu_blocks)
+        if num_gpu_blocks > _UNCHECKED_BLOCKS:
+            from kv_pool.core.pool_size import check_fits_memory
+
+            check_fits_memory(num_gpu_blocks)
         blocks = [KVCacheBlock(cast(BlockId, number)) for number in range(num_gpu_blocks)]
         if not isinstance(hash_block_size, int) or hash_block_size < 1:
             raise InvalidArgumentError(

@@ -11,8 +11,7 @@ from mypy_extensions import i32, i64
 from kv_pool.core.arguments import check_ours, raise_typed
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.evicting import evict, evict_all
-from kv_pool.core.observer import BlockObserver
-from kv_pool.core.pool_part import PoolPart
+from kv_pool.core.pool_part import BlockObserver, PoolPart
 from kv_pool.core.pool_state import PoolState
 from kv_pool.errors import CorruptedPoolError, InvalidArgumentError, InvalidBlockError, OutOfBlocksError
 

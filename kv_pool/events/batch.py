@@ -3,15 +3,51 @@
 The encoder is strict and the decoder is lenient: deployed publishers send events as maps or, before June
 2026, as arrays, and a reader that stops at the first unknown event loses the stream. A snapshot is one batch,
 encoded piece by piece.
+
+```text
+live     topic | sequence | payload
+request  identity | empty | first sequence requested            as received by a ROUTER
+reply    identity | empty | topic | sequence | payload          for each batch
+end      identity | empty | empty | ff ff ff ff ff ff ff ff | empty
+```
 """
 
+import struct
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from kv_pool.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
-from kv_pool.errors import EventStreamError, InvalidTypeError
+from kv_pool.errors import EventStreamError, InvalidArgumentError, InvalidTypeError
+
+END_OF_REPLAY = b"\xff" * 8
+"""Replaces the sequence in the message that ends a replay."""
+
+MAX_SEQUENCE = 2**64 - 2
+"""The highest sequence of a batch; the next number is the end marker."""
+
+_SEQUENCE = struct.Struct(">Q")
+
+
+def pack_sequence(sequence: int) -> bytes:
+    """Return a sequence as 8 bytes, big-endian. Raises InvalidArgumentError outside 0 to `MAX_SEQUENCE`."""
+    if not 0 <= sequence <= MAX_SEQUENCE:
+        raise InvalidArgumentError(f"sequence is {sequence}; it must be 0 to {MAX_SEQUENCE}")
+    return _SEQUENCE.pack(sequence)
+
+
+def unpack_sequence(frame: bytes) -> int:
+    """Return the number in a sequence frame; 2**64 - 1 is the end marker.
+
+    Raises:
+        EventStreamError: the frame is not 8 bytes long.
+    """
+    if len(frame) != _SEQUENCE.size:
+        raise EventStreamError(f"a sequence frame has {len(frame)} bytes; it must have {_SEQUENCE.size}")
+    number: int = _SEQUENCE.unpack(frame)[0]
+    return number
 
 
 class KVEventBatch(msgspec.Struct, array_like=True):
@@ -28,46 +64,30 @@ class KVEventBatch(msgspec.Struct, array_like=True):
     data_parallel_rank: int | None = None
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class DecodedBatch:
     """A decoded batch.
 
     Attributes:
         ts, data_parallel_rank: as in `KVEventBatch`.
-        num_dropped: events that could not be decoded: malformed, or of an unknown type.
-        first_drop_reason: why the first of them was dropped; None if none was.
         unread_events: the events, whose `token_ids` may still be a `msgspec.Raw`. For readers that ignore
             tokens or read them from bytes. The first access to `events` replaces this list.
+        num_dropped: events that could not be decoded: malformed, or of an unknown type.
+        first_drop_reason: why the first of them was dropped; None if none was.
+        has_raw_tokens: whether `unread_events` may have tokens that are not decoded.
     """
 
-    __slots__ = (
-        "_has_raw_tokens",
-        "data_parallel_rank",
-        "first_drop_reason",
-        "num_dropped",
-        "ts",
-        "unread_events",
-    )
-
-    def __init__(
-        self,
-        ts: float,
-        events: list[KVCacheEvent],
-        data_parallel_rank: int | None,
-        num_dropped: int = 0,
-        first_drop_reason: str | None = None,
-        has_raw_tokens: bool = False,
-    ) -> None:
-        self.ts = ts
-        self.unread_events = events
-        self.data_parallel_rank = data_parallel_rank
-        self.num_dropped = num_dropped
-        self.first_drop_reason = first_drop_reason
-        self._has_raw_tokens = has_raw_tokens
+    ts: float
+    unread_events: list[KVCacheEvent]
+    data_parallel_rank: int | None
+    num_dropped: int = 0
+    first_drop_reason: str | None = None
+    has_raw_tokens: bool = False
 
     @property
     def events(self) -> list[KVCacheEvent]:
         """The events that could be decoded, in order. Token ids are decoded on first access."""
-        if self._has_raw_tokens:
+        if self.has_raw_tokens:
             self._read_tokens()
         return self.unread_events
 
@@ -84,7 +104,7 @@ class DecodedBatch:
                 event.__class__ = BlockStored  # type: ignore[assignment]
             events.append(event)
         self.unread_events = events
-        self._has_raw_tokens = False
+        self.has_raw_tokens = False
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, DecodedBatch):

@@ -28,10 +28,9 @@ from dataclasses import replace
 
 from kv_pool.core.kv_events import AllBlocksCleared
 from kv_pool.errors import EventStreamError
-from kv_pool.events.batch import DecodedBatch, decode_lazily, is_snapshot
+from kv_pool.events.batch import MAX_SEQUENCE, DecodedBatch, decode_lazily, is_snapshot
 from kv_pool.events.growing_pause import GrowingPause
 from kv_pool.events.queued_batches import QueuedBatches, ReplayedBatches, make_fingerprint
-from kv_pool.events.sequence_frames import MAX_SEQUENCE
 from kv_pool.events.stream_items import (
     BatchesLost,
     BatchRequest,

@@ -117,3 +117,8 @@ class ResidentState(Protocol):
 
         Called, and its lists consumed, by another thread while batches are applied.
         """
+
+
+def is_worth_logging(count: int) -> bool:
+    """Return True for the 1st, 2nd, 4th, 8th occurrence, and so on."""
+    return count & (count - 1) == 0

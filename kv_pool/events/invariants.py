@@ -25,11 +25,16 @@ from kv_pool.core.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from kv_pool.core.stored_events import make_external_hash
 from kv_pool.errors import CorruptedPoolError
 from kv_pool.events.place_blocks import Place
-from kv_pool.events.resident_blocks import find_place, is_dense
+from kv_pool.events.stored_spans import is_dense
 from kv_pool.events.stream_state import StreamState
 from kv_pool.ids import ExternalBlockHash
 
 Key = tuple[Place, ExternalBlockHash]
+
+
+def find_place(event: BlockStored | BlockRemoved) -> Place:
+    """Return the place of an event's blocks."""
+    return Place(event.medium, event.group_idx, event.locality, event.ownership)
 
 
 class Reader:

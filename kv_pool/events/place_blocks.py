@@ -1,5 +1,8 @@
 """`PlaceBlocks`: the blocks of one place by hash, and their parents and children. Compiled.
 
+Most events announce many blocks. One `BlockSpan` for all of them costs less time and memory than one object
+per block.
+
 ```text
 held      a -> S   b -> S   c -> S   f -> T            S: a b c; T: f, with parent b
 children  b -> f                                       first blocks of spans by their parent
@@ -7,29 +10,35 @@ tails     {}                                           {b} once b is removed, an
 ```
 """
 
+from collections.abc import Sequence
 from itertools import repeat
 from typing import Any, Final, NamedTuple
 
-from mypy_extensions import i32, i64
+from msgspec import MsgspecError
+from msgspec.msgpack import Decoder, Encoder
+from mypy_extensions import i32, i64, mypyc_attr
 
-from kv_pool.events.block_spans import (
-    MAX_SPAN_BLOCKS,
-    BlockSpan,
-    ResidentBlock,
-    can_grow,
-    copy_span,
-    find_position,
-    find_ranges,
-    grow,
-    pack_tokens,
-    slice_span,
-    trim,
-)
 from kv_pool.events.held_hashes import ABSENT, HeldHashes
+from kv_pool.events.stored_spans import find_ranges
 from kv_pool.ids import GroupId
+
+MAX_SPAN_BLOCKS: Final = 512
+"""Longer events are split into several spans, so that unpacking the tokens of one span stays fast."""
+
+MAX_GROWN_BLOCKS: Final = 16
+"""A block that follows a shorter span is appended to it: a sequence grows by one block at a time."""
+
+MIN_TRIMMED_BLOCKS: Final = 32
+"""Shorter spans are not trimmed: they keep the fields of removed blocks."""
+
+LEAST_INDEXED_BLOCKS: Final = 32
+"""Spans of at least this length get an index of positions when an inner block is removed."""
 
 NUM_SHARDS: Final = 256
 """Number of pieces in which the spans of a place are copied."""
+
+_encode: Final[Any] = Encoder().encode
+_decode: Final[Any] = Decoder().decode
 
 
 class Place(NamedTuple):
@@ -41,12 +50,166 @@ class Place(NamedTuple):
     ownership: str | None
 
 
-class Change(NamedTuple):
-    """A span that was added, or a list of hashes that are no longer resident."""
+class BlockKind(NamedTuple):
+    """The properties that most blocks share; equal kinds are one object."""
 
-    place: Place
-    added: BlockSpan | None
-    removed: list[Any] | None
+    block_size: int
+    lora_id: int | None
+    lora_name: str | None
+    kv_cache_spec_kind: str | None
+    kv_cache_spec_sliding_window: int | None
+    has_extra_keys: bool
+
+
+# Compiled without a GC header, as a pool's blocks are: a collection does not visit a million spans.
+@mypyc_attr(acyclic=True)
+class BlockSpan:
+    """The blocks of one event, each the parent of the next; some of them may have been removed since.
+
+    Attributes:
+        hashes: of all blocks that the event announced together, including removed ones.
+        parent: the hash before `hashes[0]` in the sequence, resident or not; None at the start.
+        kind: a `BlockKind`.
+        tokens: the token ids of all `hashes`, packed by `pack_tokens`; None if not kept or unknown.
+        extra_keys, lookahead_token_ids: the event's entries for all `hashes`; None if there are none.
+        num_resident: number of blocks that are still resident.
+        end: no block at this position or behind it is resident.
+        serial: unique among the spans of a `PlaceBlocks`; -1 before and after it is one of them.
+        copy_number: number of the last copy of its `PlaceBlocks` that it is in, or is too new for.
+        has_children: whether one of the hashes may be the parent of another span.
+        has_gaps: whether a block may have been removed before one that is still resident.
+        positions: hash -> index in `hashes`, built when an inner block is first removed; None before.
+    """
+
+    def __init__(
+        self,
+        hashes: tuple[Any, ...],
+        parent: Any,
+        kind: Any,
+        tokens: Any,
+        extra_keys: Any,
+        lookahead_token_ids: Any,
+    ) -> None:
+        self.hashes = hashes
+        self.parent = parent
+        self.kind = kind
+        self.tokens = tokens
+        self.extra_keys = extra_keys
+        self.lookahead_token_ids = lookahead_token_ids
+        self.num_resident: i32 = len(hashes)
+        self.end: i32 = len(hashes)
+        self.serial: i64 = -1
+        self.copy_number: i32 = 0
+        self.has_children = False
+        self.has_gaps = False
+        self.positions: Any = None
+
+
+@mypyc_attr(acyclic=True)
+class BlockRun:
+    """Consecutive resident blocks `[first, end)` of a span.
+
+    Attributes:
+        parent: the hash before the first block in its sequence, resident or not; None at the start.
+    """
+
+    def __init__(self, span: BlockSpan, first: i32, end: i32) -> None:
+        self.span = span
+        self.first: i32 = first
+        self.end: i32 = end
+        self.parent: Any = span.hashes[first - 1] if first else span.parent
+
+    def __len__(self) -> int:
+        return self.end - self.first
+
+
+def slice_span(whole: BlockSpan, first: int, end: int, token_ids: list[Any] | None) -> BlockSpan:
+    """Return blocks `[first, end)` of a span as a new span; `token_ids` are those of the whole span."""
+    tokens: Any = None
+    if token_ids is not None:
+        size: int = whole.kind.block_size
+        tokens = pack_tokens(token_ids[first * size : end * size])
+    return BlockSpan(
+        whole.hashes[first:end],
+        whole.hashes[first - 1] if first else whole.parent,
+        whole.kind,
+        tokens,
+        whole.extra_keys and whole.extra_keys[first:end],
+        whole.lookahead_token_ids and whole.lookahead_token_ids[first:end],
+    )
+
+
+def trim(span: BlockSpan) -> None:
+    """Drop the fields of removed blocks at the end of a long span if they are at least three quarters."""
+    num_held: i32 = len(span.hashes)
+    if num_held < MIN_TRIMMED_BLOCKS or span.end * 4 > num_held:
+        return
+    tokens = span.tokens
+    first = slice_span(span, 0, span.end, None if tokens is None else unpack_tokens(tokens))
+    span.hashes = first.hashes
+    span.tokens = first.tokens
+    span.extra_keys = first.extra_keys
+    span.lookahead_token_ids = first.lookahead_token_ids
+    span.positions = None
+
+
+def can_grow(span: BlockSpan, last: Any, kind: Any) -> bool:
+    """Return True if a block of this kind whose parent is `last` can be appended to the span."""
+    num_held: i32 = len(span.hashes)
+    return (
+        span.end == num_held < MAX_GROWN_BLOCKS
+        and span.kind is kind
+        and span.extra_keys is None
+        and span.lookahead_token_ids is None
+        and span.hashes[num_held - 1] == last
+    )
+
+
+def grow(span: BlockSpan, block_hash: Any, tokens: Any) -> None:
+    """Append a block. O(blocks of the span)."""
+    if tokens is not None:
+        size: int = span.kind.block_size
+        span.tokens = join_tokens(span.tokens, len(span.hashes) * size, tokens, size)
+    span.hashes = (*span.hashes, block_hash)
+    span.num_resident += 1
+    span.end += 1
+    span.positions = None
+
+
+def pack_tokens(token_ids: Sequence[int]) -> bytes | None:
+    """Return token ids as a msgpack array; None if one of them cannot be encoded."""
+    try:
+        packed: bytes = _encode(token_ids)
+    except (TypeError, OverflowError, MsgspecError):
+        return None
+    return packed
+
+
+def unpack_tokens(packed: bytes) -> list[int]:
+    """Return the token ids that `pack_tokens` packed."""
+    token_ids: list[int] = _decode(packed)
+    return token_ids
+
+
+def join_tokens(packed: bytes, num_tokens: int, following: bytes, num_following: int) -> bytes:
+    """Join two results of `pack_tokens`, which have `num_tokens` and `num_following` tokens."""
+    header = b"\xdd" + (num_tokens + num_following).to_bytes(4, "big")
+    return header + packed[measure_header(packed) :] + following[measure_header(following) :]
+
+
+def measure_header(packed: bytes) -> int:
+    """Return the size of a msgpack array's header, in bytes."""
+    return {0xDC: 3, 0xDD: 5}.get(packed[0], 1)
+
+
+def find_position(span: BlockSpan, block_hash: Any) -> i32:
+    """Return the index of a hash in the span's hashes."""
+    if span.end < LEAST_INDEXED_BLOCKS:
+        return span.hashes.index(block_hash)
+    if span.positions is None:
+        span.positions = {one: position for position, one in enumerate(span.hashes)}
+    position: int = span.positions[block_hash]
+    return position
 
 
 class PlaceBlocks:
@@ -61,7 +224,7 @@ class PlaceBlocks:
         shards: all spans by serial, in `NUM_SHARDS` dicts, to be copied in pieces.
         packed: the token ids of the last `store` as a msgpack array, if it packed them.
         has_tails: whether the last `store` added the parent of blocks that were already resident.
-        changes: None, or a list to which all changes are appended, oldest first.
+        copied: while a copy is taken, all that it has; None otherwise.
     """
 
     def __init__(self, place: Place) -> None:
@@ -72,23 +235,9 @@ class PlaceBlocks:
         self.shards: list[dict[int, BlockSpan]] = [{} for _ in range(NUM_SHARDS)]
         self.packed: bytes | None = None
         self.has_tails = False
-        self.changes: list[Any] | None = None
+        self.copied: list[BlockRun] | None = None
+        self._copy_number: i32 = 0
         self._next_serial: i64 = 0
-
-    def find_block(self, block_hash: Any) -> ResidentBlock:
-        """Return a resident block, valid until the next change. Raises KeyError."""
-        span: BlockSpan = self.held.values[block_hash]
-        return ResidentBlock(span, find_position(span, block_hash))
-
-    def list_children(self, block: ResidentBlock) -> list[Any]:
-        """Return the hashes of the resident children of a block returned by `find_block`."""
-        span = block.span
-        following = block.position + 1
-        known = self.children.get(span.hashes[block.position])
-        children = [] if known is None else list(known) if type(known) is dict else [known]
-        if following < span.end and self.held.values.get(span.hashes[following]) is span:
-            children.append(span.hashes[following])
-        return children
 
     # ---- stores ------------------------------------------------------------------------------------
 
@@ -142,12 +291,10 @@ class PlaceBlocks:
         self.has_tails = False
         positions = self.held.store(hashes, (span,))
         if positions is None:
-            parent = span.hashes[span.end - 1]
+            if self.copied is not None:
+                self.copy_span(span)
             grow(span, hashes[0], packed)
             self.attach_tails(span)
-            if self.changes is not None:
-                added = BlockSpan((hashes[0],), parent, span.kind, packed, None, None)
-                self.changes.append(Change(self.place, added, None))
         return positions
 
     def attach_tails(self, span: BlockSpan) -> None:
@@ -164,6 +311,7 @@ class PlaceBlocks:
         serial = self._next_serial
         self._next_serial = serial + 1
         span.serial = serial
+        span.copy_number = self._copy_number
         self.shards[serial % NUM_SHARDS][serial] = span
         parent = span.parent
         if parent is not None:
@@ -173,8 +321,6 @@ class PlaceBlocks:
                 self.tails.add(parent)
             else:
                 before.has_children = True
-        if self.changes is not None:
-            self.changes.append(Change(self.place, copy_span(span), None))
 
     # ---- removals ----------------------------------------------------------------------------------
 
@@ -183,6 +329,8 @@ class PlaceBlocks:
 
         These include hashes that were not resident before. A hash may occur several times. O(hashes).
         """
+        if self.copied is not None:
+            self.copy_spans_of(hashes)
         gone, spans = self.held.remove(hashes)
         span: BlockSpan
         for found in spans:
@@ -198,8 +346,6 @@ class PlaceBlocks:
             elif span.serial >= 0:  # the common case: all its blocks at once, or its only block
                 self.drop_span(span)
                 self.unlink(span.parent, span.hashes[0])
-        if self.changes is not None:
-            self.changes.append(Change(self.place, None, gone.copy()))
         return gone
 
     def detach(self, span: BlockSpan, block_hash: Any) -> None:
@@ -255,3 +401,48 @@ class PlaceBlocks:
             return
         del self.children[parent]
         self.tails.discard(parent)
+
+    # ---- copies ------------------------------------------------------------------------------------
+
+    def begin_copy(self) -> None:
+        """Begin a copy of the blocks that are resident now.
+
+        From now on each span is copied before it changes, and `copy_shard` copies those that do not change.
+        """
+        self._copy_number += 1
+        self.copied = []
+
+    def copy_shard(self, shard: int) -> None:
+        """Copy the spans of one shard that are not copied yet."""
+        for span in self.shards[shard].values():
+            self.copy_span(span)
+
+    def copy_spans_of(self, hashes: list[Any]) -> None:
+        """Copy the spans of these hashes, unless they are copied already."""
+        for block_hash in hashes:
+            span = self.held.values.get(block_hash)
+            if span is not None:
+                self.copy_span(span)
+
+    def copy_span(self, span: BlockSpan) -> None:
+        """Copy the resident blocks of a span, unless they are copied already or were stored since."""
+        copied = self.copied
+        if copied is None or span.copy_number == self._copy_number:
+            return
+        span.copy_number = self._copy_number
+        same = BlockSpan(
+            span.hashes, span.parent, span.kind, span.tokens, span.extra_keys, span.lookahead_token_ids
+        )
+        if not span.has_gaps:
+            copied.append(BlockRun(same, 0, span.end))
+            return
+        spans = self.held.values
+        positions = [one for one in range(span.end) if spans.get(span.hashes[one]) is span]
+        for first, end in find_ranges(positions, MAX_SPAN_BLOCKS):
+            copied.append(BlockRun(same, first, end))
+
+    def end_copy(self) -> list[BlockRun]:
+        """Return what was copied: all blocks that were resident at `begin_copy`, in no order."""
+        copied: list[BlockRun] = self.copied or []
+        self.copied = None
+        return copied

@@ -3,9 +3,12 @@
 import msgspec
 
 from kv_pool.core.kv_events import BlockStored
-from kv_pool.events.block_spans import find_ranges
-from kv_pool.events.resident_blocks import is_dense
 from kv_pool.ids import ExternalBlockHash
+
+
+def is_dense(event: BlockStored) -> bool:
+    """Return True if the event has exactly the tokens of its blocks."""
+    return len(event.token_ids) == len(event.block_hashes) * event.block_size
 
 
 def slice_event(event: BlockStored, first: int, end: int, parent: ExternalBlockHash | None) -> BlockStored:
@@ -75,4 +78,15 @@ def find_distinct(hashes: list[ExternalBlockHash]) -> list[tuple[int, int]]:
             seen.clear()
         seen.add(block_hash)
     ranges.append((first, len(hashes)))
+    return ranges
+
+
+def find_ranges(positions: list[int], max_length: int) -> list[tuple[int, int]]:
+    """Return the runs `[first, end)` of consecutive positions, which ascend, of at most this length."""
+    ranges: list[tuple[int, int]] = []
+    for position in positions:
+        if ranges and ranges[-1][1] == position < ranges[-1][0] + max_length:
+            ranges[-1] = ranges[-1][0], position + 1
+        else:
+            ranges.append((position, position + 1))
     return ranges

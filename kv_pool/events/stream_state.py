@@ -1,22 +1,33 @@
-"""`StreamState`: filters a pool's events for readers, tracks resident blocks, and takes snapshots."""
+"""`StreamState`: filters a pool's events for readers, tracks resident blocks, takes snapshots. Compiled."""
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from threading import Lock
+from typing import Any, Final
 
+from msgspec import Raw
+from msgspec.structs import astuple, replace
 from mypy_extensions import mypyc_attr
 
-from kv_pool.core.kv_events import AllBlocksCleared, KVCacheEvent
-from kv_pool.errors import InvalidArgumentError
-from kv_pool.events.chains import iter_chunks
-from kv_pool.events.event_filter import EventFilter, adopt_all
-from kv_pool.events.place_blocks import Change
-from kv_pool.events.resident_blocks import ResidentBlocks
-from kv_pool.events.resident_copy import copy_places, redo
+from kv_pool.core.kv_events import AllBlocksCleared, BlockRemoved, BlockReported, BlockStored, KVCacheEvent
+from kv_pool.errors import InvalidArgumentError, InvalidTypeError
+from kv_pool.events.chains import announce_with_tails, iter_chunks
+from kv_pool.events.place_blocks import NUM_SHARDS, BlockKind, Place, PlaceBlocks
+from kv_pool.events.stored_spans import find_distinct, slice_positions, split_repeats, without_holes
 from kv_pool.events.yield_timer import YieldTimer
+from kv_pool.ids import ExternalBlockHash
 
-NOTHING_APPLIED = -1
-MAX_BLOCKS_PER_CHUNK = 256
+NOTHING_APPLIED: Final = -1
+MAX_BLOCKS_PER_CHUNK: Final = 256
+
+LEAST_PACKED_BYTES: Final = 256
+"""Shorter token arrays are encoded twice: that is faster than copying the event."""
+
+NUM_FORGOTTEN_AT_ONCE: Final = 1024
+"""Number of dict entries that one call of `drop_some` frees, in 0.1 ms."""
+
+OWN_CLASSES: Final = (BlockStored, BlockRemoved, AllBlocksCleared)
+_BY_NAME: Final[dict[str, Any]] = {own.__name__: own for own in (*OWN_CLASSES, BlockReported)}
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -99,24 +110,25 @@ class StreamState:
             parents before children, one event per chain; finally the orphans, with their original parents.
 
         Yields the GIL by `yield_timer`: by default every 0.4 ms, including the caller's work on a list. Next
-        to a thread that never waits, each yield takes another 5 ms (`sys.setswitchinterval`). The copy takes
-        about 100 bytes per block until all lists are consumed.
+        to a thread that never waits, each yield takes another 5 ms (`sys.setswitchinterval`).
         """
         if max_blocks < 1:
             raise InvalidArgumentError(f"max_blocks is {max_blocks}; it must be at least 1")
         yield_timer = YieldTimer() if yield_timer is None else yield_timer
-        resident = self.resident
-        changes: list[Change | None] = []
         with self._snapshot_lock:
             with self._lock:
-                resident.watch(changes)
+                sequence = self.last_sequence
+                places = self.resident.begin_copy()
             try:
-                copies = copy_places(resident, self._lock, yield_timer)
+                for blocks in places:
+                    for shard in range(NUM_SHARDS):
+                        with self._lock:
+                            blocks.copy_shard(shard)
+                        yield_timer.yield_if_due()
             finally:
                 with self._lock:
-                    resident.watch(None)
-                    sequence = self.last_sequence
-        redo(copies, changes, yield_timer)
+                    self.resident.is_copying = False
+                    copies = [(blocks.place, blocks.end_copy()) for blocks in places]
         cleared: list[KVCacheEvent] = [AllBlocksCleared()]
         return sequence, chain([cleared], iter_chunks(copies, max_blocks, yield_timer))
 
@@ -124,3 +136,254 @@ class StreamState:
         """Return `iter_snapshot` with all events in one list."""
         sequence, chunks = self.iter_snapshot()
         return sequence, [event for chunk in chunks for event in chunk]
+
+
+class ResidentBlocks:
+    """The resident blocks of a pool, counted from its events: one for each block that gains or loses a hash.
+
+    Attributes:
+        places: the blocks of each place.
+        is_copying: whether a copy is being taken; the memory of cleared blocks is not freed meanwhile.
+    """
+
+    def __init__(self, keeps_token_ids: bool) -> None:
+        self.keeps_token_ids = keeps_token_ids
+        self.places: dict[Place, PlaceBlocks] = {}
+        self.is_copying = False
+        self._kinds: dict[BlockKind, BlockKind] = {}
+        self._forgotten: list[dict[Any, Any]] = []
+
+    def __len__(self) -> int:
+        return sum(len(blocks.held) for blocks in self.places.values())
+
+    def __iter__(self) -> Iterator[tuple[Place, ExternalBlockHash, int]]:
+        """Yield each hash with its place and the number of blocks that carry it."""
+        for place, blocks in self.places.items():
+            for block_hash, num_copies in blocks.held:
+                yield place, block_hash, num_copies
+
+    def begin_copy(self) -> list[PlaceBlocks]:
+        """Begin a copy of the blocks of each place (`PlaceBlocks.begin_copy`)."""
+        self.is_copying = True
+        places = list(self.places.values())
+        for blocks in places:
+            blocks.begin_copy()
+        return places
+
+    def get_or_add_place(self, place: Any) -> PlaceBlocks:
+        """Return the blocks of a place, given as a tuple equal to a `Place`; a new place is added."""
+        blocks = self.places.get(place)
+        if blocks is None:
+            blocks = PlaceBlocks(Place(*place))
+            self.places[blocks.place] = blocks
+        return blocks
+
+    def store(self, fields: tuple[Any, ...]) -> tuple[PlaceBlocks, list[int] | None]:
+        """Add one copy of each hash of a `BlockStored` that has hashes. O(hashes).
+
+        Args:
+            fields: the event as a tuple, from `msgspec.structs.astuple`. In compiled code that call takes as
+                long as reading two fields by name.
+        Returns:
+            The blocks of the event's place, and the positions of hashes that had no copy before; None if this
+            is all of them.
+        """
+        # By index: unpacking the fields takes longer.
+        hashes: list[Any] = fields[0]
+        token_ids, block_size, extra_keys, lookahead = fields[2], fields[3], fields[7], fields[14]
+        place = (fields[5], fields[8], fields[11], fields[12])
+        kind_key: Any = (block_size, fields[4], fields[6], fields[9], fields[10], extra_keys is not None)
+        num_blocks = len(hashes)
+        kind = self._kinds.get(kind_key)  # equal to a `BlockKind`, and created faster
+        if kind is None:
+            kind = BlockKind(*kind_key)
+            self._kinds[kind] = kind
+        if not self.keeps_token_ids or not block_size or len(token_ids) != num_blocks * block_size:
+            token_ids = None
+        if lookahead is not None:
+            lookahead = one_each(lookahead, num_blocks) if self.keeps_token_ids else None
+        blocks = self.get_or_add_place(place)
+        if extra_keys is not None:
+            extra_keys = one_each(extra_keys, num_blocks)
+        return blocks, blocks.store(hashes, fields[1], kind, token_ids, extra_keys, lookahead)
+
+    def clear(self) -> None:
+        """Remove all hashes in all places. `drop_some` frees the memory in pieces."""
+        for blocks in self.places.values():
+            self._forgotten += [blocks.held.values, blocks.held.copies, blocks.children, *blocks.shards]
+        self.places = {}
+        self._kinds = {}
+
+    def drop_some(self) -> None:
+        """Free some of the memory of cleared blocks, for at most about 0.1 ms."""
+        num_left = 0 if self.is_copying else NUM_FORGOTTEN_AT_ONCE
+        while self._forgotten and num_left > 0:
+            last = self._forgotten[-1]
+            num_taken = min(num_left, len(last))
+            for _ in range(num_taken):
+                last.popitem()
+            if not last:
+                del self._forgotten[-1]
+            num_left -= num_taken + 1
+
+
+def one_each(entries: list[Any] | None, num_hashes: int) -> tuple[Any, ...] | None:
+    """Return the entries as a tuple; None if not one per hash, or if all are None."""
+    if entries and len(entries) == num_hashes and entries.count(None) < num_hashes:
+        return tuple(entries)
+    return None
+
+
+class EventFilter:
+    """The implementation of `StreamState.apply`; takes the arguments of `StreamState`."""
+
+    def __init__(self, resident: ResidentBlocks, exact: bool, dense: bool, coalesce_removals: bool) -> None:
+        self.resident = resident
+        self.exact = exact
+        self.dense = dense
+        self.coalesce_removals = coalesce_removals
+        self._packs_tokens = False
+        self._sent: list[KVCacheEvent] = []
+        # Consecutive removals from one place are applied together and sent as one event. Stores that are not
+        # sent may come in between; the removals before them are applied first, and sent with later ones.
+        self._first: Any = None  # the first event of the pending removals; None if there are none
+        self._place: Any = None  # the fields of its place
+        self._hashes: list[Any] = []  # those that are not applied yet
+        self._gone: list[Any] = []  # of those applied, the ones to send
+
+    def apply(self, events: list[Any], packs_tokens: bool) -> list[KVCacheEvent]:
+        """Record events returned by `adopt_all`; return the events to send instead."""
+        sent: list[KVCacheEvent] = []
+        self._sent = sent
+        self._packs_tokens = packs_tokens
+        self._first, self._hashes, self._gone = None, [], []  # a call that raised may have left some behind
+        # Reading a local name is faster than reading a module's, for each event.
+        stored: Any = BlockStored
+        removed: Any = BlockRemoved
+        for event in events:
+            kind = type(event)
+            if kind is stored:
+                self._store(event)
+            elif kind is removed or isinstance(event, BlockRemoved):
+                self._remove(event)
+            elif isinstance(event, AllBlocksCleared):
+                self._end_removals()
+                self.resident.clear()
+                sent.append(event)
+            elif not isinstance(event, BlockReported):
+                self._store(event)
+            elif not self.exact:
+                self._send_stores([event])
+        self._end_removals()
+        self._sent = []
+        return sent
+
+    def _store(self, event: Any) -> None:
+        self._apply_removals()
+        fields: tuple[Any, ...] = astuple(event)
+        hashes: list[Any] = fields[0]
+        parts = [event]
+        if hashes:
+            blocks, first_copies = self.resident.store(fields)
+            if self.exact:
+                if first_copies is not None and not first_copies:
+                    return
+                if blocks.has_tails and self.resident.keeps_token_ids:
+                    fresh = hashes
+                    if first_copies is not None:
+                        fresh = [hashes[position] for position in first_copies]
+                    announced = announce_with_tails(blocks, fresh)
+                    if announced:
+                        self._end_removals()
+                        self._sent.extend(announced)
+                        return
+                if (
+                    first_copies is None
+                    and len(fields[2]) == len(hashes) * fields[3]
+                    and hashes[0] != fields[1]
+                ):
+                    # The path of most stores: they have their tokens, and are sent unchanged.
+                    self._end_removals()
+                    packed = blocks.packed
+                    if self._packs_tokens and packed is not None and len(packed) >= LEAST_PACKED_BYTES:
+                        event = replace(event, token_ids=Raw(packed))
+                    self._sent.append(event)
+                    return
+                if first_copies is not None:
+                    parts = slice_positions(event, first_copies)
+        elif self.exact:
+            return
+        self._send_stores(parts)
+
+    def _send_stores(self, events: list[Any]) -> None:
+        self._end_removals()
+        for event in events:
+            if not self.dense:
+                self._sent.append(event)
+            elif event.block_hashes:
+                self._sent.extend(split_repeats(without_holes(event)))
+
+    def _remove(self, event: Any) -> None:
+        fields: tuple[Any, ...] = astuple(event)
+        place = fields[1:5]
+        if self._first is None or not self.coalesce_removals or place != self._place:
+            self._end_removals()
+            self._first, self._place = event, place
+        self._hashes.extend(fields[0])
+
+    def _apply_removals(self) -> None:
+        hashes = self._hashes
+        if hashes:
+            self._hashes = []
+            gone = self.resident.get_or_add_place(self._place).remove(hashes)
+            self._gone.extend(gone if self.exact else hashes)
+
+    def _end_removals(self) -> None:
+        """Send the pending removals; the first event itself if it says the same."""
+        first = self._first
+        if first is None:
+            return
+        self._apply_removals()
+        gone = self._gone
+        self._first, self._gone = None, []
+        if gone and gone == first.block_hashes:
+            self._sent.append(first)
+        elif gone:
+            self._sent += [BlockRemoved(gone[start:end], *self._place) for start, end in find_distinct(gone)]
+
+
+def adopt_all(events: list[Any]) -> list[Any]:
+    """Convert the events of other packages to kv_pool's classes.
+
+    Raises:
+        InvalidTypeError: as `adopt`.
+    """
+    stored: Any = BlockStored
+    removed: Any = BlockRemoved
+    for event in events:
+        kind = type(event)
+        if kind is not removed and kind is not stored:
+            return [adopt(one) for one in events]
+    return events
+
+
+def adopt(event: object) -> BlockStored | BlockRemoved | AllBlocksCleared:
+    """Return the event as a kv_pool event; the same object if it is one already. Its lists are shared.
+
+    Raises:
+        InvalidTypeError: its class has none of the known names, or it lacks a field.
+    """
+    if isinstance(event, OWN_CLASSES):
+        return event
+    own = _BY_NAME.get(type(event).__name__)
+    if own is None:
+        raise InvalidTypeError(
+            f"a {type(event).__name__} cannot be sent; readers know BlockStored, BlockRemoved and "
+            "AllBlocksCleared"
+        )
+    fields = {name: getattr(event, name) for name in own.__struct_fields__ if hasattr(event, name)}
+    try:
+        adopted: BlockStored | BlockRemoved | AllBlocksCleared = own(**fields)
+    except TypeError as error:
+        raise InvalidTypeError(f"a {type(event).__name__} cannot be sent: {error}") from error
+    return adopted

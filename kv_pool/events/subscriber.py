@@ -10,11 +10,10 @@ from typing import Any, Self
 
 from kv_pool.closing import Closing
 from kv_pool.errors import EventStreamError, InvalidArgumentError
-from kv_pool.events.batch import read_rank
+from kv_pool.events.batch import END_OF_REPLAY, MAX_SEQUENCE, read_rank, unpack_sequence
 from kv_pool.events.continuity import Continuity
 from kv_pool.events.curve_keys import CurveKeys
 from kv_pool.events.endpoints import check_endpoint
-from kv_pool.events.sequence_frames import END_OF_REPLAY, MAX_SEQUENCE, unpack_sequence
 from kv_pool.events.stream_items import (
     BatchRequest,
     PublisherRestarted,

@@ -1,7 +1,7 @@
 """`KVCacheManager`: block tables for a scheduler's requests."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any, NoReturn, SupportsIndex, cast
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, cast
 
 from mypy_extensions import mypyc_attr
 
@@ -13,6 +13,7 @@ from kv_pool.core.arguments import (
     check_number,
     check_ours,
     check_type,
+    get_request_id,
     refuse_copy,
     refuse_interrupted,
     refuse_type,
@@ -22,8 +23,8 @@ from kv_pool.core.hash_map import CachedKey
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.core.repairing import forget_all
+from kv_pool.core.stored_events import add_kinds
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.events.event_filter import add_kinds
 from kv_pool.ids import BlockHash, BlockId, BlockMove, GroupId, RequestId
 from kv_pool.manager.admission import AllocStatus, count_max_blocks, judge, list_lasting_pins
 from kv_pool.manager.allocating import allocate_step, cache_written, free_skipped_blocks
@@ -31,15 +32,16 @@ from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec, KVCacheSpec
 from kv_pool.manager.forking import fork_tables
 from kv_pool.manager.freeing import free_tables, truncate_tables
-from kv_pool.manager.invalid_blocks import InvalidBlocksReport, report_invalid_blocks
-from kv_pool.manager.manager_state import ManagerState, find_tables
+from kv_pool.manager.manager_state import ManagerState, check_block_size, check_bound, find_tables
 from kv_pool.manager.owned_prefixes import OwnedPrefixes
 from kv_pool.manager.prefix_lookup import CachedPrefix
 from kv_pool.manager.prefix_rules import PrefixRules
 from kv_pool.manager.requests.request import SchedulableRequest
-from kv_pool.manager.requests.request_checks import check_block_size, check_bound, get_request_id
 from kv_pool.manager.retention.block_retention import BlockRetention
 from kv_pool.manager.step_checks import read_step, set_limits
+
+if TYPE_CHECKING:
+    from kv_pool.manager.invalid_blocks import InvalidBlocksReport
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -484,7 +486,7 @@ class KVCacheManager(ManagerState):
         self.evict_blocks(evicted)
         return len(evicted)
 
-    def report_invalid_blocks(self, block_ids: Collection[BlockId]) -> InvalidBlocksReport:
+    def report_invalid_blocks(self, block_ids: Collection[BlockId]) -> "InvalidBlocksReport":
         """Evict blocks that failed to load, and report how much of the affected requests is still valid.
 
         See `invalid_blocks.report_invalid_blocks`. Before the next `allocate_slots` of each request in the
@@ -497,6 +499,8 @@ class KVCacheManager(ManagerState):
         """
         listed = cast("list[BlockId]", as_ints("block_ids", block_ids))
         self.block_pool.holds.check_whole()
+        from kv_pool.manager.invalid_blocks import report_invalid_blocks  # while nothing fails, not needed
+
         return report_invalid_blocks(self, listed)
 
     def iter_cached_keys(self) -> Iterator[CachedKey]:

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from math import lcm
-from typing import Any
+from typing import Any, SupportsIndex
 
 from mypy_extensions import mypyc_attr
 
-from kv_pool.core.arguments import check_type
+from kv_pool.core.arguments import as_count, as_int, check_type
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError
@@ -20,7 +20,6 @@ from kv_pool.manager.block_groups.make_group import make_group
 from kv_pool.manager.owned_prefixes import OwnedPrefixes
 from kv_pool.manager.prefix_caching import PrefixCaching
 from kv_pool.manager.prefix_rules import PrefixRules
-from kv_pool.manager.requests.request_checks import check_block_size
 from kv_pool.manager.retention.block_retention import BlockRetention
 
 
@@ -148,3 +147,21 @@ def find_tables(state: ManagerState, request_id: RequestId) -> list[BlockTable]:
             f"{state.detached_requests.get(request_id, 'never allocated, or freed already')}"
         )
     return tables
+
+
+def check_block_size(block_pool: BlockPoolCore, block_size: SupportsIndex | None) -> int:
+    """Return a group's block size: a multiple of the pool's `hash_block_size`, which is the default."""
+    if block_size is None:
+        return block_pool.hash_block_size
+    checked = as_int("block_size", block_size)
+    if checked < 1 or checked % block_pool.hash_block_size:
+        raise InvalidArgumentError(
+            f"block_size {block_size} is not a multiple of the pool's hash_block_size "
+            f"{block_pool.hash_block_size}"
+        )
+    return checked
+
+
+def check_bound(name: str, value: SupportsIndex | None) -> int:
+    """Return the bound; 0 for None."""
+    return 0 if value is None else as_count(name, value, 1)

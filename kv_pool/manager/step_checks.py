@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, SupportsIndex
 
-from kv_pool.core.arguments import as_int, refuse_type
+from kv_pool.core.arguments import as_int, get_request_id, refuse_type
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_keys import make_block_hash_with_group_id
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError
@@ -14,7 +14,6 @@ from kv_pool.manager.block_groups.step import Step
 from kv_pool.manager.manager_state import ManagerState
 from kv_pool.manager.prefix_lookup import CachedPrefix
 from kv_pool.manager.requests.request import SchedulableRequest
-from kv_pool.manager.requests.request_checks import get_request_id
 
 
 def read_step(

@@ -11,11 +11,10 @@ from kv_pool.migration.subjects import PrefixSubject as PrefixSubject
 from kv_pool.migration.subjects import BlocksSubject as BlocksSubject
 from kv_pool.migration.status import MigrationStatus as MigrationStatus
 from kv_pool.migration.status import MigrationPhase as MigrationPhase
-from kv_pool.migration.status import MigrationRecord as MigrationRecord
-from kv_pool.migration.pull_settings import PullSettings as PullSettings
+from kv_pool.migration.verified_reads import PullSettings as PullSettings
 from kv_pool.migration.topology import Topology as Topology
 from kv_pool.migration.topology import read_topology as read_topology
-from kv_pool.migration.peers import read_peers as read_peers
+from kv_pool.migration.topology import read_peers as read_peers
 from kv_pool.migration.peers import parse_peer as parse_peer
 from kv_pool.migration.secret import load_secret as load_secret
 from kv_pool.migration.secret import write_secret_file as write_secret_file

@@ -20,7 +20,7 @@ import hmac
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from kv_pool.errors import InvalidArgumentError, PeerAuthenticationError, PeerUnavailableError
@@ -28,7 +28,7 @@ from kv_pool.errors import InvalidArgumentError, PeerAuthenticationError, PeerUn
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """The maximum size of one message."""
 
-_NUMBER_AND_LENGTH = struct.Struct(">QI")
+_NUMBER = struct.Struct(">Q")
 _LENGTH = struct.Struct(">I")
 _TIMEVAL = struct.Struct("@ll")
 _LENGTH_SIGN_BYTES = 16
@@ -41,35 +41,20 @@ class Channel:
 
     Args:
         connection: a connected socket. The channel takes ownership.
-        send_key, receive_key: 32 bytes each, swapped at the peer.
+        key: 32 bytes, chosen by the source.
+        is_reader: which of the two ends this is.
         peer: a description of the peer for error messages.
 
     Every error closes the connection, except an oversized message to `send`.
     """
 
-    def __init__(self, connection: socket.socket, send_key: bytes, receive_key: bytes, peer: str) -> None:
+    def __init__(self, connection: socket.socket, key: bytes, is_reader: bool, peer: str) -> None:
         self.peer = peer
         self.connection = connection
         connection.settimeout(None)
-        self._send_key = send_key
-        self._receive_key = receive_key
-        self._num_sent = 0
-        self._num_received = 0
-        self._is_open = True
-
-    @classmethod
-    def of_reader(cls, connection: socket.socket, key: bytes, peer: str) -> Channel:
-        """Return the reader's end of a connection whose source has chosen `key`."""
-        return cls(
-            connection, hmac.digest(key, b"reader", "sha256"), hmac.digest(key, b"source", "sha256"), peer
-        )
-
-    @classmethod
-    def of_source(cls, connection: socket.socket, key: bytes, peer: str) -> Channel:
-        """Return the source's end."""
-        return cls(
-            connection, hmac.digest(key, b"source", "sha256"), hmac.digest(key, b"reader", "sha256"), peer
-        )
+        keys = [hmac.digest(key, side, "sha256") for side in (b"reader", b"source")]
+        self._send_key, self._receive_key = keys if is_reader else reversed(keys)
+        self._num_sent = self._num_received = 0
 
     def send(self, payload: bytes, deadline: float, raw: Sequence[memoryview] = ()) -> None:
         """Send one message, followed by raw bytes.
@@ -85,8 +70,9 @@ class Channel:
             raise InvalidArgumentError(
                 f"a message of {len(payload)} bytes for {self.peer}; the maximum is {MAX_MESSAGE_BYTES}"
             )
-        header = _LENGTH.pack(len(payload)) + _sign_length(self._send_key, self._num_sent, len(payload))
-        sign = _sign_payload(self._send_key, self._num_sent, payload)
+        length = _LENGTH.pack(len(payload))
+        header = length + _sign(self._send_key, b"length", self._num_sent, length)[:_LENGTH_SIGN_BYTES]
+        sign = _sign(self._send_key, b"payload", self._num_sent, payload)
         self._num_sent += 1
         self.send_raw([memoryview(header), memoryview(payload), memoryview(sign), *raw], deadline)
 
@@ -100,17 +86,16 @@ class Channel:
         header = bytearray(_LENGTH.size + _LENGTH_SIGN_BYTES)
         self.receive_raw([memoryview(header)], deadline)
         (length,) = _LENGTH.unpack_from(header)
-        expected = _sign_length(self._receive_key, self._num_received, length)
-        if not hmac.compare_digest(expected, header[_LENGTH.size :]):
+        sign = _sign(self._receive_key, b"length", self._num_received, header[: _LENGTH.size])
+        if not hmac.compare_digest(sign[:_LENGTH_SIGN_BYTES], header[_LENGTH.size :]):
             raise self._refuse("received a message without a valid MAC")
         if length > max_bytes:
             raise self._refuse(f"received a message of {length} bytes; the maximum here is {max_bytes}")
         body = bytearray(length + _SIGN_BYTES)
         self.receive_raw([memoryview(body)], deadline)
         payload = bytes(memoryview(body)[:length])
-        if not hmac.compare_digest(
-            _sign_payload(self._receive_key, self._num_received, payload), body[length:]
-        ):
+        sign = _sign(self._receive_key, b"payload", self._num_received, payload)
+        if not hmac.compare_digest(sign, body[length:]):
             raise self._refuse("received a message that was altered in transit")
         self._num_received += 1
         return payload
@@ -122,8 +107,9 @@ class Channel:
             PeerUnavailableError: the peer closed the connection.
         """
         try:
-            self._set_timeout(socket.SO_RCVTIMEO, time.monotonic() + timeout_s)
-            some = self.connection.recv(1, socket.MSG_PEEK)
+            if timeout_s > 0:
+                self._set_timeout(socket.SO_RCVTIMEO, time.monotonic() + timeout_s)
+            some = self.connection.recv(1, socket.MSG_PEEK | (0 if timeout_s > 0 else socket.MSG_DONTWAIT))
         except (BlockingIOError, TimeoutError):
             return False
         except OSError as error:
@@ -138,10 +124,7 @@ class Channel:
         Raises:
             PeerUnavailableError: the connection is broken, or the peer did not read them by the deadline.
         """
-        rest = list(reversed(views))
-        while rest:
-            batch = rest[-1 : -_MAX_BUFFERS - 1 : -1]
-            _drop_done(rest, len(batch), self._send_some(batch, deadline))
+        self._transfer(views, deadline, socket.SO_SNDTIMEO, self.connection.sendmsg)
 
     def receive_raw(self, views: Sequence[memoryview], deadline: float) -> None:
         """Fill these views in order, without copying.
@@ -150,26 +133,21 @@ class Channel:
             PeerUnavailableError: the peer closed the connection, or the views are not full by the deadline.
                 Their content is undefined.
         """
-        rest = list(reversed(views))
-        while rest:
-            batch = rest[-1 : -_MAX_BUFFERS - 1 : -1]
-            _drop_done(rest, len(batch), self._receive_some(batch, deadline))
+
+        def receive(batch: list[memoryview]) -> int:
+            return self.connection.recvmsg_into(batch, 0, socket.MSG_WAITALL)[0]
+
+        self._transfer(views, deadline, socket.SO_RCVTIMEO, receive)
 
     def is_quiet(self) -> bool:
         """Return True if the connection appears to be open and has no unread data."""
-        if not self._is_open:
-            return False
         try:
-            self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return True
-        except OSError:
+            return not self.wait_for_more(0.0)
+        except PeerUnavailableError:
             return False
-        return False
 
     def close(self) -> None:
         """Close the connection. Safe to repeat."""
-        self._is_open = False
         self.connection.close()
 
     def abort(self) -> None:
@@ -179,25 +157,28 @@ class Channel:
 
     # ---- the socket ------------------------------------------------------------------------------
 
-    def _send_some(self, batch: list[memoryview], deadline: float) -> int:
-        """Send until all is sent or the deadline passes; return the number of bytes."""
-        try:
-            self._set_timeout(socket.SO_SNDTIMEO, deadline)
-            return self.connection.sendmsg(batch)
-        except OSError as error:
-            raise self._explain(error) from error
-
-    def _receive_some(self, batch: list[memoryview], deadline: float) -> int:
-        """Receive until all views are full or the deadline passes; return the number of bytes."""
-        wanted = any(len(view) for view in batch)
-        try:
-            self._set_timeout(socket.SO_RCVTIMEO, deadline)
-            count = self.connection.recvmsg_into(batch, 0, socket.MSG_WAITALL)[0] if wanted else 0
-        except OSError as error:
-            raise self._explain(error) from error
-        if wanted and not count:
-            raise self._hang_up()
-        return count
+    def _transfer(
+        self,
+        views: Sequence[memoryview],
+        deadline: float,
+        option: int,
+        call: Callable[[list[memoryview]], int],
+    ) -> None:
+        """Pass the views to a system call, which returns a number of bytes, until all are transferred."""
+        rest = [view for view in reversed(views) if len(view)]
+        while rest:
+            try:
+                self._set_timeout(option, deadline)
+                count = call(rest[-1 : -_MAX_BUFFERS - 1 : -1])
+            except OSError as error:
+                raise self._explain(error) from error
+            if not count:
+                raise self._hang_up()
+            while count:
+                view = rest.pop()
+                if count < len(view):
+                    rest.append(view[count:])
+                count = max(0, count - len(view))
 
     def _set_timeout(self, option: int, deadline: float) -> None:
         """Set the kernel timeout of the next call to the deadline. Raises TimeoutError if it has passed.
@@ -227,21 +208,7 @@ class Channel:
         return PeerAuthenticationError(f"{self.peer}: {why}. The connection was closed")
 
 
-def _drop_done(rest: list[memoryview], num_views: int, num_bytes: int) -> None:
-    """Remove the transferred `num_bytes` from the end of `rest`, whose last `num_views` were passed."""
-    while num_views and num_bytes >= len(rest[-1]):
-        num_bytes -= len(rest.pop())
-        num_views -= 1
-    if num_bytes:
-        rest[-1] = rest[-1][num_bytes:]
-
-
-def _sign_length(key: bytes, number: int, length: int) -> bytes:
-    signed = b"length" + _NUMBER_AND_LENGTH.pack(number, length)
-    return hmac.digest(key, signed, "sha256")[:_LENGTH_SIGN_BYTES]
-
-
-def _sign_payload(key: bytes, number: int, payload: bytes) -> bytes:
-    mac = hmac.new(key, b"payload" + _NUMBER_AND_LENGTH.pack(number, len(payload)), "sha256")
-    mac.update(payload)
+def _sign(key: bytes, kind: bytes, number: int, data: bytes | bytearray) -> bytes:
+    mac = hmac.new(key, kind + _NUMBER.pack(number), "sha256")
+    mac.update(data)
     return mac.digest()

@@ -92,7 +92,7 @@ def check_pulls(site: PoolSite, pulls: Sequence[Pull], unsettled: Sequence[Lease
         if held is not None and (
             reservation is not None
             or held.kind is not LeaseKind.READ
-            or len(held.blocks) != len(pull.record.new_ids)
+            or len(held.blocks) != len(pull.new_ids)
         ):
             raise CorruptedPoolError(f"M8: {held!r} is not a read lease on the blocks that arrived by {name}")
         if lease is None:

@@ -17,10 +17,14 @@
 An error of the called node is returned as `CallFailed` and raised at the caller with its original type.
 """
 
-from typing import Any, Union
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar, Union
 
 import msgspec
 
+from kv_pool.error_names import ERRORS_BY_NAME, find_error_name
 from kv_pool.errors import InvalidArgumentError, MigrationError
 from kv_pool.foreign_bytes import UNDECODABLE, UNENCODABLE
 from kv_pool.ids import BlockId, NodeName, TransferId
@@ -258,6 +262,8 @@ class CallFailed(Message, frozen=True):
     message: str
 
 
+Reply = TypeVar("Reply", bound=Message)
+
 _KINDS = tuple(Message.__subclasses__())
 _encoder = msgspec.msgpack.Encoder()
 _decoder: Any = msgspec.msgpack.Decoder(Union[_KINDS])  # noqa: UP007
@@ -287,3 +293,46 @@ def decode_message(data: bytes) -> Message:
         raise MigrationError(f"cannot decode a message of {len(data)} bytes: {error}") from error
     assert isinstance(message, Message)
     return message
+
+
+Answer = Callable[[Message, NodeName], Message]
+"""Returns the reply to a message from the named node, or raises. Must be thread-safe."""
+
+
+def call_local(answer: Answer, message: Message, caller: NodeName) -> Message:
+    """Call a node of this process and return its reply. Raises the errors of `RemoteCalls.call`."""
+    try:
+        reply = answer(message, caller)
+    except Exception as error:
+        reply = describe_failure(error)
+    return check_reply(reply, "a node of this process")
+
+
+def describe_failure(error: Exception) -> CallFailed:
+    """Return the reply for an error. Errors of other libraries become a MigrationError."""
+    name = find_error_name(error)
+    if name is None:
+        return CallFailed("MigrationError", f"{type(error).__name__}: {error}")
+    return CallFailed(name, str(error))
+
+
+def check_reply(reply: Message, peer: str) -> Message:
+    """Return a reply; raise the error of a `CallFailed`."""
+    if isinstance(reply, CallFailed):
+        raise_failure(reply, peer)
+    return reply
+
+
+def as_reply(reply: Message, kind: type[Reply], peer: str) -> Reply:
+    """Return a reply of this type. Raises MigrationError for another one."""
+    if not isinstance(reply, kind):
+        raise MigrationError(f"{peer} answered with {type(reply).__name__}; expected {kind.__name__}")
+    return reply
+
+
+def raise_failure(failed: CallFailed, peer: str) -> NoReturn:
+    """Raise the error that a reply names; MigrationError if this version of kv_pool does not have it."""
+    kind = ERRORS_BY_NAME.get(failed.error)
+    if kind is None:
+        raise MigrationError(f"{peer}: {failed.error}: {failed.message}")
+    raise kind(failed.message)

@@ -1,4 +1,4 @@
-"""`Migration`: a handle on one migration of a node, to wait for it, query it and cancel it."""
+"""`Migration`: one migration at one of its two nodes; `Push`: one that its source has started."""
 
 from __future__ import annotations
 
@@ -6,60 +6,91 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from copy import copy
+from typing import ClassVar
 
-from kv_pool.errors import MigrationCancelledError
-from kv_pool.ids import BlockId
-from kv_pool.migration.status import MigrationPhase, MigrationRecord, MigrationStatus
-from kv_pool.migration.target import Pull
+from kv_pool.errors import KVPoolError, MigrationCancelledError, PeerUnavailableError, StaleTransferError
+from kv_pool.ids import BlockId, NodeName, TransferId
+from kv_pool.migration.messages import (
+    AskPull,
+    CallFailed,
+    CancelTransfer,
+    Message,
+    PullOutcome,
+    PullSubject,
+    raise_failure,
+)
+from kv_pool.migration.source import SourceTransfers, Transfer, TransferState
+from kv_pool.migration.status import MigrationPhase, MigrationStatus
+from kv_pool.migration.subjects import Subject, describe_subject
+
+_POLL_S = 0.05
+_ADOPTION_S = 0.002
+_TRIES = 3
+_PROGRESS = ("num_blocks", "num_present_blocks", "num_done_blocks", "num_bytes", "num_descriptors")
 
 
 class Migration(ABC):
-    """A handle on a migration, returned by `Migrator`. Thread-safe.
+    """A migration, returned by `Migrator`. Thread-safe.
 
     Attributes:
-        migration_id: 32 hex digits, the same at both nodes.
+        transfer_id: 16 bytes, the same at both nodes; `migration_id` is its hex form, 32 digits.
         peer: the name of the other node.
+        status: updated in place; `get_status` returns copies.
+        error: the error that it failed with or is in doubt for; None otherwise.
+        old_ids: the blocks' ids at the source, in the order of the subject; known there once they are leased.
+        new_ids: the same blocks' ids at the target; [] until the migration is done.
+
+    Args:
+        on_change: called with the migration when it has entered a phase or made progress, without its lock.
     """
 
-    def __init__(self, record: MigrationRecord) -> None:
-        self.record = record
-        self.transfer_id = record.transfer_id
-        self.migration_id = record.status.migration_id
-        self.peer = record.status.peer
-        self.subject = record.subject
-        self.is_move = record.is_move
+    direction: ClassVar[str]
+    """`in` at the target, `out` at the source."""
+
+    def __init__(
+        self,
+        transfer_id: TransferId,
+        peer: NodeName,
+        subject: Subject,
+        is_move: bool,
+        on_change: Callable[[Migration], object],
+    ) -> None:
+        self.transfer_id = transfer_id
+        self.migration_id = transfer_id.hex()
+        self.peer = peer
+        self.subject = subject
+        self.is_move = is_move
+        self.status = MigrationStatus(
+            self.migration_id,
+            self.direction,
+            peer,
+            describe_subject(subject),
+            is_move,
+            MigrationPhase.WAITING,
+            started=time.time(),
+        )
+        self.error: Exception | None = None
+        self.old_ids: list[BlockId] = []
+        self.new_ids: list[BlockId] = []
+        self._on_change = on_change
         self._begun_s = time.monotonic()
         self._elapsed_s: float | None = None
+        self._doubted_s = 0.0  # when it was first in doubt
         self._changed = threading.Condition()
 
     @property
     def phase(self) -> MigrationPhase:
         """The current phase."""
-        return self.record.status.phase
-
-    @property
-    def error(self) -> Exception | None:
-        """The error of a migration that has failed or is in doubt; None otherwise."""
-        return self.record.error
-
-    @property
-    def new_ids(self) -> list[BlockId]:
-        """The blocks' ids at the target, in the order of the subject; [] until the migration is done."""
-        return self.record.new_ids
-
-    @property
-    def old_ids(self) -> list[BlockId]:
-        """The blocks' ids at the source, in the same order; known at the source once they are leased."""
-        return self.record.old_ids
+        return self.status.phase
 
     @abstractmethod
     def cancel(self) -> bool:
         """Cancel the migration: the source keeps the subject. Return False if it is too late."""
 
-    @abstractmethod
-    def release(self) -> None:
-        """End the hold of `fetch(..., hold_s=...)` on the arrived blocks.
+    def release(self) -> None:  # noqa: B027 (it does nothing at the source)
+        """End the hold of `fetch(..., hold_s=...)` on the arrived blocks. No-op at the source.
 
         Call it when the blocks are in use or no longer needed. Safe to repeat, and after the hold has ended.
         If called before the blocks have arrived, they will not be held.
@@ -67,7 +98,7 @@ class Migration(ABC):
 
     def get_status(self) -> MigrationStatus:
         """Return a copy of the current status."""
-        status = copy(self.record.status)
+        status = copy(self.status)
         elapsed_s = time.monotonic() - self._begun_s if self._elapsed_s is None else self._elapsed_s
         status.elapsed_s = elapsed_s
         status.bytes_per_s = status.num_bytes / elapsed_s if elapsed_s > 0 else 0.0
@@ -104,107 +135,192 @@ class Migration(ABC):
         with self._changed:
             if self.phase.is_ended and self._elapsed_s is None:
                 self._elapsed_s = time.monotonic() - self._begun_s
+            if self.phase is MigrationPhase.IN_DOUBT and not self._doubted_s:
+                self._doubted_s = time.monotonic()
             self._changed.notify_all()
 
-    def _is_not_waited_for(self) -> bool:
-        return self.phase.is_ended
-
-
-class IncomingMigration(Migration):
-    """A migration at its target."""
-
-    def __init__(self, pull: Pull, lease_s: float) -> None:
-        super().__init__(pull.record)
-        self.pull = pull
-        self._lease_s = lease_s
-        self._doubted_since: float | None = None
-
-    def cancel(self) -> bool:
-        return self.pull.cancel()
-
-    def release(self) -> None:
-        self.pull.release()
-
-    def assume_source_gone(self) -> bool:
-        """Resolve IN_DOUBT in favour of this node, which takes the subject over.
-
-        Call only if the source is known to be dead, or was made to drop the subject: otherwise both nodes
-        would use it. Return False, with nothing changed, if the migration is not in doubt.
-        """
-        return self.pull.assume_source_gone()
-
-    def note_change(self) -> None:
-        if self.phase is MigrationPhase.IN_DOUBT and self._doubted_since is None:
-            self._doubted_since = time.monotonic()
-        super().note_change()
+    def set_error(self, error: Exception | None) -> None:
+        """Set the error, also in the status; None clears it."""
+        self.error = error
+        self.status.error = "" if error is None else type(error).__name__
+        self.status.error_message = "" if error is None else str(error)
 
     def _is_not_waited_for(self) -> bool:
-        since = self._doubted_since
-        if self.phase is MigrationPhase.IN_DOUBT and since is not None:
-            return time.monotonic() - since > self._lease_s
         return self.phase.is_ended
 
 
 class OutgoingMigration(Migration):
-    """A migration at its source: a transfer that a target requested, or a push.
+    """A migration at its source, requested by the target: it follows the transfer of the same id.
 
     Args:
-        cancel: ends the lease of the transfer; returns False if the target has acknowledged it.
-        is_push: this node started the migration and polls the target for its progress.
-
-    Attributes:
-        woken: set when the migration is acknowledged or has ended.
+        source: the transfers of this node.
     """
 
-    def __init__(self, record: MigrationRecord, cancel: Callable[[], bool], is_push: bool) -> None:
-        super().__init__(record)
-        self.is_push = is_push
-        self._cancel = cancel
-        self.woken = threading.Event()
+    direction: ClassVar[str] = "out"
+
+    def __init__(
+        self,
+        transfer_id: TransferId,
+        peer: NodeName,
+        subject: Subject,
+        is_move: bool,
+        on_change: Callable[[Migration], object],
+        source: SourceTransfers,
+    ) -> None:
+        super().__init__(transfer_id, peer, subject, is_move, on_change)
+        self._source = source
 
     def cancel(self) -> bool:
-        return not self.phase.is_ended and self._cancel()
+        return not self.phase.is_ended and self._end_lease("cancelled by the source")
 
-    def release(self) -> None:
-        """Do nothing: `hold_s` holds blocks at the target only."""
+    def follow(self, transfer: Transfer) -> None:
+        """Record that the transfer was prepared or has ended."""
+        outcome = transfer.outcome
+        if outcome is None:
+            self.old_ids = [block.block_id for block in transfer.selection.offered]
+            self.status.num_blocks = len(self.old_ids)
+            self._enter(MigrationPhase.READING, [])
+        elif outcome.state is TransferState.ACKNOWLEDGED:
+            self._follow_acknowledgement(list(outcome.new_ids))
+        elif outcome.state is TransferState.CANCELLED:
+            self._follow_cancellation(outcome.reason)
+        else:
+            self._enter(MigrationPhase.FAILED, [], StaleTransferError(outcome.reason))
 
-    def note_leased(self, block_ids: list[BlockId]) -> None:
-        """Record that the target has leased these blocks."""
-        with self._changed:
-            if not self.phase.is_ended:
-                self.record.status.phase = MigrationPhase.READING
-                self.record.status.num_blocks = len(block_ids)
-                self.record.old_ids = block_ids
+    def _follow_acknowledgement(self, new_ids: list[BlockId]) -> None:
+        self._enter(MigrationPhase.DONE, new_ids)
 
-    def note_progress(self, reported: MigrationStatus) -> None:
-        """Record the progress that the target reports."""
-        with self._changed:
-            if not self.phase.is_ended:
-                self.record.take_progress(reported)
+    def _follow_cancellation(self, reason: str) -> None:
+        why = f": {reason}" if reason else ""
+        self._enter(MigrationPhase.CANCELLED, [], MigrationCancelledError(f"the transfer was cancelled{why}"))
 
-    def note_acknowledged(self, new_ids: list[BlockId]) -> None:
-        """Record the acknowledgement. A push ends later, when the target reports DONE."""
-        if not self.is_push:
-            self.end(MigrationPhase.DONE, new_ids, None)
-            return
-        with self._changed:
-            if not self.phase.is_ended:
-                self.record.status.phase, self.record.new_ids = MigrationPhase.ACKNOWLEDGING, new_ids
-        self.woken.set()
-
-    def note_cancelled(self, reason: str) -> None:
-        """Record the cancellation. A push ends later, with the error that the target reports."""
-        if not self.is_push:
-            why = f": {reason}" if reason else ""
-            error = MigrationCancelledError(f"the transfer was cancelled{why}")
-            self.end(MigrationPhase.CANCELLED, [], error)
-
-    def end(self, phase: MigrationPhase, new_ids: list[BlockId], error: Exception | None) -> bool:
-        """End the migration. Return False, with nothing changed, if it had already ended."""
+    def _enter(self, phase: MigrationPhase, new_ids: list[BlockId], error: Exception | None = None) -> bool:
+        """Enter a phase and report it. Return False, with nothing changed, if the migration had ended."""
         with self._changed:
             if self.phase.is_ended:
                 return False
-            self.record.set_error(error)
-            self.record.status.phase, self.record.new_ids = phase, new_ids
-        self.woken.set()
+            self.set_error(error)
+            self.status.phase, self.new_ids = phase, new_ids
+        self._on_change(self)
         return True
+
+    def _end_lease(self, reason: str) -> bool:
+        """End the lease of the transfer. Return False if the target has acknowledged it."""
+        return not self._source.cancel(CancelTransfer(self.transfer_id, reason)).is_acknowledged
+
+
+class Push(OutgoingMigration):
+    """A migration started at its source. One thread calls `run`.
+
+    The transfer id is this migration's id, so this node's own `SourceTransfers` decides the fate of the
+    blocks. The target only reports its progress and its error.
+
+    Args:
+        call: sends a message to the target; raises its error, or PeerUnavailableError.
+        lease_s: of the node; the target is polled every 0.05 s, or every tenth of a lease if that is shorter.
+    """
+
+    def __init__(
+        self,
+        message: PullSubject,
+        target: NodeName,
+        source: SourceTransfers,
+        call: Callable[[Message], Message],
+        lease_s: float,
+        on_change: Callable[[Migration], object],
+    ) -> None:
+        super().__init__(message.pull_id, target, message.subject, message.is_move, on_change, source)
+        self._message = message
+        self._call = call
+        self._poll_s = min(_POLL_S, lease_s / 10)
+        self._woken = threading.Event()  # it is acknowledged or has ended
+
+    def run(self) -> None:
+        try:
+            self._ask_until_started()
+            self._ask_until_ended()
+        except Exception as error:
+            self._break_off(error)
+        if self.phase is MigrationPhase.CANCELLED:
+            # The target would notice by itself, but only after further reads.
+            with suppress(KVPoolError):
+                self._call(AskPull(self.transfer_id, cancel=True))
+
+    def cancel(self) -> bool:
+        error = MigrationCancelledError("the migration was cancelled; this node keeps the blocks")
+        return super().cancel() and self._enter(MigrationPhase.CANCELLED, [], error)
+
+    def _enter(self, phase: MigrationPhase, new_ids: list[BlockId], error: Exception | None = None) -> bool:
+        has_entered = super()._enter(phase, new_ids, error)
+        if phase is not MigrationPhase.READING:
+            self._woken.set()
+        return has_entered
+
+    def _follow_acknowledgement(self, new_ids: list[BlockId]) -> None:
+        """The migration ends later, when the target reports DONE."""
+        self._enter(MigrationPhase.ACKNOWLEDGING, new_ids)
+
+    def _follow_cancellation(self, reason: str) -> None:
+        """The migration ends later, with the error that the target reports."""
+
+    def _ask_until_started(self) -> None:
+        for num_left in reversed(range(_TRIES)):
+            try:
+                self._call(self._message)
+                return
+            except PeerUnavailableError:
+                if not num_left or self._woken.wait(self._poll_s):
+                    raise
+
+    def _ask_until_ended(self) -> None:
+        """Poll the target until it reports the end, or until it stops answering after its acknowledgement."""
+        num_failures = 0
+        while True:
+            is_acknowledged = self.phase is MigrationPhase.ACKNOWLEDGING
+            self._woken.wait(_ADOPTION_S if is_acknowledged else self._poll_s)
+            self._woken.clear()
+            if self.phase.is_ended:
+                return
+            is_acknowledged = self.phase is MigrationPhase.ACKNOWLEDGING
+            try:
+                outcome = self._call(AskPull(self.transfer_id))
+            except (PeerUnavailableError, StaleTransferError) as error:
+                if is_acknowledged:
+                    self._enter(MigrationPhase.DONE, self.new_ids)
+                    return
+                if isinstance(error, StaleTransferError):
+                    raise PeerUnavailableError(
+                        f"node {self.peer!r} no longer knows the migration; it may have been restarted"
+                    ) from error
+                num_failures += 1
+                # While the blocks are leased, the lease decides: the target may still reach this node.
+                if num_failures >= _TRIES and not self._source.is_prepared(self.transfer_id):
+                    raise
+                continue
+            num_failures = 0
+            if isinstance(outcome, PullOutcome):
+                self._note(outcome)
+
+    def _note(self, outcome: PullOutcome) -> None:
+        status = outcome.status
+        with self._changed:
+            if not self.phase.is_ended:
+                for name in _PROGRESS:
+                    setattr(self.status, name, getattr(status, name))
+        if status.phase is MigrationPhase.DONE:
+            # Has an effect only for a copy whose acknowledgement was lost.
+            self._end_lease("the copy has arrived")
+            self._enter(MigrationPhase.DONE, outcome.new_ids)
+        elif status.phase.is_ended:
+            raise_failure(CallFailed(status.error, status.error_message), self.peer)
+
+    def _break_off(self, error: Exception) -> None:
+        """End the lease: from here on the target cannot complete the transfer, unless it already has."""
+        is_ours = self._end_lease(str(error)[:200])
+        if not is_ours and isinstance(error, PeerUnavailableError):
+            # The target's report is missing, but it has acknowledged.
+            outcome = self._source.find_outcome(self.transfer_id)
+            self._enter(MigrationPhase.DONE, [] if outcome is None else list(outcome.new_ids))
+            return
+        is_wanted = isinstance(error, MigrationCancelledError)
+        self._enter(MigrationPhase.CANCELLED if is_wanted else MigrationPhase.FAILED, [], error)

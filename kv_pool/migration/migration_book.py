@@ -8,18 +8,16 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Final
 
-from kv_pool.errors import InvalidArgumentError, StaleTransferError
+from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import NodeName, TransferId
 from kv_pool.manager.leases import Lease
-from kv_pool.migration.messages import CancelTransfer
-from kv_pool.migration.migration import IncomingMigration, Migration, OutgoingMigration
+from kv_pool.migration.migration import Migration, OutgoingMigration
 from kv_pool.migration.pool_site import PoolSite
-from kv_pool.migration.source import SourceTransfers, Transfer, TransferState
-from kv_pool.migration.status import MigrationPhase, MigrationRecord, MigrationStatus
+from kv_pool.migration.source import SourceTransfers, Transfer
+from kv_pool.migration.status import MigrationPhase, MigrationStatus
 from kv_pool.migration.target import Pull
 from kv_pool.migration.transfer_backend import BlockReader
-from kv_pool.migration.workers import Workers
-from kv_pool.threads import start_thread
+from kv_pool.threads import Workers, start_thread
 
 _logger = logging.getLogger(__name__)
 
@@ -32,15 +30,11 @@ class MigrationBook:
     """The migrations of a node by transfer id: the running ones and the last 1000 that ended. Thread-safe.
 
     Args:
-        lease_s: of the node.
         on_phase: called with a status at each change, synchronously by the thread that made the change.
     """
 
-    def __init__(
-        self, name: NodeName, lease_s: float, on_phase: Callable[[MigrationStatus], object] | None
-    ) -> None:
+    def __init__(self, name: NodeName, on_phase: Callable[[MigrationStatus], object] | None) -> None:
         self._name = name
-        self._lease_s = lease_s
         self._on_phase = on_phase
         self._lock = threading.Lock()
         self._migrations: OrderedDict[TransferId, Migration] = OrderedDict()
@@ -72,7 +66,7 @@ class MigrationBook:
     def list_pulls(self) -> list[Pull]:
         """Return the pulls of all migrations, and other pulls that still hold arrived blocks."""
         with self._lock:
-            pulls = [one.pull for one in self._migrations.values() if isinstance(one, IncomingMigration)]
+            pulls = [one for one in self._migrations.values() if isinstance(one, Pull)]
             return pulls + [pull for pull in self._holding if pull.transfer_id not in self._migrations]
 
     def find(self, migration_id: str) -> Migration:
@@ -102,16 +96,6 @@ class MigrationBook:
         for pull in self._holding:
             pull.release()
 
-    def note_pull(self, record: MigrationRecord) -> None:
-        """Handle a pull that has entered a phase or finished a batch."""
-        with self._lock:
-            migration = self._migrations[record.transfer_id]
-            assert isinstance(migration, IncomingMigration)
-            if migration.pull.is_holding():
-                self._holding = [one for one in self._holding if one.is_holding()]
-                self._holding.append(migration.pull)
-        self.note(migration)
-
     def note_transfer(self, transfer: Transfer) -> None:
         """Handle a transfer that was prepared or has ended."""
         message = transfer.message
@@ -119,40 +103,23 @@ class MigrationBook:
             migration = self._migrations.get(message.transfer_id)
             if migration is None:
                 migration = OutgoingMigration(
-                    MigrationRecord(
-                        message.transfer_id,
-                        "out",
-                        message.target,
-                        message.subject,
-                        message.is_move,
-                        MigrationPhase.READING,
-                    ),
-                    lambda: self._take_back(message.transfer_id),
-                    is_push=False,
+                    message.transfer_id,
+                    message.target,
+                    message.subject,
+                    message.is_move,
+                    self.note,
+                    self._source,
                 )
                 self._migrations[message.transfer_id] = migration
-        if not isinstance(migration, OutgoingMigration):
-            return  # a migration of a node to itself, which the site refuses
-        outcome = self._source.find_outcome(message.transfer_id)
-        if outcome is None:
-            migration.note_leased([block.block_id for block in transfer.selection.offered])
-        elif outcome.state is TransferState.ACKNOWLEDGED:
-            migration.note_acknowledged(list(outcome.new_ids))
-        elif outcome.state is TransferState.EXPIRED:
-            error = StaleTransferError(
-                f"node {message.target!r} did not renew its lease for {self._lease_s:g} s, or has ended; the "
-                "source keeps its blocks"
-            )
-            migration.end(MigrationPhase.FAILED, [], error)
-        else:
-            migration.note_cancelled(outcome.reason)
-        self.note(migration)
-
-    def _take_back(self, transfer_id: TransferId) -> bool:
-        return not self._source.cancel(CancelTransfer(transfer_id, "cancelled by the source")).is_acknowledged
+        if isinstance(migration, OutgoingMigration):  # else of a node to itself, which the site refuses
+            migration.follow(transfer)
 
     def note(self, migration: Migration) -> None:
         """Notify `on_phase` and waiting threads of a changed migration."""
+        if isinstance(migration, Pull) and migration.is_holding():
+            with self._lock:
+                self._holding = [one for one in self._holding if one.is_holding()]
+                self._holding.append(migration)
         is_ended = migration.phase.is_ended
         if self._on_phase is not None:
             try:
@@ -203,7 +170,7 @@ class Housekeeping:
         self._clock = clock
         self._askers = askers
         # Pull -> its phase, the time of the next call, and the pause after it.
-        self._due: dict[IncomingMigration, tuple[MigrationPhase, float, float]] = {}
+        self._due: dict[Pull, tuple[MigrationPhase, float, float]] = {}
         self._unsettled: list[tuple[Lease, BlockReader]] = []
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -254,14 +221,14 @@ class Housekeeping:
             phase = migration.phase
             is_in_doubt = phase is MigrationPhase.IN_DOUBT
             is_waiting = is_in_doubt or phase is MigrationPhase.READING
-            if not is_waiting or not isinstance(migration, IncomingMigration):
+            if not is_waiting or not isinstance(migration, Pull):
                 continue
-            pull, pause_s = migration.pull, self._lease_s / (30 if is_in_doubt else 3)
+            pause_s = self._lease_s / (30 if is_in_doubt else 3)
             planned = (phase, now, pause_s)
             known = self._due.get(migration, planned)
             _, time_s, pause_s = known if known[0] is phase else planned
             if time_s <= now:
-                self._askers.submit(pull.resolve if is_in_doubt else pull.renew)
+                self._askers.submit(migration.resolve if is_in_doubt else migration.renew)
                 time_s = now + pause_s
                 if is_in_doubt:
                     pause_s = min(2 * pause_s, _MAX_PAUSE_S, self._lease_s)

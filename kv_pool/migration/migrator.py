@@ -34,21 +34,20 @@ from kv_pool.migration.messages import (
     PullStarted,
     PullSubject,
     RenewLease,
+    as_reply,
 )
-from kv_pool.migration.migration import IncomingMigration, Migration
+from kv_pool.migration.migration import Migration, Push
 from kv_pool.migration.migration_book import Housekeeping, MigrationBook
-from kv_pool.migration.peer_links import PeerLinks, PeerOfPull
-from kv_pool.migration.peers import Peers, check_name
+from kv_pool.migration.peers import PeerLinks, PeerOfPull, Peers, check_name
 from kv_pool.migration.pool_site import PoolSite
-from kv_pool.migration.pull_settings import PullSettings, RateLimit
-from kv_pool.migration.push import Push
 from kv_pool.migration.registry import NodeRegistry
 from kv_pool.migration.source import SourceTransfers, make_incarnation
-from kv_pool.migration.status import MigrationRecord, MigrationStatus
+from kv_pool.migration.status import MigrationStatus
 from kv_pool.migration.subjects import PrefixSubject, Subject
 from kv_pool.migration.target import Pull
 from kv_pool.migration.transfer_backend import TransferBackend
-from kv_pool.migration.workers import Workers
+from kv_pool.migration.verified_reads import PullSettings, RateLimit
+from kv_pool.threads import Workers
 
 if TYPE_CHECKING:
     from kv_pool.migration.call_server import CallServer
@@ -128,7 +127,7 @@ class Migrator(Running):
         self._clock = clock
         self._call_s = min(_MAX_CALL_S, lease_s)
         self._links = PeerLinks(name, self.peers, secret, backends)
-        self._book = MigrationBook(name, lease_s, on_phase)
+        self._book = MigrationBook(name, on_phase)
         self._source = SourceTransfers(site, name, self.incarnation, lease_s, clock, self._book.note_transfer)
         self._limit = RateLimit(max_bytes_per_s, clock)
         self._pullers = Workers(f"kv_pool {name} pulls", max_concurrent)
@@ -144,7 +143,7 @@ class Migrator(Running):
             time.monotonic,
             self._limit,
             self._askers,
-            self._book.note_pull,
+            self._book.note,
             self._housekeeping.note_unsettled,
         )
         self._server: CallServer | None = None
@@ -208,7 +207,7 @@ class Migrator(Running):
         if self._server is not None:
             self._server.stop()
         for migration in running:
-            if isinstance(migration, IncomingMigration) and migration.pull.abandon_doubt():
+            if isinstance(migration, Pull) and migration.abandon_doubt():
                 _logger.warning("node %s stops with a move in doubt: %s", self.name, migration.error)
         for transfer in self._source.list_prepared():
             self._source.cancel(CancelTransfer(transfer.message.transfer_id, "the source stops"))
@@ -257,6 +256,10 @@ class Migrator(Running):
             self.site.sequences.kind,
         )
 
+    def make_announcement(self, ttl_s: float) -> AnnounceNode:
+        """Return the announcement of this node to a registry; see `Announcer`."""
+        return AnnounceNode(self.name, self.incarnation, self.address, self.location, ttl_s)
+
     def ask(self, name: NodeName, timeout_s: float = 5.0) -> NodeDescription:
         """Return the description of another node.
 
@@ -264,7 +267,8 @@ class Migrator(Running):
             PeerUnavailableError: the name is unknown, or the node does not answer.
             PeerAuthenticationError: the node has another secret.
         """
-        return self._links.describe(name, timeout_s)
+        reply = self._links.call(name, DescribeNode(), timeout_s)
+        return as_reply(reply, NodeDescription, f"node {name!r}")
 
     # ---- migrations ------------------------------------------------------------------------------
 
@@ -324,10 +328,7 @@ class Migrator(Running):
             self.lease_s,
             self._book.note,
         )
-        self._book.add(push.migration)
-        self._book.note(push.migration)
-        self._submit(self._pushers, push.run, push.migration)
-        return push.migration
+        return self._start_migration(push, self._pushers)
 
     def list_migrations(self) -> list[MigrationStatus]:
         """Return the running migrations and the last 1000 that ended, in both directions, oldest first."""
@@ -388,7 +389,7 @@ class Migrator(Running):
 
     def _answer_ask_pull(self, message: AskPull) -> PullOutcome:
         migration = self._book.get(message.pull_id)
-        if not isinstance(migration, IncomingMigration):
+        if not isinstance(migration, Pull):
             raise StaleTransferError(f"node {self.name!r} has no pull {message.pull_id.hex()}")
         if message.cancel:
             migration.cancel()
@@ -406,22 +407,18 @@ class Migrator(Running):
 
     def _start_pull(self, wanted: PullSubject, hold_s: float = 0.0) -> Migration:
         self._check_can_start(wanted.subject, wanted.source, wanted.is_move)
-        limit = RateLimit(wanted.max_bytes_per_s, self._clock)
-        record = MigrationRecord(wanted.pull_id, "in", wanted.source, wanted.subject, wanted.is_move)
         source = PeerOfPull(self._links, wanted.source, self._call_s, wanted.backend)
-        pull = Pull(self._settings, source, record, limit, hold_s)
-        migration = IncomingMigration(pull, self.lease_s)
+        return self._start_migration(Pull(self._settings, source, wanted, hold_s), self._pullers)
+
+    def _start_migration(self, migration: Pull | Push, workers: Workers) -> Migration:
+        """Run a migration on a worker and return it, or the one that already has its id."""
         known = self._book.add(migration)
         if known is not migration:
             return known
         self._book.note(migration)
-        self._submit(self._pullers, pull.run, migration)
-        return migration
-
-    def _submit(self, workers: Workers, run: Callable[[], object], migration: Migration) -> None:
-        """Run a new migration on a worker; remove the migration if there is no thread for it."""
         try:
-            workers.submit(run)
+            workers.submit(migration.run)
         except OutOfThreadsError:
             self._book.remove(migration)
             raise
+        return migration

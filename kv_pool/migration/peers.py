@@ -1,20 +1,32 @@
-"""`Peers`: the names and addresses of other nodes."""
+"""`Peers`: names and addresses of other nodes; `PeerLinks`: calls to them, and readers of their blocks."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from os import PathLike
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from kv_pool.errors import InvalidArgumentError, PeerUnavailableError
+from kv_pool.errors import InvalidArgumentError, MissingDependencyError, PeerUnavailableError
 from kv_pool.ids import NodeName
 from kv_pool.migration.addresses import parse_address
-from kv_pool.migration.messages import KnownNode, NodeLocation
-from kv_pool.regular_files import read_toml
+from kv_pool.migration.messages import (
+    Answer,
+    KnownNode,
+    Message,
+    NodeDescription,
+    NodeLocation,
+    call_local,
+)
+from kv_pool.migration.transfer_backend import BlockReader, TransferBackend
+
+if TYPE_CHECKING:
+    from kv_pool.migration.remote_calls import RemoteCalls
 
 _SHOWN_NAMES = 10
+_MAX_IDLE_READERS = 4
 
 
 class Peers:
@@ -97,50 +109,6 @@ class Peers:
             return len({*self._given, *self._learned})
 
 
-class _Peer(NodeLocation, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    name: NodeName
-    address: str
-
-
-class _PeersFile(msgspec.Struct, forbid_unknown_fields=True):
-    """A file with all settings of a node: links, peers and publisher."""
-
-    peers: list[_Peer] = []
-    links: object = None
-    publisher: object = None
-
-
-def read_peers(path: str | PathLike[str]) -> Peers:
-    """Return the peers of a TOML file.
-
-        [[peers]]
-        name = "gpu-node-2"
-        address = "10.0.0.2:7400"
-        rack = "r1"                  # network, rack, host and device are optional
-
-    Raises:
-        InvalidArgumentError: the file cannot be read, is not TOML, or has unknown tables or invalid values.
-            The message names the file.
-    """
-    tables = read_toml(path, "the peers")
-    try:
-        found = msgspec.convert(tables, _PeersFile)
-    except msgspec.ValidationError as error:
-        allowed = "allowed tables are [[peers]], [links.NEARNESS] and [publisher]"
-        raise InvalidArgumentError(f"{path}: {error}; {allowed}") from error
-    peers = Peers()
-    names = set()
-    for peer in found.peers:
-        if peer.name in names:
-            raise InvalidArgumentError(f"{path}: two peers are named {peer.name!r}")
-        names.add(peer.name)
-        try:
-            peers.add(peer.name, peer.address, NodeLocation(peer.network, peer.rack, peer.host, peer.device))
-        except InvalidArgumentError as error:
-            raise InvalidArgumentError(f"{path}: peer {peer.name!r}: {error}") from error
-    return peers
-
-
 def parse_peer(text: str) -> KnownNode:
     """Parse `name=host:port`. Raises InvalidArgumentError for other text."""
     name, separator, address = text.partition("=")
@@ -170,3 +138,174 @@ def _check_address(address: str) -> str:
     if not port:
         raise InvalidArgumentError(f"{address!r} has port 0; a peer's address needs its actual port")
     return address
+
+
+class PeerLinks:
+    """Connections to the connected nodes of this process and to the nodes in `peers`. Thread-safe.
+
+    Args:
+        name: of this node.
+        secret: None for a node that reaches nodes of its own process only.
+    """
+
+    def __init__(
+        self, name: NodeName, peers: Peers, secret: bytes | None, backends: Sequence[TransferBackend]
+    ) -> None:
+        self._name = name
+        self._peers = peers
+        self._secret = secret
+        self._backends = {backend.name: backend for backend in backends}
+        self._lock = threading.Lock()
+        self._local: dict[NodeName, Answer] = {}
+        self._remote: dict[NodeName, RemoteCalls] = {}
+        # Addresses that pushing nodes have sent; used for names that `peers` does not have.
+        self._sent_addresses: dict[NodeName, str] = {}
+        self._idle_readers: dict[tuple[NodeName, str], list[BlockReader]] = {}
+        self._is_closed = False
+
+    def connect(self, name: NodeName, answer: Answer) -> None:
+        """Add a node of this process, replacing one with the same name."""
+        with self._lock:
+            self._local[name] = answer
+
+    def list_local(self) -> list[NodeName]:
+        """Return the names of the connected nodes of this process."""
+        with self._lock:
+            return list(self._local)
+
+    def learn_address(self, name: NodeName, address: str) -> None:
+        """Record the address that a node has sent. An address in `peers` takes precedence."""
+        if address:
+            with self._lock:
+                self._sent_addresses[name] = address
+
+    def find_address(self, name: NodeName) -> str:
+        """Return a node's address. Raises PeerUnavailableError, which lists the known nodes."""
+        try:
+            return self._peers.get_address(name)
+        except PeerUnavailableError:
+            with self._lock:
+                address = self._sent_addresses.get(name)
+            if address is None:
+                raise
+            return address
+
+    def call(self, name: NodeName, message: Message, timeout_s: float) -> Message:
+        """Send a message to a node and return its reply.
+
+        Raises:
+            PeerUnavailableError: the name is unknown, this node has no secret or was stopped, the called node
+                describes itself by another name, or there was no reply in time; a node of this process
+                answers in the caller's thread, however long it takes.
+            Other errors of `RemoteCalls.call`.
+        """
+        with self._lock:
+            if self._is_closed:
+                raise PeerUnavailableError(f"node {self._name!r} was stopped")
+            local = self._local.get(name)
+        if local is not None:
+            reply = call_local(local, message, self._name)
+        else:
+            reply = self._find_remote(name).call(message, timeout_s)
+        if isinstance(reply, NodeDescription) and reply.name != name:
+            raise PeerUnavailableError(
+                f"the node at the address of {name!r} is named {reply.name!r}; check the list of peers"
+            )
+        return reply
+
+    def _find_remote(self, name: NodeName) -> RemoteCalls:
+        address = self.find_address(name)
+        if self._secret is None:
+            raise PeerUnavailableError(
+                f"node {self._name!r} has no secret, so it cannot connect to {name!r} at {address}"
+            )
+        from kv_pool.migration.remote_calls import RemoteCalls
+
+        replaced = None
+        with self._lock:
+            calls = self._remote.get(name)
+            if calls is None or calls.address != address:
+                replaced, calls = calls, RemoteCalls(address, self._secret, self._name)
+                self._remote[name] = calls
+        if replaced is not None:
+            replaced.close()
+        return calls
+
+    def take_reader(self, source: NodeDescription, only: str = "") -> BlockReader:
+        """Return a reader of a node: an idle one, or a new one of the first common backend that works.
+
+        Args:
+            only: the name of the only backend to use, always with a new reader; "" for any.
+        Raises:
+            InvalidArgumentError: the two nodes have no backend in common.
+            PeerUnavailableError, MissingDependencyError: no common backend works; the error of the last one.
+        """
+        with self._lock:
+            idle = self._idle_readers.get((source.name, source.incarnation), [])
+            while idle and not only:
+                reader = idle.pop()
+                if reader.is_usable():
+                    return reader
+                reader.close()  # the source closes idle connections
+        failure: PeerUnavailableError | MissingDependencyError | None = None
+        for name, description in source.backends.items():
+            backend = self._backends.get(name)
+            if backend is None or only not in ("", name):
+                continue
+            try:
+                return backend.open(source.name, description)
+            except (PeerUnavailableError, MissingDependencyError) as error:
+                failure = error
+        if failure is not None:
+            raise failure
+        raise InvalidArgumentError(
+            f"no common backend: node {source.name!r} has {', '.join(source.backends) or 'none'}, this node "
+            f"has {', '.join(self._backends) or 'none'}" + (f"; requested: {only}" if only else "")
+        )
+
+    def return_reader(self, source: NodeDescription, reader: BlockReader) -> None:
+        """Keep an idle reader for the next migration. Close readers of earlier incarnations of the node."""
+        to_close = []
+        with self._lock:
+            for key in [
+                key for key in self._idle_readers if key[0] == source.name and key[1] != source.incarnation
+            ]:
+                to_close += self._idle_readers.pop(key)
+            idle = self._idle_readers.setdefault((source.name, source.incarnation), [])
+            if len(idle) < _MAX_IDLE_READERS and not self._is_closed:
+                idle.append(reader)
+            else:
+                to_close.append(reader)
+        for old in to_close:
+            old.close()
+
+    def close(self) -> None:
+        """Close all connections. Calls in progress fail with PeerUnavailableError."""
+        with self._lock:
+            self._is_closed = True
+            readers = [reader for idle in self._idle_readers.values() for reader in idle]
+            self._idle_readers.clear()
+            remote = list(self._remote.values())
+        for calls in remote:
+            calls.close()
+        for reader in readers:
+            reader.close()
+
+
+@dataclass(frozen=True)
+class PeerOfPull:
+    """The source of a pull, reached by name, and by this backend if it is not "". See `PullPeer`."""
+
+    links: PeerLinks
+    name: NodeName
+    timeout_s: float
+    backend: str = ""
+
+    def call(self, message: Message) -> Message:
+        return self.links.call(self.name, message, self.timeout_s)
+
+    def take_reader(self, source: NodeDescription) -> BlockReader:
+        return self.links.take_reader(source, self.backend)
+
+    def return_reader(self, source: NodeDescription, reader: BlockReader) -> None:
+        self.links.return_reader(source, reader)

@@ -80,7 +80,7 @@ class PoolSite:
     evicted nor compacted. The target evicts no sequence for arriving blocks.
 
     Args:
-        sequences: `ManagerSequences` or `kv_pool.adapter.pool_sequences.PoolSequences`.
+        sequences: `ManagerSequences` or `kv_pool.migration.pool_sequences.PoolSequences`.
         hasher: the pool's block hasher; nodes with another one are refused. None for other hashes.
         owner: the engine, see `SequenceOwner`; None if a sequence has no state besides its blocks.
         clock: monotonic time in seconds, the clock of the migrator.

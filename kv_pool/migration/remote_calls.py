@@ -8,17 +8,18 @@ import threading
 import time
 from contextlib import ExitStack, suppress
 
-from kv_pool.errors import MigrationError, PeerAuthenticationError, PeerUnavailableError
+from kv_pool.closing import Closing
+from kv_pool.errors import PeerAuthenticationError, PeerUnavailableError
 from kv_pool.events.zmq_module import zmq
 from kv_pool.ids import NodeName
 from kv_pool.migration.addresses import connect_to, format_address, parse_address, resolve
-from kv_pool.migration.calls import raise_failure
 from kv_pool.migration.channel import MAX_MESSAGE_BYTES, Channel
 from kv_pool.migration.messages import (
     BulkOpened,
-    CallFailed,
     Message,
     OpenBulk,
+    as_reply,
+    check_reply,
     decode_message,
     encode_message,
 )
@@ -37,7 +38,7 @@ _CLOSED_CHECK_S = 0.1  # how soon a call in progress notices `close`
 
 
 class RemoteCalls:
-    """Calls to the node that listens at an address. See `NodeCalls` for the contract of `call`.
+    """Calls to the node that listens at an address. Thread-safe.
 
     Args:
         address: host:port.
@@ -58,19 +59,26 @@ class RemoteCalls:
         self._is_closed = False
 
     def call(self, message: Message, timeout_s: float) -> Message:
+        """Send a message and return the node's reply.
+
+        Raises:
+            PeerUnavailableError: no reply in time. The node may have executed the request; the caller decides
+                whether to repeat it.
+            PeerAuthenticationError: the node does not know the secret, or a message was altered.
+            KVPoolError: the error that the node raised, with its type; MigrationError for errors of other
+                libraries.
+        """
         deadline = time.monotonic() + timeout_s
         data = encode_message(message)
-        connection = self._take_connection()
-        is_whole = False
-        try:
+        with ExitStack() as on_failure:
+            connection = on_failure.enter_context(self._take_connection())
             connection.send([self._caller, data])
             reply = decode_message(self._wait_for_reply(connection, deadline))
-            is_whole = True
-        finally:
-            self._return_connection(connection, is_whole)
-        if isinstance(reply, CallFailed):
-            raise_failure(reply, self.address)
-        return reply
+            with self._lock:
+                if not self._is_closed and len(self._idle) < _MAX_IDLE:
+                    self._idle.append(connection)
+                    on_failure.pop_all()
+        return check_reply(reply, self.address)
 
     def connect_bulk(self, backend: str, timeout_s: float) -> Channel:
         """Open a new connection to the node's backend of this name. The caller closes it.
@@ -80,12 +88,10 @@ class RemoteCalls:
             MigrationError: the node does not have this backend.
         """
         deadline = time.monotonic() + timeout_s
-        opened = self.call(OpenBulk(backend), timeout_s)
-        if not isinstance(opened, BulkOpened):
-            raise MigrationError(f"{self.address} answered OpenBulk with {type(opened).__name__}")
+        opened = as_reply(self.call(OpenBulk(backend), timeout_s), BulkOpened, self.address)
         address = format_address(parse_address(self.address)[0], opened.port)
         connection = connect_to(address, deadline - time.monotonic())
-        channel = Channel.of_reader(connection, opened.key, address)
+        channel = Channel(connection, opened.key, True, address)
         channel.send_raw([memoryview(opened.ticket)], deadline)
         return channel
 
@@ -96,14 +102,6 @@ class RemoteCalls:
             for connection in self._idle:
                 connection.close()
             self._idle.clear()
-
-    def _wait_for_reply(self, connection: _Connection, deadline: float) -> bytes:
-        while (rest_s := deadline - time.monotonic()) > 0:
-            self._check_open()
-            reply = connection.receive(min(rest_s, _CLOSED_CHECK_S))
-            if reply is not None:
-                return reply
-        raise PeerUnavailableError(f"{self.address} did not answer in time")
 
     def _take_connection(self) -> _Connection:
         with self._lock:
@@ -118,19 +116,20 @@ class RemoteCalls:
         except zmq.ZMQError as error:  # out of file handles
             raise PeerUnavailableError(f"{self.address}: cannot connect: {error}") from error
 
-    def _return_connection(self, connection: _Connection, is_whole: bool) -> None:
-        with self._lock:
-            if is_whole and not self._is_closed and len(self._idle) < _MAX_IDLE:
-                self._idle.append(connection)
-                return
-        connection.close()
+    def _wait_for_reply(self, connection: _Connection, deadline: float) -> bytes:
+        while (rest_s := deadline - time.monotonic()) > 0:
+            self._check_open()
+            reply = connection.receive(min(rest_s, _CLOSED_CHECK_S))
+            if reply is not None:
+                return reply
+        raise PeerUnavailableError(f"{self.address} did not answer in time")
 
     def _check_open(self) -> None:
         if self._is_closed:
             raise PeerUnavailableError(f"{self.address}: these calls were closed")
 
 
-class _Connection:
+class _Connection(Closing):
     """One encrypted connection with one request at a time. It is not opened again once it is broken."""
 
     def __init__(self, address: str, keys: CurvePair) -> None:
@@ -168,9 +167,17 @@ class _Connection:
         ready = dict(self._poller.poll(max(1, int(timeout_s * 1000))))
         if self._socket in ready:
             return self._socket.recv_multipart()[-1]
-        if self._failures in ready:
-            raise self._explain()
-        return None
+        if self._failures not in ready:
+            return None
+        event = zmq.utils.monitor.recv_monitor_message(self._failures)["event"]
+        if event == zmq.EVENT_CLOSED:
+            raise PeerUnavailableError(f"{self._address}: cannot connect")
+        if event == zmq.EVENT_DISCONNECTED:
+            raise PeerUnavailableError(f"{self._address} closed the connection")
+        raise PeerAuthenticationError(
+            f"{self._address} closed the connection during the handshake: the node has another secret, or is "
+            "not a kv_pool node"
+        )
 
     def is_quiet(self) -> bool:
         """Return True if the connection appears to be open and has no unread reply."""
@@ -183,17 +190,6 @@ class _Connection:
 
     def __del__(self) -> None:
         self.close()
-
-    def _explain(self) -> PeerUnavailableError:
-        event = zmq.utils.monitor.recv_monitor_message(self._failures)["event"]
-        if event == zmq.EVENT_CLOSED:
-            return PeerUnavailableError(f"{self._address}: cannot connect")
-        if event == zmq.EVENT_DISCONNECTED:
-            return PeerUnavailableError(f"{self._address} closed the connection")
-        return PeerAuthenticationError(
-            f"{self._address} closed the connection during the handshake: the node has another secret, or is "
-            "not a kv_pool node"
-        )
 
 
 @functools.cache

@@ -52,7 +52,7 @@ class Outcome:
 
     Attributes:
         new_ids: ids of its blocks at the target, if acknowledged.
-        reason: why it was cancelled; "" if unknown.
+        reason: why it was cancelled or has expired; "" if unknown.
         is_invalid: content was reported invalid while the transfer was prepared.
     """
 
@@ -256,7 +256,11 @@ class SourceTransfers:
         with self._site.lock:
             overdue = [transfer for transfer in self._prepared.values() if self._is_overdue(transfer)]
             for transfer in overdue:
-                self._end(transfer, transfer.outcome or Outcome(TransferState.EXPIRED))
+                reason = (
+                    f"node {transfer.message.target!r} did not renew its lease for {self._lease_s:g} s, or "
+                    "has ended; the source keeps its blocks"
+                )
+                self._end(transfer, transfer.outcome or Outcome(TransferState.EXPIRED, reason=reason))
         for transfer in overdue:
             self._on_change(transfer)
 
@@ -264,6 +268,11 @@ class SourceTransfers:
         """Return the outcome of a transfer; None if it is still prepared, or unknown."""
         with self._site.lock:
             return self._acknowledged.get(transfer_id) or self._broken_off.get(transfer_id)
+
+    def is_prepared(self, transfer_id: TransferId) -> bool:
+        """Return True while the transfer leases its blocks."""
+        with self._site.lock:
+            return transfer_id in self._prepared
 
     def list_prepared(self) -> list[Transfer]:
         """Return the prepared transfers, oldest first."""

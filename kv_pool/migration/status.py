@@ -1,16 +1,12 @@
-"""`MigrationRecord`: a node's record of one migration; its status and phases."""
+"""`MigrationStatus`: the status of one migration at one of its nodes, and its phases."""
 
 from __future__ import annotations
 
-import time
 from enum import StrEnum
 
 import msgspec
 
-from kv_pool.ids import BlockId, NodeName, TransferId
-from kv_pool.migration.subjects import Subject, describe_subject
-
-_PROGRESS = ("num_blocks", "num_present_blocks", "num_done_blocks", "num_bytes", "num_descriptors")
+from kv_pool.ids import NodeName
 
 
 class MigrationPhase(StrEnum):
@@ -76,46 +72,3 @@ class MigrationStatus(msgspec.Struct):
     elapsed_s: float = 0.0
     error: str = ""
     error_message: str = ""
-
-
-class MigrationRecord:
-    """A node's record of one migration.
-
-    Attributes:
-        transfer_id: 16 bytes; `status.migration_id` is its hex form.
-        status: visible to callers and to the other node.
-        error: the error that it failed with or is in doubt for.
-        old_ids: the blocks' ids at the source; known there once they are leased.
-        new_ids: the same blocks' ids at the target; known once the migration is done.
-    """
-
-    def __init__(
-        self,
-        transfer_id: TransferId,
-        direction: str,
-        peer: NodeName,
-        subject: Subject,
-        is_move: bool,
-        phase: MigrationPhase = MigrationPhase.WAITING,
-    ) -> None:
-        self.transfer_id = transfer_id
-        self.subject = subject
-        self.is_move = is_move
-        described = describe_subject(subject)
-        self.status = MigrationStatus(
-            transfer_id.hex(), direction, peer, described, is_move, phase, started=time.time()
-        )
-        self.error: Exception | None = None
-        self.old_ids: list[BlockId] = []
-        self.new_ids: list[BlockId] = []
-
-    def set_error(self, error: Exception | None) -> None:
-        """Set the error, also in the status; None clears it."""
-        self.error = error
-        self.status.error = "" if error is None else type(error).__name__
-        self.status.error_message = "" if error is None else str(error)
-
-    def take_progress(self, reported: MigrationStatus) -> None:
-        """Copy the counts of the other node's status."""
-        for name in _PROGRESS:
-            setattr(self.status, name, getattr(reported, name))

@@ -16,7 +16,9 @@ cached blocks (M3). After that the source's answer decides.
 from __future__ import annotations
 
 import threading
+import time
 from contextlib import suppress
+from typing import ClassVar
 
 from kv_pool.errors import (
     InvalidContentError,
@@ -37,37 +39,30 @@ from kv_pool.migration.messages import (
     NodeDescription,
     Offer,
     PrepareTransfer,
+    PullSubject,
     RenewLease,
 )
-from kv_pool.migration.pull_settings import PullSettings, RateLimit
+from kv_pool.migration.migration import Migration
 from kv_pool.migration.site import Reservation
-from kv_pool.migration.status import MigrationPhase, MigrationRecord
-from kv_pool.migration.verified_reads import PullPeer, SourceCalls, VerifiedReads
+from kv_pool.migration.status import MigrationPhase
+from kv_pool.migration.verified_reads import PullPeer, PullSettings, RateLimit, SourceCalls, VerifiedReads
 
 
-class Pull:
-    """An incoming migration. One thread calls `run`, then `resolve` as long as the migration is in doubt.
+class Pull(Migration):
+    """A migration at its target. One thread calls `run`, then `resolve` as long as the migration is in doubt.
 
     Attributes:
-        record: of this migration; the pull of a push has the id that the source chose.
         reservation, lease: the reservation and its write lease, or None. Guarded by the site's lock.
         held: the read lease that keeps the arrived blocks for `hold_s`, or None; it ends at its deadline or
             by `release`. Guarded by the site's lock.
     """
 
+    direction: ClassVar[str] = "in"
+
     def __init__(
-        self,
-        settings: PullSettings,
-        peer: PullPeer,
-        record: MigrationRecord,
-        limit: RateLimit,
-        hold_s: float = 0.0,
+        self, settings: PullSettings, peer: PullPeer, wanted: PullSubject, hold_s: float = 0.0
     ) -> None:
-        self.record = record
-        self.status = record.status
-        self.transfer_id = record.transfer_id
-        self.subject = record.subject
-        self.is_move = record.is_move
+        super().__init__(wanted.pull_id, wanted.source, wanted.subject, wanted.is_move, settings.on_change)
         self.reservation: Reservation | None = None
         self.lease: Lease | None = None
         self.held: Lease | None = None
@@ -75,7 +70,7 @@ class Pull:
         self._settings = settings
         self._site = settings.site
         self._calls = SourceCalls(peer)
-        self._limit = limit
+        self._limit = RateLimit(wanted.max_bytes_per_s, settings.clock)
         self._incarnation = ""  # of the source
         self._reads: VerifiedReads | None = None
         self._may_be_leased = False
@@ -86,7 +81,6 @@ class Pull:
     # ---- from other threads ----------------------------------------------------------------------
 
     def cancel(self) -> bool:
-        """Cancel the pull. Return False if the acknowledgement was sent or the pull has ended."""
         return self._calls.stop(
             MigrationCancelledError("the migration was cancelled; the source keeps the blocks")
         )
@@ -96,7 +90,7 @@ class Pull:
 
         A missing answer is ignored: a later renewal may succeed, otherwise the source's lease expires.
         """
-        if self.status.phase is not MigrationPhase.READING:
+        if self.phase is not MigrationPhase.READING:
             return
         with self._site.lock:
             if self.lease is not None and self.lease.state is LeaseState.ACTIVE:
@@ -109,7 +103,6 @@ class Pull:
             return
 
     def release(self) -> None:
-        """End the hold on the arrived blocks, or prevent it. No-op if it has ended."""
         with self._site.lock:
             self._hold_s = 0.0
             held, self.held = self.held, None
@@ -122,14 +115,16 @@ class Pull:
         return held is not None and held.state is LeaseState.ACTIVE
 
     def assume_source_gone(self) -> bool:
-        """Resolve IN_DOUBT in favour of this node. Call only if the source is known to be dead.
+        """Resolve IN_DOUBT in favour of this node, which takes the subject over.
 
-        Return False if the pull is not in doubt or the takeover fails.
+        Call only if the source is known to be dead, or was made to drop the subject: otherwise both nodes
+        would use it. Return False, with nothing changed, if the migration is not in doubt; False also if the
+        takeover fails.
         """
-        if self.status.phase is not MigrationPhase.IN_DOUBT:
+        if self.phase is not MigrationPhase.IN_DOUBT:
             return False
         self._adopt()
-        return self.record.error is None
+        return self.error is None
 
     def abandon_doubt(self) -> bool:
         """Resolve IN_DOUBT in favour of the source: fail, and keep cached blocks only.
@@ -137,9 +132,9 @@ class Pull:
         Return False if the pull is not in doubt.
         """
         with self._ending:
-            if self.status.phase is not MigrationPhase.IN_DOUBT or self.record.error is None:
+            if self.phase is not MigrationPhase.IN_DOUBT or self.error is None:
                 return False
-            self._end_as_failed(self.record.error)
+            self._end_as_failed(self.error)
             return True
 
     # ---- phases ----------------------------------------------------------------------------------
@@ -164,7 +159,7 @@ class Pull:
 
     def resolve(self) -> None:
         """Repeat the acknowledgement of a move in doubt."""
-        if self.status.phase is MigrationPhase.IN_DOUBT:
+        if self.phase is MigrationPhase.IN_DOUBT:
             self._acknowledge()
 
     def _prepare(self) -> tuple[VerifiedReads, Offer]:
@@ -172,7 +167,7 @@ class Pull:
         self._enter(MigrationPhase.PREPARING)
         source = self._calls.repeat(DescribeNode(), NodeDescription)
         self._site.layout.check_same(source.layout, f"node {source.name!r}")
-        self._reads = reads = VerifiedReads(self._settings, self._calls, source, self.record, self._limit)
+        self._reads = reads = VerifiedReads(self._settings, self._calls, source, self, self._limit)
         self._calls.check_wanted()
         self._may_be_leased = True
         request = PrepareTransfer(
@@ -195,7 +190,7 @@ class Pull:
                     self.lease = site.leases.acquire(
                         [reservation.blocks[position] for position in reservation.missing],
                         self._settings.clock() + self._settings.lease_s,
-                        f"transfer {self.transfer_id.hex()} from {self.status.peer}",
+                        f"transfer {self.transfer_id.hex()} from {self.peer}",
                         LeaseKind.WRITE,
                     )
             except Exception:
@@ -236,7 +231,7 @@ class Pull:
 
     def _adopt(self) -> None:
         with self._ending:
-            if self.status.phase.is_ended:
+            if self.phase.is_ended:
                 return
             try:
                 with self._site.lock:
@@ -249,14 +244,14 @@ class Pull:
                             held.release()
                         raise
                     self.held = held
-                    self.record.new_ids = [block.block_id for block in reservation.blocks]
-                    self.record.set_error(None)
+                    self.new_ids = [block.block_id for block in reservation.blocks]
+                    self.set_error(None)
                     # Together: a pull in doubt has a reservation (M3).
                     self.reservation, self.status.phase = None, MigrationPhase.DONE
             except Exception as error:
                 self._end_as_failed(error)
                 return
-            self._settings.on_change(self.record)
+            self._on_change(self)
 
     def _hold(self, reservation: Reservation) -> Lease | None:
         """Hold the arrived blocks for `hold_s` by a read lease. Called with the lock."""
@@ -269,15 +264,15 @@ class Pull:
     def _end_with_copy(self, error: Exception) -> None:
         """Fail: the source keeps the subject. Inserted blocks stay cached, unless reported invalid."""
         with self._ending:
-            if not self.status.phase.is_ended:
+            if not self.phase.is_ended:
                 self._end_as_failed(error)
 
     def _end_as_failed(self, error: Exception) -> None:
         with self._site.lock:
             self._release_reservation(self._get_reservation(), error)
-            self.record.set_error(error)
+            self.set_error(error)
             self.reservation, self.status.phase = None, MigrationPhase.FAILED
-        self._settings.on_change(self.record)
+        self._on_change(self)
 
     def _release_reservation(self, reservation: Reservation, error: Exception) -> None:
         """Drop the reservation; inserted blocks stay cached, unless invalid. Called with the lock."""
@@ -288,11 +283,11 @@ class Pull:
 
     def _stay_in_doubt(self, error: Exception) -> None:
         with self._ending:
-            if self.status.phase.is_ended:
+            if self.phase.is_ended:
                 return
-            self.record.set_error(
+            self.set_error(
                 MigrationInDoubtError(
-                    f"node {self.status.peer!r} has not confirmed that it released "
+                    f"node {self.peer!r} has not confirmed that it released "
                     f"{self.status.num_blocks} blocks; this node keeps them reserved until it does ({error})"
                 )
             )
@@ -319,7 +314,7 @@ class Pull:
             # Once, ignoring errors: if this fails, the source's lease expires.
             with suppress(Exception):
                 self._calls.call(CancelTransfer(self.transfer_id, str(error)[:200]), Cancelled)
-        self.record.set_error(error)
+        self.set_error(error)
         is_wanted = isinstance(error, MigrationCancelledError)
         self._enter(MigrationPhase.CANCELLED if is_wanted else MigrationPhase.FAILED)
 
@@ -333,7 +328,12 @@ class Pull:
 
     def _enter(self, phase: MigrationPhase) -> None:
         self.status.phase = phase
-        self._settings.on_change(self.record)
+        self._on_change(self)
+
+    def _is_not_waited_for(self) -> bool:
+        if self.phase is MigrationPhase.IN_DOUBT and self._doubted_s:
+            return time.monotonic() - self._doubted_s > self._settings.lease_s
+        return self.phase.is_ended
 
     def _get_reservation(self) -> Reservation:
         assert self.reservation is not None

@@ -1,4 +1,4 @@
-"""`Topology`: nearness of nodes, the cost of transfers between them, and the ranking of targets."""
+"""`Topology`: nearness of nodes, cost of transfers between them, ranking of targets; the file of nodes."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import msgspec
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import NodeName
 from kv_pool.migration.messages import NodeDescription, NodeLocation
+from kv_pool.migration.peers import Peers
 from kv_pool.regular_files import read_toml
 from kv_pool.storage.block_layout import BlockLayout
 
@@ -178,24 +179,19 @@ class Topology:
         targets = []
         excluded = []
         for node in nodes:
+            reason = describe_other_kind(sequence_kind, node)
             if layout is not None and node.layout != layout:
-                different = layout.describe_differences(node.layout)
-                excluded.append(ExcludedNode(node.name, f"its blocks have another layout: {different}"))
-            elif (reason := describe_other_kind(sequence_kind, node)) != "":
+                reason = f"its blocks have another layout: {layout.describe_differences(node.layout)}"
+            elif not reason and node.num_free_blocks < num_blocks:
+                num_free = f"{node.num_free_blocks:,} of {node.num_blocks:,} blocks are free"
+                reason = f"{num_free}, {num_blocks:,} are needed"
+            if reason:
                 excluded.append(ExcludedNode(node.name, reason))
-            elif node.num_free_blocks < num_blocks:
-                excluded.append(
-                    ExcludedNode(
-                        node.name,
-                        f"{node.num_free_blocks:,} of {node.num_blocks:,} blocks are free, "
-                        f"{num_blocks:,} are needed",
-                    )
-                )
-            else:
-                nearness = find_nearness(here, node.location)
-                link, origin = self._find_link(nearness)
-                seconds = link.estimate(num_bytes)
-                targets.append(Target(node.name, nearness, seconds, link, origin, node.num_free_blocks))
+                continue
+            nearness = find_nearness(here, node.location)
+            link, origin = self._find_link(nearness)
+            seconds = link.estimate(num_bytes)
+            targets.append(Target(node.name, nearness, seconds, link, origin, node.num_free_blocks))
         targets.sort(key=lambda target: (target.seconds, -target.num_free_blocks, target.name))
         return Ranking(num_blocks, num_bytes, targets, excluded)
 
@@ -235,19 +231,36 @@ def find_nearness(here: NodeLocation, there: NodeLocation) -> Nearness:
     return nearest
 
 
-class _TopologyFile(msgspec.Struct, forbid_unknown_fields=True):
+class _Links(msgspec.Struct, forbid_unknown_fields=True):
+    device: Link | None = None
+    host: Link | None = None
+    rack: Link | None = None
+    network: Link | None = None
+    elsewhere: Link | None = None
+
+
+class _Peer(NodeLocation, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: NodeName
+    address: str
+
+
+class _NodesFile(msgspec.Struct, forbid_unknown_fields=True):
     """A file with all settings of a node: links, peers and publisher."""
 
-    links: dict[str, object] = {}
-    peers: object = None
+    links: _Links = msgspec.field(default_factory=_Links)
+    peers: list[_Peer] = []
     publisher: object = None
 
 
-def _read_link(name: str, table: object) -> Link:
+def _read_nodes(path: str | PathLike[str]) -> _NodesFile:
+    tables = read_toml(path, "the nodes")
     try:
-        return msgspec.convert(table, Link)
+        return msgspec.convert(tables, _NodesFile)
     except msgspec.ValidationError as error:
-        raise msgspec.ValidationError(f"links.{name}: {error}") from error
+        raise InvalidArgumentError(
+            f"{path}: {error}; allowed tables are [[peers]], [publisher] and [links.NEARNESS], with NEARNESS "
+            f"one of {', '.join(nearness.value for nearness in Nearness)}"
+        ) from error
 
 
 def read_topology(path: str | PathLike[str]) -> Topology:
@@ -261,13 +274,28 @@ def read_topology(path: str | PathLike[str]) -> Topology:
         InvalidArgumentError: the file cannot be read, is not TOML, or has unknown tables or invalid values.
             The message names the file.
     """
-    tables = read_toml(path, "the topology")
-    try:
-        found = msgspec.convert(tables, _TopologyFile)
-        return Topology({Nearness(name): _read_link(name, link) for name, link in found.links.items()})
-    except msgspec.ValidationError as error:
-        allowed = "allowed tables are [[peers]], [links.NEARNESS] and [publisher]"
-        raise InvalidArgumentError(f"{path}: {error}; {allowed}") from error
-    except ValueError as error:
-        names = ", ".join(nearness.value for nearness in Nearness)
-        raise InvalidArgumentError(f"{path}: {error}; allowed links are {names}") from error
+    links = msgspec.structs.asdict(_read_nodes(path).links)
+    return Topology({Nearness(name): link for name, link in links.items() if link is not None})
+
+
+def read_peers(path: str | PathLike[str]) -> Peers:
+    """Return the peers of the same file.
+
+        [[peers]]
+        name = "gpu-node-2"
+        address = "10.0.0.2:7400"
+        rack = "r1"                  # network, rack, host and device are optional
+
+    Raises:
+        InvalidArgumentError: as `read_topology`; also if a name or an address is invalid, or a name is used
+            twice.
+    """
+    peers = Peers()
+    for peer in _read_nodes(path).peers:
+        if any(known.name == peer.name for known in peers.list_nodes()):
+            raise InvalidArgumentError(f"{path}: two peers are named {peer.name!r}")
+        try:
+            peers.add(peer.name, peer.address, NodeLocation(peer.network, peer.rack, peer.host, peer.device))
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(f"{path}: peer {peer.name!r}: {error}") from error
+    return peers

@@ -3,26 +3,99 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.errors import MigrationError, PeerUnavailableError, TransferFailedError
-from kv_pool.ids import BlockId
-from kv_pool.migration.messages import AskChecksums, Checksums, Message, NodeDescription
-from kv_pool.migration.pull_settings import PullSettings, RateLimit
+from kv_pool.errors import InvalidArgumentError, MigrationError, PeerUnavailableError, TransferFailedError
+from kv_pool.ids import BlockId, NodeName
+from kv_pool.manager.leases import Lease
+from kv_pool.migration.messages import AskChecksums, Checksums, Message, NodeDescription, Reply, as_reply
+from kv_pool.migration.migration import Migration
+from kv_pool.migration.pool_site import PoolSite
 from kv_pool.migration.site import OfferedBlock
-from kv_pool.migration.status import MigrationRecord
 from kv_pool.migration.transfer_backend import BlockReader
 from kv_pool.storage.checksums import checksum_blocks
+from kv_pool.threads import Workers
 
-_Reply = TypeVar("_Reply", bound=Message)
+_BATCH_S = 0.1
+
+
+class RateLimit:
+    """A rate limit that schedules reads: each read may start once the rate covers it and all earlier ones.
+
+    In a series of reads, the bytes read never exceed the rate times the time since the first request. Gaps of
+    up to a tenth of a second between reads are credited; a longer gap starts a new series without credit.
+    Thread-safe.
+
+    Args:
+        bytes_per_s: 0 for no limit.
+        clock: monotonic time in seconds.
+    """
+
+    def __init__(self, bytes_per_s: float, clock: Callable[[], float]) -> None:
+        if not bytes_per_s >= 0:
+            raise InvalidArgumentError(
+                f"a rate limit of {bytes_per_s} bytes per second; it must be 0 (no limit) or more"
+            )
+        self.bytes_per_s = bytes_per_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._paid_at = float("-inf")  # the time when the rate covers all scheduled bytes
+
+    def take(self, num_bytes: int) -> float:
+        """Schedule a read of `num_bytes`. Return the seconds to wait before it may start.
+
+        Later callers queue behind it, so schedule only the next read.
+        """
+        if not self.bytes_per_s:
+            return 0.0
+        with self._lock:
+            now = self._clock()
+            start = now if now - self._paid_at > _BATCH_S else self._paid_at
+            self._paid_at = start + num_bytes / self.bytes_per_s
+            return max(0.0, self._paid_at - now)
+
+    def count_batch_bytes(self, most: int) -> int:
+        """Return the batch size in bytes: a tenth of a second at this rate, at most `most`.
+
+        Small batches keep the rate even and let a reader stop between them.
+        """
+        return min(most, max(1, int(self.bytes_per_s * _BATCH_S))) if self.bytes_per_s else most
+
+
+@dataclass(frozen=True)
+class PullSettings:
+    """The settings that all pulls of a node share.
+
+    Attributes:
+        name: of the target.
+        lease_s: duration of the write lease unless renewed, and time limit of one read.
+        clock: monotonic time in seconds, the clock of the site's leases.
+        deadline_clock: `time.monotonic`, the clock of the backends' deadlines.
+        limit: shared by all migrations to this node.
+        on_change: called without any lock, with a pull that has entered a phase or finished a
+            batch.
+        on_unsettled: called with a lease and a reader that may still write to its blocks.
+    """
+
+    name: NodeName
+    site: PoolSite
+    lease_s: float
+    clock: Callable[[], float]
+    deadline_clock: Callable[[], float]
+    limit: RateLimit
+    parallel: Workers
+    on_change: Callable[[Migration], object]
+    on_unsettled: Callable[[Lease, BlockReader], object]
+
+
 TRIES = 3
 """Maximum number of attempts for a read of blocks or an idempotent request."""
 _PAUSE_S = 0.02
@@ -81,18 +154,15 @@ class SourceCalls:
         """Wait for `seconds` or until the pull is stopped."""
         self._woken.wait(seconds)
 
-    def call(self, message: Message, reply_type: type[_Reply]) -> _Reply:
+    def call(self, message: Message, kind: type[Reply]) -> Reply:
         """Send a message once. Raises MigrationError if the reply has another type."""
-        reply = self.peer.call(message)
-        if not isinstance(reply, reply_type):
-            raise MigrationError(f"the source answered {type(message).__name__} with {type(reply).__name__}")
-        return reply
+        return as_reply(self.peer.call(message), kind, "the source")
 
-    def repeat(self, message: Message, reply_type: type[_Reply]) -> _Reply:
+    def repeat(self, message: Message, kind: type[Reply]) -> Reply:
         """Send an idempotent message, and repeat it up to `TRIES` times in all until there is an answer."""
         for num_left in reversed(range(TRIES)):
             try:
-                return self.call(message, reply_type)
+                return self.call(message, kind)
             except PeerUnavailableError:
                 self.check_wanted()
                 if not num_left:
@@ -119,7 +189,7 @@ class VerifiedReads:
     """The reads of one pull. The constructor connects to the source.
 
     Args:
-        record: of the migration; reads are counted there.
+        migration: reads are counted in its status.
         limit: of this migration; `settings.limit` also applies.
 
     Attributes:
@@ -131,14 +201,14 @@ class VerifiedReads:
         settings: PullSettings,
         calls: SourceCalls,
         source: NodeDescription,
-        record: MigrationRecord,
+        migration: Migration,
         limit: RateLimit,
     ) -> None:
         self._settings = settings
         self._storage = settings.site.storage
         self._calls = calls
         self._source = source
-        self._record = record
+        self._migration = migration
         self._limit = limit
         self._offered: list[OfferedBlock] = []
         self._blocks: list[KVCacheBlock] = []
@@ -188,7 +258,7 @@ class VerifiedReads:
             if verifying is not None:
                 wrong += verifying.result()
             verifying = parallel.submit(partial(self._verify, batch, asked))
-            self._settings.on_change(self._record)
+            self._settings.on_change(self._migration)
         if verifying is not None:
             wrong += verifying.result()
         return wrong
@@ -221,7 +291,7 @@ class VerifiedReads:
             deadline = self._settings.deadline_clock() + self._settings.lease_s
             try:
                 count = self.reader.read(
-                    self._record.transfer_id, batch.remote_ids, batch.local_ids, deadline
+                    self._migration.transfer_id, batch.remote_ids, batch.local_ids, deadline
                 )
             except TransferFailedError:
                 self.reader.close()
@@ -229,12 +299,12 @@ class VerifiedReads:
                     raise
                 self.reader = None
                 continue
-            self._record.status.num_bytes += count.num_bytes
-            self._record.status.num_descriptors += count.num_descriptors
+            self._migration.status.num_bytes += count.num_bytes
+            self._migration.status.num_descriptors += count.num_descriptors
             return
 
     def _ask_checksums(self, batch: _Batch) -> npt.NDArray[np.uint64]:
-        reply = self._calls.repeat(AskChecksums(self._record.transfer_id, batch.positions), Checksums)
+        reply = self._calls.repeat(AskChecksums(self._migration.transfer_id, batch.positions), Checksums)
         if len(reply.values) != 8 * len(batch.positions):
             raise TransferFailedError(
                 f"node {self._source.name!r} sent {len(reply.values)} bytes of checksums for "
@@ -246,5 +316,5 @@ class VerifiedReads:
         expected = asked.result()
         found = checksum_blocks(self._storage, batch.local_ids)
         wrong = np.flatnonzero(found != expected).tolist()
-        self._record.status.num_done_blocks += len(batch.positions) - len(wrong)
+        self._migration.status.num_done_blocks += len(batch.positions) - len(wrong)
         return [batch.positions[index] for index in wrong]

@@ -8,8 +8,8 @@ from kv_pool.replay.sweep import run_sweep as run_sweep
 from kv_pool.replay.curves.measure import measure_curves as measure_curves
 from kv_pool.replay.curves.curve_report import CurveReport as CurveReport
 from kv_pool.replay.plan.make_plan import plan_capacity as plan_capacity
-from kv_pool.replay.plan.goals import PlanGoal as PlanGoal
-from kv_pool.replay.plan.goals import Prices as Prices
+from kv_pool.replay.plan.plan_report import PlanGoal as PlanGoal
+from kv_pool.replay.plan.plan_report import Prices as Prices
 from kv_pool.replay.plan.plan_report import CapacityPlan as CapacityPlan
 from kv_pool.replay.plan.plan_words import describe_plan as describe_plan
 from kv_pool.replay.compare.compare import compare_policies as compare_policies
@@ -37,11 +37,11 @@ from kv_pool.replay.formats.convert import convert_trace as convert_trace
 from kv_pool.replay.settings import EngineRates as EngineRates
 from kv_pool.replay.capacity import ModelKV as ModelKV
 from kv_pool.replay.capacity import find_model as find_model
-from kv_pool.replay.plot import draw_hit_rates as draw_hit_rates
-from kv_pool.replay.plot import draw_breakdowns as draw_breakdowns
-from kv_pool.replay.curves.curve_plot import draw_curves as draw_curves
-from kv_pool.replay.plan.plan_plot import draw_plan as draw_plan
-from kv_pool.replay.compare.compare_plot import draw_comparison as draw_comparison
+from kv_pool.replay.pictures.hit_rates import draw_hit_rates as draw_hit_rates
+from kv_pool.replay.pictures.hit_rates import draw_breakdowns as draw_breakdowns
+from kv_pool.replay.pictures.hit_rates import draw_curves as draw_curves
+from kv_pool.replay.pictures.hit_rates import draw_plan as draw_plan
+from kv_pool.replay.pictures.hit_rates import draw_comparison as draw_comparison
 from kv_pool.replay.report import read_reports as read_reports
 from kv_pool.replay.report import write_json as write_json
 from kv_pool.errors import TraceError as TraceError

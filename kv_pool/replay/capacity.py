@@ -5,7 +5,7 @@ A model is known by name, or read from its `config.json`.
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated
@@ -24,6 +24,23 @@ _ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention",
 
 
 @dataclass(frozen=True)
+class ModelCompute:
+    """The dimensions of a model that decide the FLOPs of a prompt, besides those of its KV cache.
+
+    Attributes:
+        hidden_size: elements of a token between layers.
+        num_heads: query heads.
+        intermediate_size: of each feed-forward network, which has three matrices.
+        experts_per_token: feed-forward networks that compute a token.
+    """
+
+    hidden_size: int
+    num_heads: int
+    intermediate_size: int
+    experts_per_token: int = 1
+
+
+@dataclass(frozen=True)
 class ModelKV:
     """The dimensions of a model's KV cache, from its configuration.
 
@@ -32,6 +49,8 @@ class ModelKV:
         num_kv_heads, head_size: per layer; K and V each have num_kv_heads * head_size elements per token.
         latent_size: elements per token and layer of a latent cache (MLA), which replaces K and V; else 0.
         dtype_bytes: bytes per element.
+        compute: what decides the FLOPs of prompts; None if that is not known. It is known of models with
+            ordinary attention in all layers. Shared experts and layers of another width are not counted.
     """
 
     num_layers: int
@@ -39,11 +58,27 @@ class ModelKV:
     head_size: int = 0
     latent_size: int = 0
     dtype_bytes: int = 2
+    compute: ModelCompute | None = field(default=None, repr=False)
 
     @property
     def bytes_per_token(self) -> int:
         elements = self.latent_size or 2 * self.num_kv_heads * self.head_size
         return self.num_layers * elements * self.dtype_bytes
+
+    def count_flops(self, num_tokens: int) -> int:
+        """Return the FLOPs of the first `num_tokens` tokens of a prompt; 0 without `compute`.
+
+        A token takes 2 FLOPs for each weight. Scores of causal attention and their products with V take 2
+        FLOPs each, per element, for half of all pairs of tokens.
+        """
+        model = self.compute
+        if model is None:
+            return 0
+        attention = 2 * model.hidden_size * (model.num_heads + self.num_kv_heads) * self.head_size
+        feed_forward = 3 * model.hidden_size * model.intermediate_size * model.experts_per_token
+        per_token = 2 * (attention + feed_forward)
+        per_pair = 2 * model.num_heads * self.head_size
+        return self.num_layers * (per_token * num_tokens + per_pair * num_tokens**2)
 
     def count_block_bytes(self, block_size: int, num_groups: int = 1) -> int:
         """Return the size in bytes of a block of `block_size` tokens of one KV cache group.
@@ -61,23 +96,23 @@ class ModelKV:
 
 # Source: the models' published configurations. 16-bit KV on one device, no tensor parallelism.
 MODELS = {
-    "llama-2-7b": ModelKV(32, 32, 128),
-    "llama-2-13b": ModelKV(40, 40, 128),
-    "llama-2-70b": ModelKV(80, 8, 128),
-    "llama-3-8b": ModelKV(32, 8, 128),
-    "llama-3-70b": ModelKV(80, 8, 128),
-    "llama-3-405b": ModelKV(126, 8, 128),
-    "llama-3.2-1b": ModelKV(16, 8, 64),
-    "llama-3.2-3b": ModelKV(28, 8, 128),
-    "mistral-7b": ModelKV(32, 8, 128),
-    "mixtral-8x7b": ModelKV(32, 8, 128),
-    "mixtral-8x22b": ModelKV(56, 8, 128),
-    "qwen2.5-7b": ModelKV(28, 4, 128),
-    "qwen2.5-32b": ModelKV(64, 8, 128),
-    "qwen2.5-72b": ModelKV(80, 8, 128),
-    "qwen3-8b": ModelKV(36, 8, 128),
-    "qwen3-32b": ModelKV(64, 8, 128),
-    "qwen3-30b-a3b": ModelKV(48, 4, 128),
+    "llama-2-7b": ModelKV(32, 32, 128, compute=ModelCompute(4096, 32, 11008)),
+    "llama-2-13b": ModelKV(40, 40, 128, compute=ModelCompute(5120, 40, 13824)),
+    "llama-2-70b": ModelKV(80, 8, 128, compute=ModelCompute(8192, 64, 28672)),
+    "llama-3-8b": ModelKV(32, 8, 128, compute=ModelCompute(4096, 32, 14336)),
+    "llama-3-70b": ModelKV(80, 8, 128, compute=ModelCompute(8192, 64, 28672)),
+    "llama-3-405b": ModelKV(126, 8, 128, compute=ModelCompute(16384, 128, 53248)),
+    "llama-3.2-1b": ModelKV(16, 8, 64, compute=ModelCompute(2048, 32, 8192)),
+    "llama-3.2-3b": ModelKV(28, 8, 128, compute=ModelCompute(3072, 24, 8192)),
+    "mistral-7b": ModelKV(32, 8, 128, compute=ModelCompute(4096, 32, 14336)),
+    "mixtral-8x7b": ModelKV(32, 8, 128, compute=ModelCompute(4096, 32, 14336, 2)),
+    "mixtral-8x22b": ModelKV(56, 8, 128, compute=ModelCompute(6144, 48, 16384, 2)),
+    "qwen2.5-7b": ModelKV(28, 4, 128, compute=ModelCompute(3584, 28, 18944)),
+    "qwen2.5-32b": ModelKV(64, 8, 128, compute=ModelCompute(5120, 40, 27648)),
+    "qwen2.5-72b": ModelKV(80, 8, 128, compute=ModelCompute(8192, 64, 29568)),
+    "qwen3-8b": ModelKV(36, 8, 128, compute=ModelCompute(4096, 32, 12288)),
+    "qwen3-32b": ModelKV(64, 8, 128, compute=ModelCompute(5120, 64, 25600)),
+    "qwen3-30b-a3b": ModelKV(48, 4, 128, compute=ModelCompute(2048, 32, 768, 8)),
     "deepseek-v3": ModelKV(61, latent_size=512 + 64),
 }
 
@@ -171,10 +206,10 @@ def find_model(name: str) -> ModelKV:
     model = MODELS.get(name.lower())
     if model is not None:
         return model
-    if is_config_path(name):
-        config = read_model_config(name)
+    if name.endswith(".json") or Path(name, "config.json").is_file():
+        config = _read_config(name)
         heads = (0, 0) if config.latent_size else (config.num_kv_heads, config.head_size)
-        return ModelKV(config.num_attention_layers, *heads, config.latent_size)
+        return ModelKV(config.num_attention_layers, *heads, config.latent_size, compute=config.compute)
     raise InvalidArgumentError(
         f"unknown model {name!r}; known are {', '.join(MODELS)}. For another model give the path of its "
         "config.json, or --num-layers, --num-kv-heads and --head-size"
@@ -184,7 +219,7 @@ def find_model(name: str) -> ModelKV:
 _Count = Annotated[int, msgspec.Meta(ge=0, le=10**9)]
 
 
-class ModelConfig(msgspec.Struct, kw_only=True):
+class _ModelConfig(msgspec.Struct, kw_only=True):
     """The fields of a Hugging Face model configuration that decide its KV cache and its FLOPs.
 
     Attributes:
@@ -206,7 +241,7 @@ class ModelConfig(msgspec.Struct, kw_only=True):
     intermediate_size: _Count = 0
     moe_intermediate_size: _Count | None = None
     num_experts_per_tok: _Count | None = None
-    text_config: "ModelConfig | None" = None
+    text_config: "_ModelConfig | None" = None
 
     @property
     def num_attention_layers(self) -> int:
@@ -227,13 +262,18 @@ class ModelConfig(msgspec.Struct, kw_only=True):
     def latent_size(self) -> int:
         return 0 if self.kv_lora_rank is None else self.kv_lora_rank + (self.qk_rope_head_dim or 0)
 
+    @property
+    def compute(self) -> ModelCompute | None:
+        if self.latent_size or self.num_attention_layers != self.num_hidden_layers:
+            return None
+        experts = self.num_experts_per_tok
+        size = self.intermediate_size if experts is None else self.moe_intermediate_size
+        return ModelCompute(
+            self.hidden_size, self.num_attention_heads, size or self.intermediate_size, experts or 1
+        )
 
-def is_config_path(name: str) -> bool:
-    """Return True if a model is named by its `config.json`, or by the folder that has it."""
-    return name.endswith(".json") or Path(name, "config.json").is_file()
 
-
-def read_model_config(path: str) -> ModelConfig:
+def _read_config(path: str) -> _ModelConfig:
     """Read a `config.json`, or that of a folder, such as a downloaded model of Hugging Face.
 
     Raises:
@@ -241,7 +281,7 @@ def read_model_config(path: str) -> ModelConfig:
     """
     file = Path(path) if path.endswith(".json") else Path(path, "config.json")
     try:
-        config = msgspec.json.decode(file.read_bytes().removeprefix(BYTE_ORDER_MARK), type=ModelConfig)
+        config = msgspec.json.decode(file.read_bytes().removeprefix(BYTE_ORDER_MARK), type=_ModelConfig)
     except (OSError, *UNDECODABLE) as error:
         raise InvalidArgumentError(f"cannot read the model configuration {str(file)!r}: {error}") from error
     config = config.text_config or config

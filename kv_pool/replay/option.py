@@ -1,13 +1,14 @@
-"""`Option`: the command-line option of a setting, given in the setting's annotation.
+"""`Option`: the command-line option of a setting, given where the setting is declared.
 
-A setting is declared once, as a field of a settings class with an `Option`. The field's documentation, its
-command-line option and help, its check and its entry in a report are derived from it.
+A setting is declared once, as a field of a settings class with an `Option`: in its annotation, or, if it has
+a default, by `setting` in a dataclass. The field's documentation, its command-line option and help, its check
+and its entry in a report are derived from it.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from textwrap import fill
-from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 from kv_pool.errors import InvalidArgumentError
 
@@ -45,12 +46,28 @@ class Option:
     aliases: tuple[str, ...] = ()
 
 
+def setting(declared: str | Option, /, *, default: Any, **attributes: Any) -> Any:
+    """Return a dataclass field with a default and an option.
+
+    Args:
+        declared: the option, or the help text of a new one with these `attributes`.
+    """
+    if not isinstance(declared, Option):
+        declared = Option(declared, **attributes)
+    return field(default=default, metadata={"option": declared})
+
+
 def list_options(settings_class: type) -> Iterator[tuple[str, Any, Option]]:
     """Yield the name, the type and the option of each field that has an option."""
     types = get_type_hints(settings_class)
+    fields = getattr(settings_class, "__dataclass_fields__", {})
     for name, hint in get_type_hints(settings_class, include_extras=True).items():
-        if get_origin(hint) is Annotated:
-            yield from ((name, types[name], note) for note in get_args(hint)[1:] if isinstance(note, Option))
+        declared = [fields[name].metadata.get("option")] if name in fields else []
+        yield from (
+            (name, types[name], note)
+            for note in [*declared, *getattr(hint, "__metadata__", ())]
+            if isinstance(note, Option)
+        )
 
 
 def check_options(settings: object) -> None:

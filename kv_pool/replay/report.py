@@ -15,7 +15,7 @@ import msgspec
 
 from kv_pool.core.mode import COMPILED
 from kv_pool.errors import TraceError
-from kv_pool.replay.breakdown import BreakdownRow
+from kv_pool.replay.request_outcomes import BreakdownRow
 from kv_pool.version import __version__
 
 

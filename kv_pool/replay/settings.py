@@ -8,11 +8,11 @@ from typing import Annotated
 from kv_pool.core.block_hash import BlockHasher
 from kv_pool.core.policy_names import find_policy
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.replay.breakdown import BREAKDOWNS, parse_breakdowns
 from kv_pool.replay.capacity import parse_memory
 from kv_pool.replay.groups import FORMAT, STATES
-from kv_pool.replay.option import Option, check_options, describe_options
+from kv_pool.replay.option import Option, check_options, describe_options, setting
 from kv_pool.replay.replay_request import CONVENTIONS, ReplayRequest
+from kv_pool.replay.request_outcomes import BREAKDOWNS, parse_breakdowns
 from kv_pool.replay.trace import BUNDLED_TRACES, MS_PER_UNIT, Trace
 
 CLOCKS = ("instant", "trace")
@@ -48,44 +48,35 @@ class EngineRates:
     Attributes:
     """
 
-    prefill_tokens_per_s: Annotated[
-        float,
-        Option(
-            "Prompt tokens computed per second, one prompt at a time.",
-            name="prefill_rate",
-            panel=ENGINE_PANEL,
-        ),
-    ] = 50_000.0
-    decode_tokens_per_s: Annotated[
-        float,
-        Option("Tokens generated per second and request.", name="decode_rate", panel=ENGINE_PANEL),
-    ] = 30.0
-    max_running: Annotated[int, Option("Maximum number of running requests.", min=1, panel=ENGINE_PANEL)] = (
-        256
+    prefill_tokens_per_s: float = setting(
+        "Prompt tokens computed per second, one prompt at a time.",
+        default=50_000.0,
+        name="prefill_rate",
+        panel=ENGINE_PANEL,
     )
-    speedup: Annotated[
-        float, Option("Factor by which requests arrive faster than in the trace.", panel=ENGINE_PANEL)
-    ] = 1.0
-    copy_bytes_per_s: Annotated[
-        float,
-        Option(
-            "Bytes copied between device and host per second, such as 25GB.",
-            name="copy_rate",
-            parse=parse_memory,
-            show=_show_bytes,
-            panel=ENGINE_PANEL,
-        ),
-    ] = 25e9
-    disk_bytes_per_s: Annotated[
-        float,
-        Option(
-            "Bytes copied between host and disk per second.",
-            name="disk_rate",
-            parse=parse_memory,
-            show=_show_bytes,
-            panel=TIERS_PANEL,
-        ),
-    ] = 5e9
+    decode_tokens_per_s: float = setting(
+        "Tokens generated per second and request.", default=30.0, name="decode_rate", panel=ENGINE_PANEL
+    )
+    max_running: int = setting("Maximum number of running requests.", default=256, min=1, panel=ENGINE_PANEL)
+    speedup: float = setting(
+        "Factor by which requests arrive faster than in the trace.", default=1.0, panel=ENGINE_PANEL
+    )
+    copy_bytes_per_s: float = setting(
+        "Bytes copied between device and host per second, such as 25GB.",
+        default=25e9,
+        name="copy_rate",
+        parse=parse_memory,
+        show=_show_bytes,
+        panel=ENGINE_PANEL,
+    )
+    disk_bytes_per_s: float = setting(
+        "Bytes copied between host and disk per second.",
+        default=5e9,
+        name="disk_rate",
+        parse=parse_memory,
+        show=_show_bytes,
+        panel=TIERS_PANEL,
+    )
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -114,150 +105,116 @@ class ReplaySettings:
         ),
     ]
     num_blocks: int
-    block_size: Annotated[int | None, Option("Tokens per pool block. Default: the trace's.", min=1)] = None
-    convention: Annotated[
-        str,
-        Option(
-            f"Which blocks can be hit: {', '.join(CONVENTIONS)}.",
-            choices=CONVENTIONS,
-        ),
-    ] = CONVENTIONS[0]
-    clock: Annotated[
-        str,
-        Option(
-            f"{' or '.join(CLOCKS)}: one request at a time, or requests that arrive by timestamp and "
-            "overlap.",
-            choices=CLOCKS,
-        ),
-    ] = "instant"
+    block_size: int | None = setting("Tokens per pool block. Default: the trace's.", default=None, min=1)
+    convention: str = setting(
+        f"Which blocks can be hit: {', '.join(CONVENTIONS)}.", default=CONVENTIONS[0], choices=CONVENTIONS
+    )
+    clock: str = setting(
+        f"{' or '.join(CLOCKS)}: one request at a time, or requests that arrive by timestamp and overlap.",
+        default="instant",
+        choices=CLOCKS,
+    )
     rates: EngineRates = field(default_factory=EngineRates)
-    limit: Annotated[int | None, Option("Maximum number of requests, from the start.", min=1)] = None
-    trace_block_size: Annotated[int | None, TRACE_BLOCK_SIZE] = None
-    timestamp_unit: Annotated[str, TIME_UNIT] = "ms"
-    skip_broken: Annotated[bool, Option("Skip broken lines and count them, instead of stopping.")] = False
-    seed: Annotated[str, Option("Seed of the block hashes, for traces of token ids.")] = "0"
-    runs: Annotated[bool, Option("Prefer runs of consecutive block ids.")] = False
-    policy: Annotated[
-        str,
-        Option(
-            "The cache policy: lru, a name of kv_pool/policies such as s3fifo, an entry point, module:Class "
-            "or file.py:Class. flat:NAME makes each block an object of its own. optimum knows the trace, and "
-            "needs the instant clock, full attention and no lower tiers.",
-            metavar="NAME",
-        ),
-    ] = "lru"
-    groups: Annotated[
-        str,
-        Option(
-            f"The model's KV cache groups: {FORMAT}. Each group has an equal share of the layers, and its "
-            "own blocks from the same pool."
-        ),
-    ] = "full"
-    states: Annotated[
-        str,
-        Option(
-            "Where states of mamba groups, and windows, stay cached. steps: at the end of each step. blocks: "
-            "at the end of each block. checkpoints: at the end of a prompt and where shared prefixes end, as "
-            "in vLLM 0.33. bounded: as checkpoints, also in the middle of a new prompt, and for the last two "
-            "turns of a conversation only.",
-            metavar="RULE",
-            choices=STATES,
-        ),
-    ] = STATES[0]
-    chunk_tokens: Annotated[
-        int | None,
-        Option(
-            "Maximum number of prompt tokens per step. Blocks outside a window are released between steps. "
-            "Default: the whole prompt in one step.",
-            min=1,
-        ),
-    ] = None
-    watermark: Annotated[
-        float,
-        Option(
-            "Share of the pool that must stay free when a request starts while others run.",
-            min=0.0,
-            panel=ENGINE_PANEL,
-        ),
-    ] = 0.0
-    host_blocks: Annotated[
-        int,
-        Option(
-            "Capacity in blocks of a host memory pool for preempted requests; needs the trace clock and "
-            "--model or dimensions. Separate from the memory of --host-tier, which is for cached blocks.",
-            min=0,
-            panel=ENGINE_PANEL,
-        ),
-    ] = 0
-    host_tier: Annotated[
-        int,
-        Option(
-            "Capacity of a tier in host memory. Cached blocks are offloaded to it when the pool reuses them, "
-            "and loaded on a hit. Separate from the memory of --host-blocks, which is for preempted "
-            "requests. With the trace clock it needs --model or dimensions.",
-            metavar="BLOCKS",
-            min=0,
-            panel=TIERS_PANEL,
-        ),
-    ] = 0
-    disk_tier: Annotated[
-        int,
-        Option(
-            "Capacity of a tier on disk, below the host tier. It receives the blocks that the host tier "
-            "evicts.",
-            metavar="BLOCKS",
-            min=0,
-            panel=TIERS_PANEL,
-        ),
-    ] = 0
-    tier_write: Annotated[
-        str,
-        Option(
-            f"{' or '.join(TIER_WRITES)}: offload blocks to the first tier when the pool reuses them, or as "
-            "soon as they are cached.",
-            metavar="WHEN",
-            choices=TIER_WRITES,
-            panel=TIERS_PANEL,
-        ),
-    ] = TIER_WRITES[0]
+    limit: int | None = setting("Maximum number of requests, from the start.", default=None, min=1)
+    trace_block_size: int | None = setting(TRACE_BLOCK_SIZE, default=None)
+    timestamp_unit: str = setting(TIME_UNIT, default="ms")
+    skip_broken: bool = setting("Skip broken lines and count them, instead of stopping.", default=False)
+    seed: str = setting("Seed of the block hashes, for traces of token ids.", default="0")
+    runs: bool = setting("Prefer runs of consecutive block ids.", default=False)
+    policy: str = setting(
+        "The cache policy: lru, a name of kv_pool/policies such as s3fifo, an entry point, module:Class "
+        "or file.py:Class. flat:NAME makes each block an object of its own. optimum knows the trace, and "
+        "needs the instant clock, full attention and no lower tiers.",
+        default="lru",
+        metavar="NAME",
+    )
+    groups: str = setting(
+        f"The model's KV cache groups: {FORMAT}. Each group has an equal share of the layers, and its "
+        "own blocks from the same pool.",
+        default="full",
+    )
+    states: str = setting(
+        "Where states of mamba groups, and windows, stay cached. steps: at the end of each step. blocks: "
+        "at the end of each block. checkpoints: at the end of a prompt and where shared prefixes end, as "
+        "in vLLM 0.33. bounded: as checkpoints, also in the middle of a new prompt, and for the last two "
+        "turns of a conversation only.",
+        default=STATES[0],
+        metavar="RULE",
+        choices=STATES,
+    )
+    chunk_tokens: int | None = setting(
+        "Maximum number of prompt tokens per step. Blocks outside a window are released between steps. "
+        "Default: the whole prompt in one step.",
+        default=None,
+        min=1,
+    )
+    watermark: float = setting(
+        "Share of the pool that must stay free when a request starts while others run.",
+        default=0.0,
+        min=0.0,
+        panel=ENGINE_PANEL,
+    )
+    host_blocks: int = setting(
+        "Capacity in blocks of a host memory pool for preempted requests; needs the trace clock and "
+        "--model or dimensions. Separate from the memory of --host-tier, which is for cached blocks.",
+        default=0,
+        min=0,
+        panel=ENGINE_PANEL,
+    )
+    host_tier: int = setting(
+        "Capacity of a tier in host memory. Cached blocks are offloaded to it when the pool reuses them, "
+        "and loaded on a hit. Separate from the memory of --host-blocks, which is for preempted "
+        "requests. With the trace clock it needs --model or dimensions.",
+        default=0,
+        metavar="BLOCKS",
+        min=0,
+        panel=TIERS_PANEL,
+    )
+    disk_tier: int = setting(
+        "Capacity of a tier on disk, below the host tier. It receives the blocks that the host tier evicts.",
+        default=0,
+        metavar="BLOCKS",
+        min=0,
+        panel=TIERS_PANEL,
+    )
+    tier_write: str = setting(
+        f"{' or '.join(TIER_WRITES)}: offload blocks to the first tier when the pool reuses them, or as "
+        "soon as they are cached.",
+        default=TIER_WRITES[0],
+        metavar="WHEN",
+        choices=TIER_WRITES,
+        panel=TIERS_PANEL,
+    )
     block_bytes: int = 0
-    preemption: Annotated[
-        str,
-        Option(
-            f"{', '.join(PREEMPTIONS)}: swap preempted requests to the host pool while it has free blocks, "
-            "or recompute them; cost chooses the faster way.",
-            name="preempt",
-            metavar="RULE",
-            choices=PREEMPTIONS,
-            panel=ENGINE_PANEL,
-        ),
-    ] = PREEMPTIONS[0]
-    keep_session_s: Annotated[
-        float,
-        Option(
-            "Seconds for which to retain a conversation's blocks for its next turn; needs session ids.",
-            name="keep_sessions",
-            metavar="SECONDS",
-            min=0.0,
-        ),
-    ] = 0.0
-    keep_prefix_tokens: Annotated[
-        int,
-        Option(
-            "Number of tokens at the start of each prompt, such as a system prompt, to evict last.",
-            name="keep_prefix",
-            metavar="TOKENS",
-            min=0,
-        ),
-    ] = 0
+    preemption: str = setting(
+        f"{', '.join(PREEMPTIONS)}: swap preempted requests to the host pool while it has free blocks, "
+        "or recompute them; cost chooses the faster way.",
+        default=PREEMPTIONS[0],
+        name="preempt",
+        metavar="RULE",
+        choices=PREEMPTIONS,
+        panel=ENGINE_PANEL,
+    )
+    keep_session_s: float = setting(
+        "Seconds for which to retain a conversation's blocks for its next turn; needs session ids.",
+        default=0.0,
+        name="keep_sessions",
+        metavar="SECONDS",
+        min=0.0,
+    )
+    keep_prefix_tokens: int = setting(
+        "Number of tokens at the start of each prompt, such as a system prompt, to evict last.",
+        default=0,
+        name="keep_prefix",
+        metavar="TOKENS",
+        min=0,
+    )
 
-    by: Annotated[
-        str | None,
-        Option(
-            f"Also show the hit rate by each of these, separated by commas: {', '.join(BREAKDOWNS)}.",
-            metavar="LIST",
-        ),
-    ] = None
+    by: str | None = setting(
+        f"Also show the hit rate by each of these, separated by commas: {', '.join(BREAKDOWNS)}.",
+        default=None,
+        metavar="LIST",
+    )
 
     def check(self) -> None:
         """Raise InvalidArgumentError if a value or a combination of values is invalid."""

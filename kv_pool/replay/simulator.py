@@ -10,7 +10,6 @@ from kv_pool.core.policy_names import PolicyChoice
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.preemption import PreemptionCost, PreemptionRule
-from kv_pool.replay.breakdown import Breakdown, parse_breakdowns
 from kv_pool.replay.driver import FoundPrefix, ReplayDriver, ReplayRetention, ReplayTime
 from kv_pool.replay.event_feed import EventFeed
 from kv_pool.replay.groups import WHOLE_PROMPTS, PromptSteps, make_prefix_rules, parse_groups
@@ -18,7 +17,7 @@ from kv_pool.replay.optimum_policy import find_optimum
 from kv_pool.replay.replay_request import ReplayRequest
 from kv_pool.replay.replay_tiers import CopyLink, HostSwap, ReplayTiers, swap_always
 from kv_pool.replay.report import ReplayReport, make_provenance
-from kv_pool.replay.request_outcomes import OutcomeCallback
+from kv_pool.replay.request_outcomes import Breakdown, OutcomeCallback, parse_breakdowns
 from kv_pool.replay.settings import OPTIMUM, ReplaySettings, find_block_size
 from kv_pool.replay.tally import Tally
 from kv_pool.replay.trace_clock import TraceClock

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
-from threading import Lock, Thread
+from threading import Lock
 from typing import Any, ParamSpec, TypeVar
 
 from kv_pool.core.arguments import as_count
@@ -22,7 +22,6 @@ _Result = TypeVar("_Result")
 _Arguments = ParamSpec("_Arguments")
 
 _Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
-_Job = tuple["Future[Any]", _Call]
 
 _NAME = "kv_pool replays"
 
@@ -50,8 +49,9 @@ class WorkerProcesses(Executor):
         self._context = multiprocessing.get_context("spawn")
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._pipes: list[Connection] = []
-        self._threads: list[Thread] = []
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        # A thread for each worker passes jobs to any idle one.
+        self._threads = ThreadPoolExecutor(num_processes)
+        self._idle: SimpleQueue[Connection] = SimpleQueue()
         self._lock = Lock()
         self._num_left = num_processes
         self._is_closed = False
@@ -62,8 +62,6 @@ class WorkerProcesses(Executor):
             # In another thread, so that no signal handler interrupts the start of a worker.
             with ThreadPoolExecutor(1) as starter:
                 submit(starter, _NAME, self._start).result()
-            for pipe in self._pipes:
-                self._threads.append(start_thread(_NAME, self._serve, pipe))
             on_failure.pop_all()
         return self
 
@@ -80,13 +78,14 @@ class WorkerProcesses(Executor):
         *args: _Arguments.args,
         **kwargs: _Arguments.kwargs,
     ) -> "Future[_Result]":
-        """Queue the call `fn(*args, **kwargs)` for a worker. All of it must pickle."""
-        future: Future[_Result] = Future()
-        with self._lock:
-            if self._is_closed:
-                raise RuntimeError("no job can be submitted after the shutdown")
-            self._jobs.put((future, (fn, args, kwargs)))
-        return future
+        """Queue the call `fn(*args, **kwargs)` for a worker. All of it must pickle.
+
+        Raises:
+            OutOfThreadsError: the system cannot start the thread of a worker.
+        """
+        if self._is_closed:
+            raise RuntimeError("no job can be submitted after the shutdown")
+        return submit(self._threads, _NAME, self._run, (fn, args, kwargs))
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """End the processes after the queued jobs, or after the running ones if `cancel_futures` is set.
@@ -94,16 +93,14 @@ class WorkerProcesses(Executor):
         Args:
             wait: return after the processes have ended. If False, they end when the last job has ended.
         """
-        with self._lock:
-            if not self._is_closed:
-                self._is_closed = True
-                if cancel_futures:
-                    self._cancel_queued()
-                for _ in self._threads:
-                    self._jobs.put(None)
-        if wait:
-            for thread in self._threads:
-                thread.join()
+        self._is_closed = True
+        self._threads.shutdown(wait=False, cancel_futures=cancel_futures)
+        if not wait:
+            start_thread(_NAME, self.shutdown)
+            return
+        try:
+            self._threads.shutdown()
+        finally:
             self._kill()
 
     def _start(self) -> None:
@@ -118,67 +115,45 @@ class WorkerProcesses(Executor):
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
+            self._idle.put(ours)
 
-    def _serve(self, pipe: Connection) -> None:
-        """Pass jobs to the worker of a pipe, one at a time, until the queue says that there are no more."""
-        is_lost = False
-        while (job := self._jobs.get()) is not None:
-            future, call = job
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                if is_lost:
-                    raise EOFError
-                pipe.send(call)
-                result = pipe.recv()
-            except (EOFError, OSError):
-                future.set_exception(self._describe_loss())
-                if not is_lost:
-                    is_lost = True
-                    with self._lock:
-                        self._num_left -= 1
-                        if self._num_left:
-                            return  # the others take the jobs; the last thread refuses them
-            except Exception as error:  # the call or its result cannot be pickled
-                future.set_exception(error)
-            else:
-                if isinstance(result, Exception):
-                    future.set_exception(result)
-                else:
-                    future.set_result(result)
-        if not is_lost:
-            pipe.close()  # ends the worker
-
-    def _describe_loss(self) -> WorkerLostError:
-        return WorkerLostError(
-            "a worker process ended before its job: it was killed, the machine ran out of memory "
-            f"({self._num_processes} processes; use fewer), or a script starts it outside `if __name__ == "
-            "'__main__':`"
-        )
-
-    def _cancel_queued(self) -> None:
-        while not self._jobs.empty():
-            job = self._jobs.get()
-            if job is not None:
-                job[0].cancel()
+    def _run(self, call: _Call) -> Any:
+        """Return what an idle worker returns for a call, or raise its error."""
+        pipe = self._idle.get()
+        try:
+            pipe.send(call)
+            result = pipe.recv()
+        except (EOFError, OSError) as error:
+            with self._lock:
+                self._num_left -= 1
+                if self._num_left <= 0:
+                    self._idle.put(pipe)  # the others take the jobs; the last one refuses them
+            raise WorkerLostError(
+                "a worker process ended before its job: it was killed, the machine ran out of memory "
+                f"({self._num_processes} processes; use fewer), or a script starts it outside "
+                "`if __name__ == '__main__':`"
+            ) from error
+        except Exception:  # the call or its result cannot be pickled
+            self._idle.put(pipe)
+            raise
+        self._idle.put(pipe)
+        if isinstance(result, Exception):
+            raise result
+        return result
 
     def _kill(self) -> None:
         """Kill all workers, including running jobs, and cancel the queued jobs."""
-        with self._lock:
-            self._is_closed = True
-            self._cancel_queued()
-            for _ in self._threads:
-                self._jobs.put(None)
+        self._is_closed = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
         for process in self._processes:
             process.kill()
         for process in self._processes:
             process.join()
             process.close()
-        for thread in self._threads:
-            thread.join()
+        self._threads.shutdown()
         for pipe in self._pipes:
             pipe.close()
-        self._processes, self._threads, self._pipes = [], [], []
+        self._processes, self._pipes = [], []
 
 
 def work(pipe: Connection) -> None:

@@ -101,8 +101,3 @@ def read_statistics(pool: BlockPoolCore, *, block_size: int, run_length: int) ->
         queued_events=len(pool.kv_event_queue),
         live_curve=None if pool.live_curve is None else read_live_curve(pool.live_curve),
     )
-
-
-def read_fragmentation_rate(pool: BlockPoolCore, run_length: int) -> float:
-    """Return only `PoolStatistics.fragmentation_rate`. O(number of blocks)."""
-    return get_fragmentation_rate(list_free_runs(read_states(pool)), run_length)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 from kv_pool import BlockAllocationRequest, GPUKVPool
 from kv_pool.adapter import invariants
-from kv_pool.adapter.pool_sequences import PoolSequences
+from kv_pool.migration.pool_sequences import PoolSequences
 from kv_pool.migration.pool_site import PoolSite
 from kv_pool.storage import KVStorage
 

@@ -15,8 +15,8 @@ from kv_pool import (
     PoolExhaustedError,
     UnknownSequenceError,
 )
-from kv_pool.adapter.evictions import Evictions
 from kv_pool.ids import BlockMove
+from kv_pool.manager.sequences.evictions import Evictions
 
 TO_MAKE_ROOM = r"sequence 1 was evicted to make room for sequence 4; its 3 blocks may hold other data now"
 
@@ -324,7 +324,7 @@ def test_evictions_behave_like_the_slow_model(seed):
 
 
 def test_the_number_of_kept_evictions_is_limited(monkeypatch):
-    monkeypatch.setattr("kv_pool.adapter.evictions._MAX_KEPT", 3)
+    monkeypatch.setattr("kv_pool.manager.sequences.evictions._MAX_KEPT", 3)
     book = Evictions()
     for sequence_id in range(5):
         book.note(Eviction(sequence_id, (1,), 9), is_notified=False)

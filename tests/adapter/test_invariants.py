@@ -4,8 +4,8 @@ import pytest
 from adapter.made_pool import make_storage
 
 from kv_pool import BlockAllocationRequest, CorruptedPoolError, Eviction, GPUKVPool
-from kv_pool.adapter.holdings import Holder
 from kv_pool.adapter.invariants import check
+from kv_pool.manager.sequences.holdings import Holder
 
 
 def make_pool():

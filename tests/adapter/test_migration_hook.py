@@ -5,8 +5,8 @@ from adapter.made_nodes import running_nodes, take_all
 from adapter.made_pool import CountingClock, check, draw, make, make_storage, read, take
 
 from kv_pool import BlockAllocationRequest, InvalidArgumentError, LRUEviction, PoolExhaustedError
-from kv_pool.adapter.migration_hook import MigrationHook
 from kv_pool.migration.messages import NodeLocation
+from kv_pool.migration.migration_hook import MigrationHook
 from kv_pool.migration.topology import Link, Nearness, Topology
 
 

@@ -11,6 +11,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from kv_pool.control import ControlServer
+
 TIMEOUT_S = 60
 
 
@@ -60,3 +62,17 @@ def start_forks():
     atexit.register(process.wait)
     atexit.register(ours.close)  # and this one first
     return ours
+
+
+def list_rows(text):
+    """Return the cells of all rows of the tables in a command's output."""
+    lines = [line for line in text.splitlines() if line.startswith("│")]
+    return [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines]
+
+
+def ask_pool(folder, pool, command, *options, status=0):
+    """Serve a pool and run a command on it. Return its output, or its error if `status` is not 0."""
+    with ControlServer(pool, folder / "here.sock"):
+        done = kv_pool_command(command, "--socket", "here.sock", *options, cwd=folder)
+    assert done.returncode == status, done.stderr
+    return done.stderr if status else done.stdout

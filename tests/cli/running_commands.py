@@ -62,3 +62,11 @@ def wait_for_all(process):
         assert os.times().elapsed < deadline, "a process of the session goes on"
         with suppress(ProcessLookupError):
             select.select([os.pidfd_open(left[0])], [], [], BOUND_S)
+
+
+@contextmanager
+def serving(*arguments, cwd):
+    """Yield a `kv-pool serve` process once it has printed its `first_line`; kill it if it still runs."""
+    with running(cwd, "serve", *arguments) as process:
+        process.first_line = process.stdout.readline()
+        yield process

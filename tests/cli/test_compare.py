@@ -6,7 +6,7 @@ import random
 import signal
 
 import pytest
-from cli.kv_pool_command import kv_pool_command
+from cli.kv_pool_command import kv_pool_command, list_rows
 from cli.running_commands import BOUND_S, running, wait_for_all, wait_until
 from replay.compare.made_comparison import MINE
 from replay.made_trace import make_random_records, write_trace
@@ -24,12 +24,6 @@ def folder(tmp_path):
 
 def compare(folder, *options):
     return kv_pool_command("compare", *options, "--jobs", "1", cwd=folder)
-
-
-def list_rows(text):
-    """Return the cells of all rows of the tables."""
-    lines = [line for line in text.splitlines() if line.startswith("│")]
-    return [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines]
 
 
 @pytest.mark.slow

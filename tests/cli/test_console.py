@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from cli.kv_pool_command import kv_pool_command
-from cli.serving import serving
+from cli.running_commands import serving
 from replay.made_trace import record, write_trace
 from rich.console import Console
 from rich.table import Table

@@ -4,7 +4,7 @@ import csv
 import json
 
 import pytest
-from cli.kv_pool_command import kv_pool_command
+from cli.kv_pool_command import kv_pool_command, list_rows
 from replay.made_trace import record, write_trace
 
 TRACE = [
@@ -32,16 +32,12 @@ def test_table_files_and_picture_agree(folder):
     report = json.loads((folder / "curve.json").read_text())
     with open(folder / "curve.csv", newline="") as file:
         rows = list(csv.DictReader(file))
-    cells = [
-        [cell.strip() for cell in line.split("│")[1:7]]
-        for line in done.stdout.splitlines()
-        if line.startswith("│")
-    ]
+    cells = list_rows(done.stdout)
     assert [row[:2] for row in cells] == [["3", "3"], ["6", "0"], ["8", "0"], ["20", "0"]]
     for shown, point, row in zip(cells, report["points"], rows, strict=True):
         lru, optimum = point["lru"], point["optimum"]
         rates = [counts[f"{kind}_hit_rate"] for kind in ("token", "block") for counts in (lru, optimum)]
-        assert shown[2:] == [f"{rate:.2%}" for rate in rates]
+        assert shown[2:6] == [f"{rate:.2%}" for rate in rates]
         assert int(row["lru_tokens_hit"]) == lru["tokens_hit"]
     assert [point["lru"]["blocks_hit"] for point in report["points"]] == [0, 4, 6, 6]
     assert [point["optimum"]["blocks_hit"] for point in report["points"]] == [0, 4, 6, 6]

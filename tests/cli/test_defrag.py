@@ -5,18 +5,13 @@ import re
 
 import pytest
 from adapter.made_pool import draw, make, make_scattered, take
-from cli.kv_pool_command import kv_pool_command
-
-from kv_pool.control import ControlServer
+from cli.kv_pool_command import ask_pool
 
 
 @pytest.fixture
 def ask(tmp_path):
     def run(pool, *options):
-        with ControlServer(pool, tmp_path / "here.sock"):
-            done = kv_pool_command("defrag", "--socket", "here.sock", *options, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        return ask_pool(tmp_path, pool, "defrag", *options)
 
     return run
 

@@ -50,12 +50,6 @@ def test_user_errors_are_one_line_and_status_2(folder, arguments, message):
     assert message in line
 
 
-def test_stderr_contains_only_the_message(folder):
-    done = kv_pool_command("replay", "nowhere.jsonl", "--blocks", "10", cwd=folder)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ")
-
-
 @pytest.mark.parametrize(
     ("path", "message"),
     [
@@ -85,13 +79,6 @@ def test_ten_billion_blocks_are_refused_at_once(folder, arguments):
     assert (done.returncode, done.stdout) == (2, "")
     assert "error: a pool of 10,000,000,001 blocks needs 1," in done.stderr
     assert "GB are available" in done.stderr
-
-
-def test_preempt_swap_without_effect_is_an_error(folder):
-    sizes = ("--trace-block-size", "8", "--blocks", "10")
-    done = kv_pool_command("replay", "trace.jsonl", *sizes, "--preempt", "swap", cwd=folder)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "--preempt swap has no effect without --host-blocks" in done.stderr
 
 
 def test_module_runs_as_the_command_and_shows_the_version(tmp_path):
@@ -141,28 +128,6 @@ def test_help_shows_brackets_and_models_and_plain_flags(tmp_path):
         assert "bool" not in kv_pool_command(command, "--help", cwd=tmp_path).stdout
     report = " ".join(kv_pool_command("replay", "--help", cwd=tmp_path).stdout.split())
     assert all(model in report for model in MODELS)
-
-
-WRONG_OPTIONS = [
-    ("replay trace.jsonl", "pass the capacity either as --blocks or as --memory"),
-    ("replay trace.jsonl --blocks 10 --memory 1GiB", "pass the capacity either as --blocks or as --memory"),
-    ("sweep trace.jsonl --blocks 10,many", "'many' is not a whole number"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "message"), WRONG_OPTIONS)
-def test_invalid_options_are_status_2_with_the_reason(folder, arguments, message):
-    done = kv_pool_command(*arguments.split(), cwd=folder)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert message in done.stderr
-    assert not (folder / "sweep.png").exists()
-
-
-def test_invalid_options_are_one_line(folder):
-    done = kv_pool_command("replay", "trace.jsonl", cwd=folder)
-    assert done.returncode == 2
-    assert len(done.stderr.strip().splitlines()) == 1
 
 
 def install_compiled(folder):

@@ -40,17 +40,6 @@ def test_blocks_of_token_id_traces_have_16_tokens(tmp_path):
     assert count(trace, "1GiB", model="llama-3-8b") == 2**30 // (16 * 131_072) - 1
 
 
-def test_dimensions_equal_the_model_that_has_them(trace):
-    assert count(trace, "1GiB", dimensions=(32, 8, 128)) == count(trace, "1GiB", model="llama-3-8b")
-
-
-@pytest.mark.parametrize("model", ["llama-3-8b", "deepseek-v3"])
-def test_elements_of_half_the_size_double_the_blocks(trace, model):
-    whole = count(trace, "1GiB", model=model) + 1
-    halved = count(trace, "1GiB", model=model, dtype_bytes=1) + 1
-    assert halved // 2 == whole
-
-
 def test_memory_needs_a_model_or_dimensions(trace):
     with pytest.raises(InvalidArgumentError, match="--memory needs either --model, or --num-layers"):
         count(trace, "1GiB")
@@ -65,12 +54,6 @@ def test_model_and_dimensions_together_are_refused():
 def test_capacity_is_either_blocks_or_memory(trace, blocks, memory):
     with pytest.raises(InvalidArgumentError, match="either as --blocks or as --memory"):
         find_capacities(trace, blocks, memory, ModelOptions("llama-3-8b").find_kv())
-
-
-def test_groups_divide_the_bytes_of_a_block(trace):
-    assert find(trace, "1GiB", model="llama-3-8b") == (1023, BLOCK_BYTES)
-    hybrid = find(trace, "1GiB", model="llama-3-8b", groups="full,window:64")
-    assert hybrid == (2047, BLOCK_BYTES // 2)
 
 
 def test_bytes_of_a_block_are_unknown_without_a_model(trace):

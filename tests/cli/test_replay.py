@@ -9,7 +9,7 @@ import sys
 from itertools import islice
 
 import pytest
-from cli.kv_pool_command import kv_pool_command
+from cli.kv_pool_command import kv_pool_command, list_rows
 from replay.made_trace import record, write_trace
 
 from kv_pool import BlockStored, __version__
@@ -35,8 +35,7 @@ def replay(folder, *options):
 
 def rows(stdout):
     """Return the first two columns of the table."""
-    cells = [line.split("│") for line in stdout.splitlines() if line.startswith("│")]
-    return {line[1].strip(): line[2].strip() for line in cells}
+    return {name: value for name, value, *_ in list_rows(stdout)}
 
 
 def test_table_and_file_agree(folder):
@@ -80,58 +79,6 @@ def test_the_trace_clock_shows_preemptions_and_time(folder):
     assert report["settings"]["speedup"] == 2.0
 
 
-def test_capacity_from_memory_and_a_model(folder):
-    # 8 tokens of 131 072 bytes are 1 MiB; one block is the null block.
-    _, report = replay(folder, "--memory", "1GiB", "--model", "llama-3-8b")
-    assert report["num_blocks"] == 1023
-
-
-def test_capacity_from_memory_and_dimensions(folder):
-    dimensions = ("--num-layers", "4", "--num-kv-heads", "2", "--head-size", "8", "--dtype-bytes", "1")
-    _, report = replay(folder, "--memory", "16KiB", "--block-size", "4", *dimensions)
-    assert report["block_size"] == 4
-    assert report["num_blocks"] == 16 * 1024 // (4 * 2 * 2 * 8 * 4) - 1
-
-
-HYBRID = ("--groups", "full,window:16", "--chunk-tokens", "8")
-
-
-def test_groups_allocate_separate_blocks_from_one_pool(folder):
-    stdout, report = replay(folder, "--blocks", "20", *HYBRID)
-    assert "clock instant, full_blocks_cap, full,window:16, core" in stdout
-    assert report["settings"]["groups"] == "full,window:16"
-    assert report["settings"]["chunk_tokens"] == 8
-    # The second prompt has 4 full blocks, and in its last step 2 in the window and one that is written.
-    assert report["peak_blocks_in_use"] == 4 + 3
-    assert report["tokens_hit"] == 16
-
-
-def test_memory_is_divided_among_groups(folder):
-    _, report = replay(folder, "--memory", "1GiB", "--model", "llama-3-8b", *HYBRID)
-    assert report["num_blocks"] == 2047
-    assert report["settings"]["block_bytes"] == 2**19
-
-
-def test_preempted_requests_are_swapped_to_the_host(folder):
-    stdout, report = replay(
-        folder,
-        *("--blocks", "6", "--clock", "trace", "--prefill-rate", "1000", "--decode-rate", "100"),
-        *("--convention", "ids_as_blocks_cap", "--speedup", "2", "--limit", "2"),
-        *("--host-blocks", "9", "--model", "llama-3-8b", "--preempt", "swap", "--copy-rate", "1GiB"),
-    )
-    # As above the second loses its blocks at 40. Those still on the device at 74 are not copied back.
-    # A block is 1 MiB, and a copy of it takes 1/1024 s.
-    table = rows(stdout)
-    assert (table["preempted"], table["swapped out"]) == ("1", "1")
-    assert (report["swapped_out"], report["swapped_in"], report["tokens_recomputed"]) == (1, 1, 0)
-    num_copied = report["blocks_swapped_out"] + report["blocks_swapped_in"]
-    assert report["bytes_moved"] == num_copied * 2**20
-    copy_ms = report["blocks_swapped_in"] * 1000 / 1024
-    assert table["copied"] == f"{report['bytes_moved'] / 1e9:.1f} GB"
-    assert report["simulated_ms"] == pytest.approx(74 + copy_ms + 90)
-    assert table["waited, mean"] == f"{report['waiting']['mean_ms'] / 1000:.1f} s"
-
-
 TWICE = [record(24, [1, 2, 3]), record(32, [4, 5, 6, 7], 0, 100), record(24, [1, 2, 3], 0, 200)]
 
 
@@ -147,30 +94,6 @@ def test_evicted_blocks_are_onboarded_from_tiers(folder):
     assert [tier["tokens_hit"] for tier in report["tiers"]] == [8, 0]
     assert report["tiers"][0]["blocks_read"] == 1
     assert report["tiers"][0]["bytes_moved"] == 0
-
-
-def test_onboarding_takes_time(folder):
-    write_trace(folder / "trace.gz", TWICE)
-    stdout, report = replay(
-        folder,
-        *("--blocks", "5", "--host-tier", "9", "--tier-write", "through", "--clock", "trace"),
-        *("--prefill-rate", "1000", "--model", "llama-3-8b", "--copy-rate", "1GiB", "--disk-rate", "1MB"),
-    )
-    # At 200 the third reads id 2 back, and computes 8 tokens; a block is 1 MiB, and a copy of it takes 1/1024
-    # s. All that it overwrites is on the host already.
-    assert report["simulated_ms"] == pytest.approx(200 + 1000 / 1024 + 8)
-    (tier,) = report["tiers"]
-    assert (tier["blocks_written"], tier["blocks_read"]) == (7, 1)
-    assert tier["bytes_moved"] == 8 * 2**20
-    assert report["settings"]["disk_bytes_per_s"] == 1e6
-    assert "1 onboarded, 0.0 GB in all" in stdout
-
-
-def test_conversations_and_system_prompts_are_kept(folder):
-    write_trace(folder / "trace.gz", [{**traced, "session_id": 1} for traced in TRACE])
-    _, report = replay(folder, "--blocks", "20", "--keep-sessions", "60", "--keep-prefix", "8")
-    assert report["settings"]["keep_session_s"] == 60
-    assert report["settings"]["keep_prefix_tokens"] == 8
 
 
 @pytest.mark.parametrize(
@@ -215,11 +138,6 @@ def test_bundled_trace_is_found_by_name(tmp_path):
     assert "mooncake_conversation.jsonl.gz through 1,000 blocks of 512 tokens" in done.stdout
     assert rows(done.stdout)["requests"] == "100"
     assert "late" not in rows(done.stdout)
-
-
-def test_runs_of_consecutive_ids_are_preferred(folder):
-    _, report = replay(folder, "--blocks", "20", "--runs")
-    assert report["settings"]["runs"] is True
 
 
 def test_its_events_can_be_read_while_it_runs(folder):

@@ -5,21 +5,17 @@ import re
 
 import pytest
 from adapter.made_pool import make, take
-from cli.kv_pool_command import kv_pool_command
+from cli.kv_pool_command import ask_pool
 from control.test_controlled_manager import Served, make_prompt
 
 from kv_pool import BlockPool
 from kv_pool.contiguous.run_pool import RunBlockPool
-from kv_pool.control import ControlServer
 
 
 @pytest.fixture
 def ask(tmp_path):
     def run(pool, *options, status=0):
-        with ControlServer(pool, tmp_path / "here.sock"):
-            done = kv_pool_command("sequences", "--socket", "here.sock", *options, cwd=tmp_path)
-        assert done.returncode == status, done.stderr
-        return done.stderr if status else done.stdout
+        return ask_pool(tmp_path, pool, "sequences", *options, status=status)
 
     return run
 

@@ -11,7 +11,7 @@ import pytest
 import zmq.auth
 from adapter.made_pool import make
 from cli.kv_pool_command import kv_pool_command
-from cli.serving import serving
+from cli.running_commands import serving
 from replay.made_trace import record, write_trace
 
 from kv_pool.cli.publishing import open_publisher

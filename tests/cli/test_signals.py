@@ -10,8 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from cli.running_commands import BOUND_S, list_session, running, wait_for_all, wait_until
-from cli.serving import serving
+from cli.running_commands import BOUND_S, list_session, running, serving, wait_for_all, wait_until
 from replay.made_trace import record, write_trace
 
 from kv_pool.cli.signals import GRACE_S

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from adapter.made_pool import make, make_scattered, take
-from cli.kv_pool_command import kv_pool_command
+from cli.kv_pool_command import ask_pool, kv_pool_command
 
 from kv_pool import GPUKVPool
 from kv_pool.control import ControlServer
@@ -17,10 +17,7 @@ from kv_pool.protocol import BlockAllocationRequest
 @pytest.fixture
 def ask(tmp_path):
     def run(pool, *options):
-        with ControlServer(pool, tmp_path / "here.sock"):
-            done = kv_pool_command("stats", "--socket", "here.sock", *options, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        return ask_pool(tmp_path, pool, "stats", *options)
 
     return run
 

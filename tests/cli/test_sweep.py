@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from cli.kv_pool_command import kv_pool_command
+from cli.kv_pool_command import kv_pool_command, list_rows
 from replay.made_trace import record, write_trace
 
 TRACE = [record(24, [1, 2, 3]), record(32, [4, 5, 6, 7]), record(32, [1, 2, 8, 9])]
@@ -20,25 +20,10 @@ def sweep(folder, *options):
     return kv_pool_command("sweep", "trace.jsonl", "--trace-block-size", "8", *options, cwd=folder)
 
 
-@pytest.mark.slow
-def test_groups_and_steps_match_those_of_replay(folder):
-    options = ("--blocks", "20", "--groups", "full,window:9", "--chunk-tokens", "8", "--watermark", "0.1")
-    done = sweep(folder, *options, "--json", "sweep.json")
-    assert done.returncode == 0, done.stderr
-    (report,) = json.loads((folder / "sweep.json").read_text())
-    settings = report["settings"]
-    assert (settings["groups"], settings["chunk_tokens"], settings["watermark"]) == ("full,window:9", 8, 0.1)
-    assert report["peak_blocks_in_use"] == 4 + 2
-
-
 def test_capacities_are_sorted_and_each_has_a_row(folder):
     done = sweep(folder, "--blocks", "1_000,4,1000,50", "--jobs", "2", "--json", "sweep.json")
     assert done.returncode == 0, done.stderr
-    cells = [
-        [cell.strip() for cell in line.split("│")[1:4]]
-        for line in done.stdout.splitlines()
-        if line.startswith("│")
-    ]
+    cells = [row[:3] for row in list_rows(done.stdout)]
     assert cells == [
         ["4", "0.00%", "0.00%"],
         ["50", "18.18%", "18.18%"],
@@ -58,11 +43,7 @@ def test_host_tier_is_combined_with_each_capacity(folder):
     sizes = [(report["num_blocks"], report["settings"]["host_tier"]) for report in reports]
     assert sizes == [(4, 0), (4, 9), (5, 0), (5, 9)]
     assert reports[0]["tokens_hit"] < reports[1]["tokens_hit"]
-    cells = [
-        [cell.strip() for cell in line.split("│")[1:5]]
-        for line in done.stdout.splitlines()
-        if line.startswith("│")
-    ]
+    cells = list_rows(done.stdout)
     assert [row[:2] for row in cells] == [["4", "0"], ["4", "9"], ["5", "0"], ["5", "9"]]
     assert cells[0][3] == "0.00%"
     assert cells[1][3] != "0.00%"
@@ -120,9 +101,3 @@ def test_earlier_sweeps_are_drawn_into_the_picture(folder):
     assert "<!-- ids_as_blocks -->" in picture
     assert "<!-- full_blocks_cap -->" in picture
     assert "infinite cache" in picture
-
-
-def test_the_curve_is_sweep_png_by_default(folder):
-    done = sweep(folder, "--blocks", "50", "--jobs", "1")
-    assert done.returncode == 0, done.stderr
-    assert (folder / "sweep.png").read_bytes()[:8] == PNG

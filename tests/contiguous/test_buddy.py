@@ -38,25 +38,6 @@ def make_ages(text):
     return bytearray(0 if one == "." else int(one) for one in text.replace(" ", ""))
 
 
-def test_free_ids_form_the_largest_aligned_chunks():
-    ages = make_ages(".111 1111 1111 1111")
-    assert read_chunks(BuddySystem(), ages) == {(1, 0), (2, 1), (4, 2), (8, 3)}
-    ages = make_ages(".1.. 1111 .... 111.")
-    assert read_chunks(BuddySystem(), ages) == {(1, 0), (4, 2), (12, 1), (14, 0)}
-
-
-def test_a_chunk_splits_and_merges_with_its_buddy():
-    ages = make_ages(".... 1111 1111 1111 ....")
-    buddies = BuddySystem()
-    assert read_chunks(buddies, ages) == {(4, 2), (8, 3)}
-    ages[10] = 0
-    buddies.note_changed(10, 11)
-    assert read_chunks(buddies, ages) == {(4, 2), (8, 1), (11, 0), (12, 2)}
-    ages[10] = 1
-    buddies.note_changed(10, 11)
-    assert read_chunks(buddies, ages) == {(4, 2), (8, 3)}
-
-
 @pytest.mark.parametrize(
     ("picture", "num_blocks", "good_age", "found"),
     [
@@ -125,30 +106,6 @@ def run_life(seed, num_steps):
 @pytest.mark.parametrize("seed", range(20))
 def test_chunks_agree_with_a_slow_model(seed):
     run_life(seed, 500)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100, 120))
-def test_chunks_agree_with_a_slow_model_for_long(seed):
-    run_life(seed, 5_000)
-
-
-@pytest.mark.parametrize("num_blocks", [2, 100, 1_000])
-def test_all_chunks_merge_after_everything_is_freed(num_blocks):
-    draw = random.Random(num_blocks)
-    ages = bytearray([0] + [EMPTY] * (num_blocks - 1))
-    buddies = BuddySystem()
-    fresh = read_chunks(buddies, ages)
-    for _ in range(2_000):
-        at = draw.randrange(1, num_blocks)
-        ages[at] = draw.choice((0, 1))
-        buddies.note_changed(at, at + 1)
-        buddies.update(ages)
-    for at in draw.sample(range(1, num_blocks), num_blocks - 1):
-        ages[at] = 1
-        buddies.note_changed(at, at + 1)
-        buddies.update(ages)
-    assert read_chunks(buddies, ages) == fresh
 
 
 class PoolLife:

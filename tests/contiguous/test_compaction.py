@@ -5,15 +5,11 @@ from contiguous.slot_engine import CopyFailedError, SlotEngine, make_run_pool
 from drawing import blocks, cache, hash_of, ids, make_request, state
 
 from kv_pool import (
-    BlockHasher,
     InvalidArgumentError,
     InvalidBlockError,
-    KVCacheManager,
-    OutOfBlocksError,
-    Request,
 )
 from kv_pool.contiguous import invariants
-from kv_pool.contiguous.compaction import apply_moves, gather, pack, shrink, take_run
+from kv_pool.contiguous.compaction import apply_moves, gather, pack, shrink
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.pool_state import ReuseWatcher
 from kv_pool.ids import BlockMove
@@ -31,44 +27,6 @@ def make_engine(picture=PICTURE, **options):
     engine = SlotEngine(pool)
     engine.write(pool.blocks, "slot")
     return pool, engine
-
-
-def test_a_moved_block_changes_only_its_id():
-    pool, engine = make_engine(enable_kv_cache_events=True)
-    shared, cached = blocks(pool, 4, 3)
-    before, slots = invariants.Snapshot(pool), dict(engine.slots)
-    planned = moves((4, 2), (3, 8))
-    relocation = apply_moves(pool, planned, engine.copy)
-    assert (shared.block_id, shared.ref_cnt, cached.block_id) == (2, 2, 8)
-    assert state(pool) == "free: 4 8* 6 3 | in use: 1* 2*x2 5 7"
-    assert relocation.moves == planned
-    assert (relocation.epoch, pool.epoch) == (1, 1)
-    invariants.check(pool)
-    invariants.check_relocation(before, pool, relocation)
-    invariants.check_bytes(slots, engine.slots, planned)
-
-
-def test_one_look_up_remaps_a_table_of_ids():
-    pool, engine = make_engine()
-    relocation = apply_moves(pool, moves((4, 2), (7, 8)), engine.copy)
-    remap = relocation.make_remap()
-    assert remap[[1, 4, 5, 7]].tolist() == [1, 2, 5, 8]
-    assert (str(remap.dtype), remap.shape) == ("int32", (9,))
-
-
-def test_an_empty_plan_changes_nothing():
-    pool, engine = make_engine()
-    relocation = apply_moves(pool, [], engine.copy)
-    assert (relocation.epoch, relocation.moves, engine.copies) == (0, [], [])
-    assert relocation.make_remap().tolist() == list(range(9))
-
-
-def test_a_cached_target_is_evicted_before_the_copy():
-    pool, engine = make_engine(enable_kv_cache_events=True)
-    apply_moves(pool, moves((5, 3)), engine.copy)
-    assert len(pool.take_events()) == 1
-    assert pool.get_cached_block(hash_of(3), [0]) is None
-    invariants.check(pool)
 
 
 # ---- C1 to C3: invalid moves -----------------------------------------------------------------------
@@ -110,30 +68,7 @@ def test_an_invalid_move_changes_nothing(pairs, error, broken):
     invariants.check_nothing_moved(before, pool)
 
 
-def test_blocks_of_a_movable_hold_keep_content_and_reference():
-    pool, engine = make_engine("free: 1 | in use: 2 3")
-    hold = pool.hold(blocks(pool, 2), "a table", movable=True)
-    moved = pool.blocks[2]
-    apply_moves(pool, moves((2, 1)), engine.copy)
-    assert (hold.blocks, moved.block_id, moved.ref_cnt) == ([moved], 1, 2)
-    assert engine.read(hold.blocks) == ["slot/2"]
-    invariants.check(pool)
-
-
 # ---- C4 to C10: each broken once ---------------------------------------------------------------------
-
-
-def test_c4_a_copy_to_another_slot_is_detected():
-    pool, engine = make_engine()
-    slots = dict(engine.slots)
-
-    def copy_too_much(planned):
-        engine.copy(planned)
-        engine.slots[7] = "spilled"
-
-    apply_moves(pool, moves((4, 2)), copy_too_much)
-    with pytest.raises(AssertionError, match="C4: slot 7"):
-        invariants.check_bytes(slots, engine.slots, moves((4, 2)))
 
 
 def change_a_reference(pool):
@@ -244,17 +179,6 @@ def test_c10_a_failed_copy_moves_nothing(fail_after):
     assert engine.read(blocks(pool, 4, 5, 7)) == ["slot/4", "slot/5", "slot/7"]
 
 
-def test_c10_ids_exchanged_before_the_copy_are_detected():
-    pool, engine = make_engine()
-    before = invariants.Snapshot(pool)
-    engine.fail_after = 0
-    pool.swap_block_ids([(4, 2)])
-    with pytest.raises(CopyFailedError):
-        engine.copy(moves((4, 2)))
-    with pytest.raises(AssertionError, match=r"^C10: "):
-        invariants.check_nothing_moved(before, pool)
-
-
 # ---- exchanges -----------------------------------------------------------------------------------------
 
 
@@ -287,13 +211,6 @@ def test_exchanges_are_copied_in_batches_of_scratch_slots():
         [(90, 6)],
     ]
     assert engine.read(pool.blocks[1:]) == ["slot/4", "slot/5", "slot/6", "slot/1", "slot/2", "slot/3"]
-
-
-def test_two_cached_blocks_can_be_exchanged():
-    pool, engine = make_engine("free: 1* 2* | in use: 3")
-    apply_moves(pool, moves((1, 2), (2, 1)), engine.copy)
-    assert state(pool) == "free: 2* 1* | in use: 3"
-    assert engine.read(pool.blocks[1:]) == ["slot/2", "slot/1", "slot/3"]
 
 
 def test_without_a_scratch_slot_exchanges_are_refused():
@@ -347,29 +264,6 @@ def test_a_failed_exchange_loses_at_most_cached_blocks(num_calls):
 # ---- other data keyed by id --------------------------------------------------------------------------
 
 
-def test_the_oldest_of_several_copies_is_still_found():
-    pool = make_run_pool("free: 1 2 | in use: 3 4 5")
-    for block in blocks(pool, 5, 4, 3):
-        cache(pool, block, 7)
-    oldest = pool.blocks[5]
-    apply_moves(pool, moves((5, 1), (3, 2)), SlotEngine(pool).copy)
-    assert pool.get_cached_block(hash_of(7), [0]) == [oldest]
-    pool.evict_blocks([oldest.block_id])
-    assert ids(pool.get_cached_block(hash_of(7), [0])) == [4]
-    invariants.check(pool)
-
-
-def test_a_watched_block_keeps_its_id_and_its_watcher():
-    pool, engine = make_engine("free: 1 | in use: 2 3")
-    told = []
-    watched = pool.blocks[2]
-    pool.unpin_blocks([watched], told.append)
-    pack(pool, engine.copy, max_evictions=5)
-    assert watched.block_id == 2
-    pool.get_new_blocks(2)
-    assert told == [watched]
-
-
 def test_a_metrics_collector_follows_a_block_to_its_new_id():
     collector = KVCacheMetricsCollector(1.0)
     pool = RunBlockPool(4, True, 4, metrics_collector=collector)
@@ -380,39 +274,7 @@ def test_a_metrics_collector_follows_a_block_to_its_new_id():
     assert collector.block_metrics[1] is followed
 
 
-def test_a_manager_finds_the_same_prefix_before_and_after():
-    pool = RunBlockPool(40, True, 4)
-    manager = KVCacheManager(pool)
-    hasher = BlockHasher(block_size=4)
-    requests = [Request(str(number), range(number * 100, number * 100 + 22), hasher) for number in range(4)]
-    for request in requests:
-        manager.allocate_slots(request, 22)
-    engine = SlotEngine(pool)
-    for request in requests:
-        engine.write(manager.get_table(request.request_id).blocks, request.request_id)
-    for request in requests[:3]:
-        manager.free(request)
-    found = [manager.get_computed_blocks(request) for request in requests]
-    read = [engine.read(prefix.blocks[0]) for prefix in found]
-    assert pack(pool, engine.copy)
-    again = [manager.get_computed_blocks(request) for request in requests]
-    assert [prefix.blocks for prefix in again] == [prefix.blocks for prefix in found]
-    assert [engine.read(prefix.blocks[0]) for prefix in again] == read
-    assert sorted(manager.get_block_ids("3")) == [1, 2, 3, 4, 5, 6]
-
-
 # ---- packing, taking a run, shrinking ----------------------------------------------------------------
-
-
-def test_pack_removes_fragmentation_and_reports_rounds():
-    pool, engine = make_engine("free: 1* 3 5 7* 9 | in use: 2 4 6 8 10")
-    told = []
-    relocations = pack(pool, engine.copy, on_moved=told.append)
-    assert told == relocations
-    assert [relocation.epoch for relocation in relocations] == list(range(1, len(relocations) + 1))
-    assert pool.list_free_runs() == [5]
-    assert pool.get_cached_block(hash_of(1), [0]) is not None
-    assert pool.get_cached_block(hash_of(7), [0]) is not None
 
 
 def test_gather_stops_at_the_goal_and_reports_moves():
@@ -424,29 +286,6 @@ def test_gather_stops_at_the_goal_and_reports_moves():
     assert told == [relocation]
     assert len(relocation.moves) == 2
     assert pool.get_fragmentation_rate(2) == 0
-
-
-def test_a_missing_run_is_cleared():
-    pool, engine = make_engine("free: 1 3 5 | in use: 2 4 6")
-    told = []
-    assert ids(take_run(pool, 2, engine.copy, told.append)) == [1, 2]
-    assert told[0].moves == [(2, 3)]
-    invariants.check(pool)
-    with pytest.raises(OutOfBlocksError):
-        take_run(pool, 2, engine.copy, told.append)
-
-
-def test_a_free_run_moves_nothing():
-    pool, engine = make_engine("free: 1 2 | in use: 3")
-    assert ids(take_run(pool, 2, engine.copy, print)) == [1, 2]
-    assert (engine.copies, pool.epoch) == ([], 0)
-
-
-def test_held_blocks_can_prevent_a_run():
-    pool, engine = make_engine("free: 1 3 | in use: 2")
-    pool.hold(blocks(pool, 2), "held by a test")
-    assert take_run(pool, 2, engine.copy, print) is None
-    assert state(pool) == "free: 1 3 | in use: 2x2"
 
 
 def test_a_pool_shrinks_after_its_top_is_drained():

@@ -21,12 +21,6 @@ def test_unusable_share_counts_blocks_outside_runs(run_lengths, run_length, shar
     assert get_unusable_share(run_lengths, run_length) == pytest.approx(share)
 
 
-@pytest.mark.parametrize("run_length", [1, 3, 8, 16])
-def test_an_unfragmented_pool_has_rate_0_at_any_fill(run_length):
-    assert [get_fragmentation_rate([num_free], run_length) for num_free in range(1, 100)] == [0.0] * 99
-    assert get_fragmentation_rate([], run_length) == 0.0
-
-
 @pytest.mark.parametrize(
     ("run_lengths", "run_length", "rate"),
     [

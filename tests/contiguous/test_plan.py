@@ -8,7 +8,6 @@ from contiguous.slot_engine import SlotEngine, make_run_pool
 from drawing import blocks, cache, state
 
 from kv_pool import InvalidArgumentError, InvalidBlockError, OutOfBlocksError
-from kv_pool.contiguous import invariants
 from kv_pool.contiguous.compaction import apply_moves
 from kv_pool.contiguous.move_check import check_moves
 from kv_pool.contiguous.plan import plan_clear_run, plan_drain, plan_gather, plan_pack
@@ -48,27 +47,9 @@ def hold_some(rng, pool, share):
 # ---- pack ----------------------------------------------------------------------------------------
 
 
-def test_a_packed_pool_needs_no_moves():
-    assert plan_pack(make_run_pool("free: 3 4* 5 | in use: 1 2")) == []
-
-
 def test_pack_moves_the_highest_blocks_to_the_lowest_slots():
     pool = make_run_pool("free: 1 3 5 | in use: 2 4 6 7")
     assert plan_pack(pool) == [(6, 1), (7, 3)]
-
-
-def test_neighbours_stay_neighbours():
-    pool = make_run_pool("free: 1 2 4 5 6 | in use: 3 7 8 9 10")
-    assert plan_pack(pool) == [(7, 1), (8, 2), (9, 4), (10, 5)]
-
-
-def test_cached_blocks_move_away_first():
-    pool = make_run_pool("free: 1* 2* 5 | in use: 3 4")
-    engine = SlotEngine(pool)
-    for moves in ([(1, 5)], [(4, 1)], [(2, 4)], [(3, 2)], []):
-        assert plan_pack(pool, exchanges=False) == moves
-        apply_moves(pool, moves, engine.copy)
-    assert state(pool) == "free: 5* 4* 3 | in use: 1 2"
 
 
 def test_blocks_without_an_empty_slot_are_exchanged():
@@ -99,12 +80,6 @@ def test_held_and_watched_blocks_stay_intact():
     assert plan_pack(pool) == [(3, 2)]
 
 
-def test_blocks_of_a_movable_hold_move():
-    pool = make_run_pool("free: 1 2 | in use: 3 4")
-    pool.hold(blocks(pool, 4), "held by a test", movable=True)
-    assert plan_pack(pool) == [(3, 1), (4, 2)]
-
-
 def test_pack_does_not_overwrite_higher_bands():
     pool = make_run_pool("free: 1* 2* | in use: 3")
     pool.open_bands(BandPolicy())
@@ -114,28 +89,6 @@ def test_pack_does_not_overwrite_higher_bands():
     pool.move_to_band(blocks(pool, 2), 100)
     assert plan_pack(pool, max_evictions=2, exchanges=False) == []
     assert plan_pack(pool, max_evictions=2) == [(3, 1), (1, 3)]
-
-
-def test_blocks_of_merged_bands_are_overwritten():
-    pool = make_run_pool("free: 1* 2* | in use: 3")
-    pool.open_bands(BandPolicy())
-    pool.move_to_band(blocks(pool, 1, 2), 100)
-    assert plan_pack(pool, max_evictions=2, exchanges=False) == []
-    pool.merge_bands()
-    assert plan_pack(pool, max_evictions=2) == [(3, 1)]
-    invariants.check(pool)
-
-
-def test_pending_content_is_not_overwritten():
-    pool = make_run_pool("free: 2 | in use: 1 3")
-    pool.unpin_blocks(blocks(pool, 1), print)
-    assert plan_pack(pool) == [(3, 2)]
-    assert plan_pack(pool, max_evictions=5) == [(3, 2)]
-
-
-def test_max_moves_limits_a_plan():
-    pool = make_run_pool("free: 1 2 3 | in use: 4 5 6")
-    assert plan_pack(pool, max_moves=2) == [(5, 1), (6, 2)]
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -180,18 +133,6 @@ def test_gather_clears_no_more_windows_than_needed():
     assert plan_gather(pool, 4, goal=1.0) == []
 
 
-def test_a_pool_too_small_for_a_run_is_left_alone():
-    assert plan_gather(make_run_pool("free: 1 3 5 | in use: 2 4 6 7 8 9 10 11"), 4) == []
-
-
-def test_a_window_with_a_held_block_stays():
-    pool = make_run_pool("free: 5 6 7 9 10 11 | in use: 1 2 3 4 8")
-    (to_fullest,) = plan_gather(pool, 4)
-    assert to_fullest.source == 4
-    pool.hold(blocks(pool, 4), "held by a test")
-    assert [move.source for move in plan_gather(pool, 4)] == [8]
-
-
 def test_gather_overwrites_the_oldest_content_up_to_a_limit():
     pool = make_run_pool("free: 9* 10* 2* 6* 7* 11* | in use: 1 3 4 5 8 12 13 14 15")
     assert plan_gather(pool, 4, exchanges=False) == []
@@ -205,12 +146,6 @@ def test_in_a_full_cache_gather_exchanges_blocks():
     pool = make_run_pool("free: 9* 10* 2* 6* 7* 11* | in use: 1 3 4 5 8 12 13 14 15")
     assert plan_gather(pool, 4) == [(8, 6), (6, 8)]
     assert plan_gather(pool, 4, max_moves=1) == []
-
-
-def test_gather_does_not_overwrite_pending_content():
-    pool = make_run_pool("free: 9* 10* 11* | in use: 1 2 3 4 5 6 7 8 12 13 14 15")
-    pool.unpin_blocks(blocks(pool, 13), print)
-    assert plan_gather(pool, 4, max_evictions=5) == []
 
 
 def test_a_window_of_0_blocks_is_refused():
@@ -320,11 +255,6 @@ def test_after_its_moves_a_cleared_window_is_free(seed):
 def test_blocks_in_use_move_below_the_bar():
     pool = make_run_pool("free: 1 3 6 | in use: 2 4 5")
     assert plan_drain(pool, 3) == [(4, 1), (5, 3)]
-
-
-def test_cached_blocks_move_unless_they_are_evicted_next():
-    pool = make_run_pool("free: 1 2 5* 6* | in use: 3 4")
-    assert plan_drain(pool, 3) == [(4, 1), (6, 2)]
 
 
 def test_drain_overwrites_the_next_blocks_of_a_full_cache():

@@ -9,11 +9,11 @@ from control.live_checks import check, count_free, list_held, list_ids, make_sit
 from replay.made_trace import make_random_records, record, write_trace
 
 from kv_pool import CorruptedPoolError, InvalidArgumentError, PoolExhaustedError
-from kv_pool.adapter.migration_hook import MigrationHook
 from kv_pool.control.live_replay import STEP_S, LiveReplay, find_first_number
 from kv_pool.control.serve_settings import ServeSettings
 from kv_pool.events.event_publisher import NullEventPublisher
 from kv_pool.migration.backends.in_process import InProcessBackend
+from kv_pool.migration.migration_hook import MigrationHook
 from kv_pool.migration.migrator import Migrator
 from kv_pool.migration.subjects import SequenceSubject
 from kv_pool.replay.settings import EngineRates

@@ -1,5 +1,7 @@
 """Settings: the command line overrides the file, the file the defaults; errors name the setting."""
 
+import json
+
 import pytest
 
 from kv_pool import BlockAllocationRequest, InvalidArgumentError
@@ -31,79 +33,51 @@ def test_command_line_overrides_the_file(config):
     assert (settings.blocks, settings.block_size) == (900, 16)
 
 
+VALUES = {
+    "trace": "mine.jsonl",
+    "manager": True,
+    "blocks": 1,
+    "block_size": 2,
+    "run_length": 3,
+    "live_curve": True,
+    "enable_defragmentation": False,
+    "defrag_threshold": 0.4,
+    "defrag_interval": 5.0,
+    "defrag_moves": 6,
+    "max_evictions": 7,
+    "speedup": 8.0,
+    "trace_block_size": 4,
+    "timestamp_unit": "s",
+    "duration": 9.0,
+    "socket": "here.sock",
+    "name": "a",
+    "block_bytes": 512,
+    "listen": "127.0.0.1:7401",
+    "bulk_port": 7501,
+    "peer": ["b=127.0.0.1:7402"],
+    "nodes": "nodes.toml",
+    "registry": "b",
+    "secret_file": "secret",
+    "backend": ["tcp", "nixl"],
+    "max_rate": "1MB/s",
+    "migration_threshold": 12,
+    "network": "n1",
+    "rack": "r1",
+    "host": "h1",
+    "device": "cuda:0",
+    "host_tier": 10,
+    "disk_tier": "cold",
+    "disk_tier_blocks": 11,
+    "publish": "tcp://127.0.0.1:5557",
+    "publish_replay": "tcp://127.0.0.1:5558",
+    "publish_config": "publisher.toml",
+}
+
+
 def test_every_option_can_be_in_the_file(config):
-    text = """
-        trace = "mine.jsonl"
-        blocks = 1
-        block_size = 2
-        run_length = 3
-        enable_defragmentation = false
-        defrag_threshold = 0.4
-        defrag_interval = 5
-        defrag_moves = 6
-        max_evictions = 7
-        speedup = 8.0
-        trace_block_size = 4
-        timestamp_unit = "s"
-        duration = 9
-        socket = "here.sock"
-        name = "a"
-        block_bytes = 512
-        listen = "127.0.0.1:7401"
-        peer = ["b=127.0.0.1:7402"]
-        nodes = "nodes.toml"
-        registry = "b"
-        secret_file = "secret"
-        backend = ["tcp", "nixl"]
-        max_rate = "1MB/s"
-        migration_threshold = 12
-        network = "n1"
-        rack = "r1"
-        host = "h1"
-        device = "cuda:0"
-        host_tier = 10
-        disk_tier = "cold"
-        disk_tier_blocks = 11
-        publish = "tcp://127.0.0.1:5557"
-        publish_replay = "tcp://127.0.0.1:5558"
-        publish_config = "publisher.toml"
-    """
-    assert read_settings(config(text), {}) == ServeSettings(
-        trace="mine.jsonl",
-        blocks=1,
-        block_size=2,
-        run_length=3,
-        enable_defragmentation=False,
-        defrag_threshold=0.4,
-        defrag_interval=5,
-        defrag_moves=6,
-        max_evictions=7,
-        speedup=8.0,
-        trace_block_size=4,
-        timestamp_unit="s",
-        duration=9,
-        socket="here.sock",
-        name="a",
-        block_bytes=512,
-        listen="127.0.0.1:7401",
-        peer=["b=127.0.0.1:7402"],
-        nodes="nodes.toml",
-        registry="b",
-        secret_file="secret",
-        backend=["tcp", "nixl"],
-        max_rate="1MB/s",
-        migration_threshold=12,
-        network="n1",
-        rack="r1",
-        host="h1",
-        device="cuda:0",
-        host_tier=10,
-        disk_tier="cold",
-        disk_tier_blocks=11,
-        publish="tcp://127.0.0.1:5557",
-        publish_replay="tcp://127.0.0.1:5558",
-        publish_config="publisher.toml",
-    )
+    text = "\n".join(f"{name} = {json.dumps(value)}" for name, value in VALUES.items())
+    assert read_settings(config(text), {}) == ServeSettings(**VALUES)
+    assert VALUES.keys() == set(ServeSettings.__struct_fields__)
 
 
 @pytest.mark.parametrize(

@@ -47,12 +47,6 @@ def test_statistics_over_the_socket_equal_the_pools(path):
         assert output == pool.get_statistics()
 
 
-def test_layout_over_the_socket_equals_the_pools(path):
-    pool = make_scattered()
-    with ControlServer(pool, path), ControlClient(path) as client:
-        assert client.get_layout() == pool.get_layout()
-
-
 def test_compaction_over_the_socket_moves_blocks_and_reports(path):
     pool = make_scattered(run_length=5)
     assert draw(pool) == "1.2.3.4.5."
@@ -63,41 +57,6 @@ def test_compaction_over_the_socket_moves_blocks_and_reports(path):
     assert (report.fragmentation_rate_before, report.fragmentation_rate_after) == (1.0, 0.0)
     assert report.run_length == 5
     assert report.time_ms > 0
-    check(pool)
-
-
-def test_compaction_stops_at_max_moves_and_continues_if_repeated(path):
-    pool = make_scattered()
-    with ControlServer(pool, path), ControlClient(path) as client:
-        assert [client.defragment(max_moves=1).moved_blocks for _ in range(3)] == [1, 1, 0]
-
-
-def test_full_cache_is_compacted_without_evictions(path):
-    pool = make()
-    for sequence_id in range(1, 11):
-        take(pool, sequence_id, 1)
-        pool.cache_prefix(sequence_id, [b"%d" % sequence_id])
-    for sequence_id in range(1, 11, 2):
-        pool.free_sequence(sequence_id)
-    with ControlServer(pool, path), ControlClient(path) as client:
-        report = client.defragment()
-        assert report.moved_blocks > 0
-        assert client.defragment().moved_blocks == 0
-    assert pool.block_pool.num_evictions == 0
-    assert pool.block_pool.list_free_runs() == [5]
-    check(pool)
-
-
-def test_compaction_over_the_socket_evicts_up_to_max_evictions(path):
-    pool = make()
-    for sequence_id in range(1, 11):
-        take(pool, sequence_id, 1)
-        pool.cache_prefix(sequence_id, [b"%d" % sequence_id])
-    for sequence_id in range(1, 11, 2):
-        pool.free_sequence(sequence_id)
-    with ControlServer(pool, path), ControlClient(path) as client:
-        assert client.defragment(max_evictions=2).moved_blocks > 0
-    assert pool.block_pool.num_evictions == 2
     check(pool)
 
 
@@ -221,12 +180,6 @@ def test_the_socket_is_open_to_its_owner_only(tmp_path):
         os.umask(before)
 
 
-def test_the_default_path_is_where_clients_look(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    with ControlServer(make()), ControlClient() as client:
-        assert client.get_statistics().total_blocks == 10
-
-
 def test_stopping_removes_the_socket(path):
     with ControlServer(make(), path):
         pass
@@ -244,17 +197,6 @@ def test_socket_of_a_running_server_is_not_replaced(path):
 def test_dead_socket_is_replaced(path):
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
         dead.bind(str(path))
-    assert path.exists()
-    with ControlServer(make(), path), ControlClient(path) as client:
-        assert client.get_statistics().total_blocks == 10
-
-
-def test_socket_of_a_killed_process_is_replaced(path):
-    code = (
-        "import os, sys; from kv_pool import GPUKVPool; from kv_pool.control import ControlServer; "
-        "ControlServer(GPUKVPool(5, 4), sys.argv[1]).start(); os._exit(1)"
-    )
-    subprocess.run([sys.executable, "-c", code, str(path)], check=False)
     assert path.exists()
     with ControlServer(make(), path), ControlClient(path) as client:
         assert client.get_statistics().total_blocks == 10
@@ -339,13 +281,6 @@ def test_held_lock_is_retried_until_the_timeout(path):
         pass
 
 
-def test_wait_for_a_lock_ends_at_the_timeout(path):
-    with lock_socket(path, 0), pytest.raises(ControlError, match="another server of yours holds this lock"):
-        ControlServer(make(), path, timeout_s=0.05).start()
-    with ControlServer(make(), path):
-        assert [found.name for found in path.parent.iterdir()] == ["c.sock"]
-
-
 def test_of_servers_replacing_one_dead_socket_one_remains(path):
     for _ in range(10):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
@@ -378,34 +313,6 @@ def test_stopping_keeps_a_socket_that_replaced_its_own(path):
             assert client.get_statistics().total_blocks == 20
 
 
-def test_of_servers_that_start_together_one_listens(path):
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
-        dead.bind(str(path))
-    servers = [ControlServer(make(), path) for _ in range(6)]
-    start = threading.Barrier(len(servers))
-    outcomes = []
-
-    def work(server):
-        start.wait()
-        try:
-            server.start()
-            outcomes.append("listens")
-        except ControlError:
-            outcomes.append("refused")
-
-    threads = [threading.Thread(target=work, args=(server,)) for server in servers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    with ControlClient(path) as client:
-        assert client.get_statistics().total_blocks == 10
-    for server in servers:
-        server.stop()
-    assert sorted(outcomes) == ["listens"] + 5 * ["refused"]
-    assert not path.exists()
-
-
 def test_stopped_server_can_start_again(path):
     server = ControlServer(make(), path)
     for _ in range(2):
@@ -429,28 +336,6 @@ def test_invalid_command_gets_an_error_and_the_next_a_reply(path, line):
     with ControlServer(make(), path), RawClient(path) as client:
         assert client.ask(line)["error"] == "ControlError"
         assert is_stats(client.ask(STATS))
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_damaged_commands_get_errors_and_change_nothing(path, seed):
-    draw_random = random.Random(seed)
-    pool = make()
-    take(pool, 1, 3)
-    with ControlServer(pool, path):
-        for _ in range(30):
-            line = bytearray(draw_random.choice([STATS, b'{"command": "layout"}\n']))
-            for _ in range(draw_random.randint(1, 6)):
-                line[draw_random.randrange(len(line) - 1)] = draw_random.randrange(256)
-            with RawClient(path) as client:
-                client.send(bytes(line))
-                client.end_sending()
-                replies = list(iter(client.read, None))
-            assert len(replies) >= 1
-            assert all(("result" in reply) != ("error" in reply) for reply in replies)
-        with RawClient(path) as client:
-            assert is_stats(client.ask(STATS))
-    assert draw(pool) == "111......."
-    check(pool)
 
 
 def test_too_long_command_gets_an_error_and_a_disconnect(path):
@@ -500,15 +385,6 @@ def test_clients_beyond_the_limit_are_refused(path):
         assert is_stats(first.ask(STATS))
 
 
-def test_stopping_disconnects_clients(path):
-    server = ControlServer(make(), path)
-    server.start()
-    with RawClient(path) as client:
-        assert is_stats(client.ask(STATS))
-        server.stop()
-        assert client.read() is None
-
-
 def test_error_of_the_pool_is_raised_by_the_client(path):
     def fail(source, target, sources, targets):
         raise OSError("injected")
@@ -530,45 +406,3 @@ def test_error_of_a_callback_does_not_stop_the_server(path):
         with pytest.raises(ControlError, match="the pool raised ZeroDivisionError: by nothing"):
             client.defragment()
         assert client.get_statistics().total_blocks == 10
-
-
-@pytest.mark.slow
-def test_many_clients_query_while_threads_allocate(path):
-    pool = make(200, run_length=4)
-    is_over = threading.Event()
-    errors = []
-
-    def allocate(number):
-        try:
-            while not is_over.is_set():
-                take(pool, number, 5)
-                take(pool, number, 2, contiguous="no")
-                pool.free_sequence(number)
-        except BaseException as error:
-            errors.append(error)
-
-    def ask():
-        try:
-            for _ in range(30):
-                with ControlClient(path) as client:
-                    output = client.get_statistics()
-                    assert output.used_blocks + output.free_blocks == 200
-                    assert output.num_sequences <= 4
-                    assert client.defragment(max_moves=3).moved_blocks <= 3
-                    assert client.get_layout().num_blocks == 200
-        except BaseException as error:
-            errors.append(error)
-
-    engine = [threading.Thread(target=allocate, args=(number,)) for number in range(4)]
-    clients = [threading.Thread(target=ask) for _ in range(4)]
-    with ControlServer(pool, path):
-        for thread in engine + clients:
-            thread.start()
-        for thread in clients:
-            thread.join()
-        is_over.set()
-        for thread in engine:
-            thread.join()
-    assert not errors
-    assert pool.get_free_blocks() == 200
-    check(pool)

@@ -25,12 +25,6 @@ def test_a_hash_can_be_set_again_only_after_a_reset():
     assert block.block_hash == b"second"
 
 
-def test_setting_a_hash_twice_raises_assertion_error():
-    block = KVCacheBlock(1, _block_hash=b"key")
-    with pytest.raises(AssertionError):
-        block.set_block_hash(b"other")
-
-
 def test_hash_and_count_are_read_only():
     block = KVCacheBlock(1)
     with pytest.raises(AttributeError):

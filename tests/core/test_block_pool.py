@@ -3,12 +3,10 @@ import weakref
 from types import SimpleNamespace
 
 import pytest
-from drawing import GROUP, blocks, cache, hash_of, ids, make_pool, make_request, state
+from drawing import GROUP, blocks, cache, hash_of, make_pool, make_request, state
 
 from kv_pool import (
-    AllBlocksCleared,
     BlockPool,
-    BlockRemoved,
     CorruptedPoolError,
     FreeKVCacheBlockQueue,
     InvalidArgumentError,
@@ -34,14 +32,6 @@ def test_all_blocks_of_a_new_pool_but_the_null_block_are_free():
     assert pool.kv_event_queue == []
 
 
-def test_a_pool_of_one_block_has_no_free_blocks():
-    pool = BlockPool(1, True, 16)
-    assert pool.get_usage() == 0
-    assert pool.get_new_blocks(0) == []
-    with pytest.raises(OutOfBlocksError):
-        pool.get_new_blocks(1)
-
-
 @pytest.mark.parametrize("num_blocks", [0, -1])
 def test_a_pool_without_blocks_is_refused(num_blocks):
     with pytest.raises(InvalidArgumentError, match=f"num_gpu_blocks is {num_blocks}"):
@@ -50,21 +40,9 @@ def test_a_pool_without_blocks_is_refused(num_blocks):
         BlockPool(num_blocks, True, 16)
 
 
-@pytest.mark.parametrize("num_blocks", [2.0, "3", None])
-def test_a_number_of_blocks_that_is_not_an_int_is_refused(num_blocks):
-    with pytest.raises((InvalidArgumentError, TypeError)):
-        BlockPool(num_blocks, True, 16)
-
-
 def test_a_hash_block_size_below_one_is_refused():
     with pytest.raises(InvalidArgumentError, match="hash_block_size is 0"):
         BlockPool(4, True, 0)
-
-
-def test_pools_compare_by_identity_and_can_be_keys():
-    one, twin = BlockPool(2, True, 16), BlockPool(2, True, 16)
-    assert one != twin
-    assert {one: "one", twin: "twin"}[one] == "one"
 
 
 def test_a_dropped_pool_is_freed_at_once_without_the_cyclic_gc():
@@ -114,25 +92,6 @@ def test_a_subclass_can_redirect_the_event_queue():
 # ---- taking
 
 
-def test_blocks_are_allocated_in_queue_order():
-    pool = make_pool("free: 3 1 2")
-    taken = pool.get_new_blocks(2)
-    assert ids(taken) == [3, 1]
-    assert state(pool) == "free: 2 | in use: 1 3"
-    assert pool.get_usage() == pytest.approx(2 / 3)
-
-
-def test_a_cached_block_loses_its_hash_when_reused():
-    pool = make_pool("free: 2* 1*", enable_kv_cache_events=True)
-    pool.get_new_blocks(1)
-    assert state(pool) == "free: 1* | in use: 2"
-    assert pool.get_cached_block(hash_of(2), [0]) is None
-    assert pool.num_evictions == 1
-    assert pool.take_events() == [
-        BlockRemoved(block_hashes=[int.from_bytes(hash_of(2)[-8:], "big")], medium="GPU", group_idx=0)
-    ]
-
-
 def test_requesting_more_than_is_free_changes_nothing():
     pool = make_pool("free: 3 4 1* 2*")
     with pytest.raises(OutOfBlocksError, match="asked for 5 blocks, 4 are free of 4"):
@@ -140,21 +99,6 @@ def test_requesting_more_than_is_free_changes_nothing():
     with pytest.raises(ValueError, match="Cannot get 5 free blocks from the pool"):
         pool.get_new_blocks(5)
     assert state(pool) == "free: 3 4 1* 2*"
-
-
-def test_a_negative_count_changes_nothing():
-    pool = make_pool("free: 1 2")
-    with pytest.raises(InvalidArgumentError, match="asked for -1 blocks"):
-        pool.get_new_blocks(-1)
-    assert state(pool) == "free: 1 2"
-
-
-@pytest.mark.parametrize("count", ["2", 2.0, None])
-def test_a_count_that_is_not_an_int_changes_nothing(count):
-    pool = make_pool("free: 1 2")
-    with pytest.raises(TypeError):
-        pool.get_new_blocks(count)
-    assert state(pool) == "free: 1 2"
 
 
 def test_a_free_block_with_references_is_found_and_repaired():
@@ -172,20 +116,6 @@ def test_a_free_block_with_references_is_found_and_repaired():
 # ---- touching
 
 
-def test_touched_blocks_are_not_allocated():
-    pool = make_pool("free: 3 4 1* 2*")
-    pool.touch(blocks(pool, 1, 2))
-    with pytest.raises(OutOfBlocksError, match="asked for 3 blocks, 2 are free"):
-        pool.get_new_blocks(3)
-    assert state(pool) == "free: 3 4 | in use: 1* 2*"
-
-
-def test_a_block_listed_twice_gets_two_references():
-    pool = make_pool("free: 1* 2")
-    pool.touch(tuple(blocks(pool, 1, 1)))
-    assert state(pool) == "free: 2 | in use: 1*x2"
-
-
 @pytest.mark.parametrize("order", [(3, 4, 1), (1, 4, 3), (4, 4, 3), (2, 3, 2, 1, 4), (5, 1, 5, 2)])
 def test_a_failed_touch_restores_queue_positions(order):
     pool = make_pool("free: 3 4 1* 2* | in use: 5")
@@ -196,24 +126,6 @@ def test_a_failed_touch_restores_queue_positions(order):
     invariants.check(pool)
     pool.touch(blocks(pool, *order))
     invariants.check(pool)
-
-
-def test_touch_skips_the_null_block():
-    pool = make_pool("free: 1* 2")
-    pool.touch([pool.null_block, pool.blocks[1], pool.null_block])
-    assert state(pool) == "free: 2 | in use: 1*"
-    assert pool.null_block.ref_cnt == 0
-
-
-@pytest.mark.parametrize("position", [0, 1, 2])
-def test_touching_a_block_of_another_pool_changes_nothing(position):
-    pool = make_pool("free: 1 2* | in use: 3")
-    stranger = make_pool("free: 1 2").blocks[1]
-    listed = blocks(pool, 2, 3)
-    listed.insert(position, stranger)
-    with pytest.raises(InvalidBlockError, match="block 1 belongs to another pool"):
-        pool.touch(listed)
-    assert state(pool) == "free: 1 2* | in use: 3"
 
 
 def test_a_bare_block_can_only_be_touched_while_it_is_referenced():
@@ -244,35 +156,6 @@ def test_freed_blocks_with_a_hash_go_to_the_back():
     assert state(pool) == "free: 5 4 6 7 3* 2* 1*"
 
 
-def test_freed_blocks_keep_the_given_order():
-    pool = make_pool("free: 6 | in use: 1 2* 3 4* 5")
-    pool.free_blocks(iter(blocks(pool, 5, 4, 3, 2, 1)))
-    assert state(pool) == "free: 5 3 1 6 4* 2*"
-
-
-def test_without_caching_all_freed_blocks_go_to_the_front():
-    pool = BlockPool(5, False, 4)
-    taken = pool.get_new_blocks(3)
-    cache(pool, taken[1])
-    pool.free_blocks(taken)
-    assert state(pool) == "free: 1 2* 3 4"
-
-
-def test_a_shared_block_is_freed_with_its_last_reference():
-    pool = make_pool("free: 2 | in use: 1*x2")
-    pool.free_blocks(blocks(pool, 1))
-    assert state(pool) == "free: 2 | in use: 1*"
-    pool.free_blocks(blocks(pool, 1))
-    assert state(pool) == "free: 2 1*"
-
-
-def test_freeing_skips_null_blocks():
-    pool = make_pool("free: 2 | in use: 1")
-    pool.free_blocks([pool.null_block, pool.blocks[1], pool.null_block])
-    assert state(pool) == "free: 1 2"
-    assert pool.null_block.ref_cnt == 0
-
-
 @pytest.mark.parametrize("position", [0, 1, 2])
 def test_a_double_free_changes_nothing(position):
     pool = make_pool("free: 4 5* | in use: 1*x2 2 3")
@@ -282,24 +165,6 @@ def test_a_double_free_changes_nothing(position):
         pool.free_blocks(listed)
     assert state(pool) == "free: 4 5* | in use: 1*x2 2 3"
     invariants.check(pool)
-
-
-def test_freeing_more_often_than_referenced_changes_nothing():
-    pool = make_pool("free: 3 | in use: 1*x2 2")
-    with pytest.raises(InvalidBlockError, match="block 1 is free"):
-        pool.free_blocks(blocks(pool, 1, 2, 1, 1))
-    assert state(pool) == "free: 3 | in use: 1*x2 2"
-    pool.free_blocks(blocks(pool, 1, 2, 1))
-    assert state(pool) == "free: 2 3 1*"
-
-
-@pytest.mark.parametrize("wrong", [3, None, "block"])
-@pytest.mark.parametrize("call", ["touch", "free_blocks"])
-def test_an_element_that_is_not_a_block_changes_nothing(call, wrong):
-    pool = make_pool("free: 3 | in use: 1*x2 2")
-    with pytest.raises(TypeError):
-        getattr(pool, call)([pool.blocks[1], wrong, pool.blocks[2]])
-    assert state(pool) == "free: 3 | in use: 1*x2 2"
 
 
 def test_an_iterable_that_raises_changes_nothing():
@@ -376,95 +241,6 @@ def test_a_bare_block_is_freed_without_checks():
 # ---- prefix cache
 
 
-def test_full_blocks_are_found_by_hash_and_group():
-    pool = make_pool("free: 4 | in use: 1 2 3")
-    request = make_request([hash_of(10), hash_of(11), hash_of(12)])
-    pool.cache_full_blocks(request, blocks(pool, 1, 2, 3), 1, 3, 4, 7)
-    assert state(pool) == "free: 4 | in use: 1 2* 3*"
-    assert pool.blocks[2].block_hash == hash_of(11) + b"\0\0\0\x07"
-    assert pool.blocks[3].block_hash_num_tokens == 12
-    assert ids(pool.get_cached_block(hash_of(11), [7])) == [2]
-    assert pool.get_cached_block(hash_of(11), [0]) is None
-    assert pool.get_cached_block(hash_of(10), [7]) is None
-
-
-def test_a_miss_in_one_group_is_a_miss_in_all():
-    pool = make_pool("free: 3 | in use: 1 2")
-    request = make_request([hash_of(1)])
-    pool.cache_full_blocks(request, blocks(pool, 1), 0, 1, 4, 0)
-    assert pool.get_cached_block(hash_of(1), kv_cache_group_ids=[0, 1]) is None
-    pool.cache_full_blocks(request, blocks(pool, 2), 0, 1, 4, 1)
-    assert ids(pool.get_cached_block(hash_of(1), kv_cache_group_ids=(1, 0))) == [2, 1]
-    assert pool.get_cached_block(hash_of(1), []) == []
-
-
-def test_duplicates_are_kept_and_the_oldest_is_found():
-    pool = make_pool("free: 3 | in use: 1 2")
-    cache(pool, pool.blocks[2], number=5)
-    cache(pool, pool.blocks[1], number=5)
-    assert ids(pool.get_cached_block(hash_of(5), [0])) == [2]
-    pool.evict_blocks({2})
-    assert ids(pool.get_cached_block(hash_of(5), [0])) == [1]
-
-
-def test_the_longest_cached_prefix_stops_at_the_first_hole():
-    pool = make_pool("free: 1* 2* 4* | in use: 3")
-    hashes = [hash_of(number) for number in (1, 2, 3, 4)]
-    assert ids(pool.find_cached_prefix(hashes, 4)) == [1, 2]
-    assert ids(pool.find_cached_prefix(hashes, 1)) == [1]
-    assert pool.find_cached_prefix(hashes, 0) == []
-    assert pool.find_cached_prefix(hashes, -1) == []
-    assert pool.find_cached_prefix([], 4) == []
-    assert pool.find_cached_prefix(hashes, 4, kv_cache_group_id=1) == []
-    assert state(pool) == "free: 1* 2* 4* | in use: 3"
-
-
-def test_the_longest_cached_prefix_takes_the_oldest_duplicate():
-    pool = make_pool("free: 3 | in use: 1 2")
-    cache(pool, pool.blocks[2], number=5)
-    cache(pool, pool.blocks[1], number=5)
-    assert ids(pool.find_cached_prefix([hash_of(5)], 1)) == [2]
-
-
-def test_null_and_masked_blocks_are_not_cached():
-    pool = make_pool("free: 4 | in use: 1 2 3", enable_kv_cache_events=True)
-    table = [pool.null_block, *blocks(pool, 1, 2)]
-    request = make_request([hash_of(n) for n in (10, 11, 12)])
-    pool.cache_full_blocks(request, table, 0, 3, 4, 0, block_mask=[True, False, True])
-    assert state(pool) == "free: 4 | in use: 1 2* 3"
-    (event,) = pool.take_events()
-    assert event.block_hashes == [int.from_bytes(hash_of(12)[-8:], "big")]
-    assert event.token_ids == list(range(12))
-    assert event.parent_block_hash is None
-
-
-def test_a_range_of_null_blocks_still_reports_its_tokens():
-    pool = make_pool("free: 1", enable_kv_cache_events=True)
-    pool.cache_full_blocks(make_request([hash_of(1)]), [pool.null_block], 0, 1, 4, 0)
-    (event,) = pool.take_events()
-    assert event.block_hashes == []
-    assert event.extra_keys is None
-    assert event.token_ids == [0, 1, 2, 3]
-
-
-def test_an_empty_range_emits_no_event():
-    pool = make_pool("free: 2 | in use: 1", enable_kv_cache_events=True)
-    pool.cache_full_blocks(make_request([]), blocks(pool, 1), 0, 0, 4, 0)
-    assert pool.take_events() == []
-
-
-def test_a_coarse_block_has_the_last_fine_hash_inside_it():
-    pool = make_pool("free: 3 | in use: 1 2", enable_kv_cache_events=True)
-    request = make_request([hash_of(n) for n in range(5)])
-    pool.cache_full_blocks(request, blocks(pool, 1, 2), 1, 2, 8, 0)
-    assert pool.blocks[2].block_hash == hash_of(3) + GROUP
-    assert pool.blocks[2].block_hash_num_tokens == 16
-    (event,) = pool.take_events()
-    assert event.parent_block_hash == int.from_bytes(hash_of(1)[-8:], "big")
-    assert event.token_ids == list(range(8, 16))
-    assert event.block_size == 8
-
-
 def test_a_hash_is_replaced_only_by_one_that_covers_more_tokens():
     pool = make_pool("free: 2 | in use: 1", enable_kv_cache_events=True)
     request = make_request([hash_of(10), hash_of(11)])
@@ -529,14 +305,6 @@ def test_a_bad_block_in_the_middle_caches_nothing():
     assert state(pool) == "free: 4 | in use: 1 2* 3"
 
 
-def test_evicting_removes_only_the_hashes():
-    pool = make_pool("free: 3 1* 4* | in use: 2*", enable_kv_cache_events=True)
-    pool.evict_blocks({1, 2, 3})
-    assert state(pool) == "free: 3 1 4* | in use: 2"
-    assert len(pool.take_events()) == 2
-    invariants.check(pool)
-
-
 @pytest.mark.parametrize("unknown", [-1, 5, 10**6, 2**31, 2**63, -(2**63) - 1, 2**200])
 def test_an_unknown_id_evicts_nothing(unknown):
     pool = make_pool("free: 1* 2* 3* 4*")
@@ -549,29 +317,6 @@ def test_an_unknown_id_evicts_nothing(unknown):
     assert state(pool) == "free: 1* 2* 3* 4*"
 
 
-def test_evicting_a_block_returns_whether_it_was_cached():
-    pool = make_pool("free: 1* 2")
-    assert pool._maybe_evict_cached_block(pool.blocks[1]) is True
-    assert pool._maybe_evict_cached_block(pool.blocks[1]) is False
-    assert pool._maybe_evict_cached_block(pool.blocks[2]) is False
-
-
-def test_a_hash_that_is_not_in_the_map_is_dropped_silently():
-    pool = make_pool("free: 2 | in use: 1", enable_kv_cache_events=True)
-    pool.blocks[1].set_block_hash(b"unmapped" + GROUP)
-    assert pool._maybe_evict_cached_block(pool.blocks[1]) is False
-    assert pool.blocks[1].block_hash is None
-    assert pool.take_events() == []
-
-
-def test_a_reset_evicts_every_hash_and_keeps_the_order():
-    pool = make_pool("free: 3 1* 2*", enable_kv_cache_events=True)
-    assert pool.reset_prefix_cache() is True
-    assert state(pool) == "free: 3 1 2"
-    assert len(pool.cached_block_hash_to_block) == 0
-    assert pool.take_events() == [AllBlocksCleared()]
-
-
 def test_a_reset_is_refused_while_a_block_is_in_use(caplog):
     pool = make_pool("free: 3 1* | in use: 2*", enable_kv_cache_events=True)
     assert pool.reset_prefix_cache() is False
@@ -580,91 +325,7 @@ def test_a_reset_is_refused_while_a_block_is_in_use(caplog):
     assert "1 blocks are still in use" in caplog.text
 
 
-# ---- events
-
-
-def test_take_events_returns_the_list_itself():
-    pool = make_pool("free: 2 | in use: 1", enable_kv_cache_events=True)
-    cache(pool, pool.blocks[1])
-    events = pool.take_events()
-    assert len(events) == 1
-    events.append("mine")
-    assert pool.take_events() == []
-
-
-def test_with_events_off_no_events_are_recorded():
-    pool = make_pool("free: 1* 2*")
-    pool.kv_event_queue.append("left alone")
-    pool.get_new_blocks(2)
-    assert pool.take_events() == []
-    assert pool.kv_event_queue == ["left alone"]
-
-
-def test_events_carry_the_medium_of_their_pool():
-    pool = make_pool("free: 1*", enable_kv_cache_events=True, medium="CPU")
-    pool.get_new_blocks(1)
-    assert pool.take_events()[0].medium == "CPU"
-
-
-# ---- the observer
-
-
-class Notes:
-    """A collector that records its calls."""
-
-    def __init__(self):
-        self.lines = []
-
-    def on_block_allocated(self, block):
-        self.lines.append(f"allocated {block.block_id}")
-
-    def on_block_accessed(self, block):
-        self.lines.append(f"accessed {block.block_id}")
-
-    def on_block_evicted(self, block):
-        self.lines.append(f"evicted {block.block_id} ref_cnt {block.ref_cnt}")
-
-    def reset(self):
-        self.lines.append("reset")
-
-
-def test_the_observer_sees_evictions_before_allocations():
-    notes = Notes()
-    pool = BlockPool(4, True, 4, metrics_collector=notes)
-    taken = pool.get_new_blocks(2)
-    pool.touch([pool.null_block, taken[0]])
-    pool.evict_blocks({3})
-    pool.free_blocks([taken[0], taken[0], taken[1]])
-    assert pool.reset_prefix_cache()
-    assert notes.lines == [
-        "evicted 1 ref_cnt 0",
-        "allocated 1",
-        "evicted 2 ref_cnt 0",
-        "allocated 2",
-        "accessed 1",
-        "evicted 3 ref_cnt 0",
-        "reset",
-    ]
-
-
-def test_without_caching_the_observer_sees_no_evictions():
-    notes = Notes()
-    BlockPool(3, False, 4, metrics_collector=notes).get_new_blocks(1)
-    assert notes.lines == ["allocated 1"]
-
-
 # ---- particular blocks, other ids, other sizes
-
-
-def test_given_blocks_are_taken_from_any_queue_position():
-    pool = make_pool("free: 1 2* 3 4* 5 | in use: 6", enable_kv_cache_events=True)
-    pool.take_blocks(blocks(pool, 4, 1))
-    assert state(pool) == "free: 2* 3 5 | in use: 1 4 6"
-    assert [type(event) for event in pool.take_events()] == [BlockRemoved]
-    pool.take_blocks(iter(blocks(pool, 5)))
-    pool.take_blocks([])
-    assert state(pool) == "free: 2* 3 | in use: 1 4 5 6"
-    invariants.check(pool)
 
 
 def other_block(pool):
@@ -722,31 +383,6 @@ def test_taking_given_blocks_notifies_watchers_and_observer():
     assert state(pool) == "free: 2* | in use: 1 3"
 
 
-def test_a_raising_watcher_aborts_taking_given_blocks():
-    def refuse(block):
-        raise KeyError(block.block_id)
-
-    pool = make_pool("free: 1 | in use: 2* 3")
-    pool.unpin_blocks(blocks(pool, 2), refuse)
-    with pytest.raises(KeyError):
-        pool.take_blocks(blocks(pool, 2, 1))
-    assert state(pool) == "free: 2* 1 | in use: 3"
-    invariants.check(pool)
-
-
-def test_swapped_ids_change_nothing_else():
-    pool = make_pool("free: 1 2* 3 | in use: 4*x2 5", enable_kv_cache_events=True)
-    shared = pool.blocks[4]
-    pool.swap_block_ids([(4, 1), (2, 3)])
-    assert state(pool) == "free: 4 3* 2 | in use: 1*x2 5"
-    assert shared.block_id == 1
-    assert pool.get_cached_block(hash_of(4), [0]) == [shared]
-    assert pool.take_events() == []
-    invariants.check(pool)
-    pool.swap_block_ids([])
-    invariants.check(pool)
-
-
 def test_an_id_swap_keeps_copies_and_secondary_keys_in_order():
     pool = make_pool("free: 1 2 | in use: 3 4 5")
     for block in blocks(pool, 5, 3):
@@ -764,16 +400,6 @@ def test_an_id_swap_keeps_copies_and_secondary_keys_in_order():
     invariants.check(pool)
 
 
-def test_the_longest_prefix_is_found_after_an_id_swap():
-    pool = make_pool("free: 5 6 7 8 | in use: 1 2 3 4")
-    hashes = [hash_of(number) for number in range(4)]
-    pool.cache_full_blocks(make_request(hashes), blocks(pool, 1, 2, 3, 4), 0, 4, 4, 0)
-    table = blocks(pool, 1, 2, 3, 4)
-    pool.swap_block_ids([(2, 7), (4, 5)])
-    assert pool.find_cached_prefix(hashes, 4) == table
-    assert [block._next_cached_id for block in table[:3]] == [7, 3, 5]
-
-
 @pytest.mark.parametrize("pairs", [[(1, 1)], [(1, 2), (2, 3)], [(0, 1)], [(1, 6)], [(-1, 2)]])
 def test_ids_that_cannot_be_swapped_change_nothing(pairs):
     picture = "free: 1 2* 3 | in use: 4*x2 5"
@@ -781,20 +407,4 @@ def test_ids_that_cannot_be_swapped_change_nothing(pairs):
     with pytest.raises(InvalidBlockError, match=r"distinct ids of 1\.\.5"):
         pool.swap_block_ids(pairs)
     assert state(pool) == picture
-    invariants.check(pool)
-
-
-def test_blocks_are_added_at_the_front_and_removed_from_the_top():
-    pool = make_pool("free: 1* | in use: 2")
-    pool.add_blocks(2)
-    assert state(pool) == "free: 3 4 1* | in use: 2"
-    assert pool.get_usage() == 0.25
-    invariants.check(pool)
-    pool.remove_last_blocks(1)
-    assert state(pool) == "free: 3 1* | in use: 2"
-    with pytest.raises(InvalidBlockError, match="block 2 is in use"):
-        pool.remove_last_blocks(2)
-    with pytest.raises(InvalidBlockError, match="block 0 is null"):
-        pool.remove_last_blocks(4)
-    assert state(pool) == "free: 3 1* | in use: 2"
     invariants.check(pool)

@@ -36,15 +36,6 @@ def test_cached_keys_agree_with_the_events(use_int_block_hashes):
     assert all(pool.get_cached_block(key.block_hash, [key.group_id]) for key in keys)
 
 
-def test_a_hash_that_two_blocks_carry_is_one_key():
-    manager = KVCacheManager(BlockPool(20, True, 4))
-    hasher = BlockHasher(block_size=4)
-    requests = [Request(name, range(8), hasher) for name in "ab"]
-    for request in requests:
-        manager.allocate_slots(request, 8)
-    assert len(list(manager.iter_cached_keys())) == 2
-
-
 def test_the_iterator_shows_the_keys_of_the_call():
     manager = KVCacheManager(BlockPool(20, True, 4))
     request = Request("r", range(8), BlockHasher(block_size=4))

@@ -3,7 +3,6 @@
 import random
 
 import pytest
-from interrupting import interrupt_everywhere
 
 from kv_pool.core.deadlines import NEVER, Deadlines, TimedItem
 
@@ -31,57 +30,6 @@ def end_all(deadlines, now):
         ended.append(ending)
         ending.changes_at = NEVER
     return ended
-
-
-def test_a_due_timer_is_found_until_it_is_changed():
-    deadlines, ending = Deadlines(), TimedItem(5.0)
-    deadlines.push(ending)
-    assert deadlines.find_due(4.9) is None
-    assert deadlines.find_due(5.0) is ending
-    assert deadlines.find_due(7.0) is ending
-    ending.changes_at = 6.0
-    deadlines.push(ending)
-    assert deadlines.find_due(5.5) is None
-    assert deadlines.find_due(6.0) is ending
-    ending.changes_at = NEVER
-    assert deadlines.find_due(1e300) is None
-    assert deadlines.entries == []
-
-
-def test_equal_times_expire_in_push_order():
-    deadlines = Deadlines()
-    endings = [
-        Named(name, time) for name, time in (("a", 3.0), ("b", 1.0), ("c", 3.0), ("d", 2.0), ("e", 3.0))
-    ]
-    push(deadlines, *endings)
-    assert str(end_all(deadlines, 2.5)) == "[b, d]"
-    assert str(end_all(deadlines, 3.0)) == "[a, c, e]"
-
-
-def test_a_timer_at_never_is_not_stored():
-    deadlines = Deadlines()
-    deadlines.push(TimedItem(NEVER))
-    assert deadlines.entries == []
-
-
-def test_an_outdated_entry_is_skipped():
-    deadlines, moved, ended = Deadlines(), TimedItem(1.0), TimedItem(2.0)
-    push(deadlines, moved, ended)
-    moved.changes_at = 9.0
-    ended.changes_at = NEVER
-    assert deadlines.find_due(5.0) is None
-    assert deadlines.find_due(100.0) is None
-    deadlines.push(moved)
-    assert deadlines.find_due(9.0) is moved
-
-
-def test_a_restored_time_is_valid_without_a_new_push():
-    deadlines, ending = Deadlines(), TimedItem(4.0)
-    deadlines.push(ending)
-    ending.changes_at = 8.0
-    deadlines.push(ending)
-    ending.changes_at = 4.0
-    assert end_all(deadlines, 4.0) == [ending]
 
 
 def test_a_pushed_time_takes_effect_once_it_is_set():
@@ -148,26 +96,3 @@ def test_random_timers_expire_as_in_a_slow_model(seed):
                 assert end_all(deadlines, now) == due
                 for ending in due:
                     del live[ending]
-
-
-def test_an_interrupted_push_keeps_the_previous_timers():
-    def make():
-        deadlines = Deadlines()
-        endings = [Named(f"ending {number}", float(number)) for number in range(65)]
-        push(deadlines, *endings)
-        for ending in endings[::2]:
-            ending.changes_at = NEVER
-        return deadlines, endings
-
-    def move_one(subject):
-        deadlines, endings = subject
-        deadlines.push_at(endings[1], 100.0)
-        endings[1].changes_at = 100.0
-
-    def check(subject):
-        deadlines, endings = subject
-        due = [ending for ending in endings if ending.changes_at != NEVER]
-        assert end_all(deadlines, 1_000.0) == sorted(due, key=lambda ending: ending.changes_at)
-
-    _, broken = interrupt_everywhere(make, move_one, check)
-    assert not broken

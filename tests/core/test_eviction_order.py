@@ -1,18 +1,14 @@
 """Bands of the free queue: the order in which blocks are reused."""
 
-import random
-
 import pytest
 from contiguous.slot_engine import make_run_pool
 from core.banded_pool import PICTURE, ByHash, check, list_bands, make_banded
-from drawing import blocks, cache, hash_of, ids, make_pool, state
+from drawing import blocks, ids, make_pool, state
 
 from kv_pool import BlockPool, CorruptedPoolError, InvalidArgumentError, InvalidBlockError, OutOfBlocksError
-from kv_pool.contiguous.ages import EMPTY, RETAINED
-from kv_pool.contiguous.plan import plan_clear_run
+from kv_pool.contiguous.ages import RETAINED
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.eviction_order import EMPTY_BAND, EXPIRED_BAND
-from kv_pool.core.pool_state import ReuseWatcher
 
 
 def make_ordered(pool_type=BlockPool):
@@ -42,70 +38,7 @@ def test_a_pool_has_no_bands_by_default():
     assert state(pool) == PICTURE
 
 
-@pytest.mark.parametrize("pool_type", [BlockPool, RunBlockPool])
-def test_open_but_unused_bands_change_nothing(pool_type):
-    rng = random.Random(1)
-    pools = [make_pool(PICTURE, pool_type), make_banded(PICTURE, pool_type)]
-    if pool_type is RunBlockPool:
-        pools[0].rebuild_index()
-    for number in range(200):
-        pictures = set()
-        seed = rng.random()
-        for pool in pools:
-            draw = random.Random(seed)
-            free = pool.get_num_free_blocks()
-            match draw.choice(["take", "free", "touch", "evict"]):
-                case "take":
-                    for block in pool.get_new_blocks(draw.randrange(free + 1)):
-                        if draw.random() < 0.7:
-                            cache(pool, block, 100 + 10 * number + block.block_id)
-                case "free":
-                    used = [block for block in pool.blocks[1:] if block.ref_cnt]
-                    pool.free_blocks(draw.sample(used, draw.randrange(len(used) + 1)))
-                case "touch":
-                    pool.touch(draw.choices([block for block in pool.blocks if block.block_hash], k=1))
-                case "evict":
-                    pool.evict_blocks([draw.randrange(10)])
-            check(pool)
-            pictures.add(state(pool))
-        assert len(pictures) == 1
-
-
 # ---- the order -----------------------------------------------------------------------------------
-
-
-def test_lower_bands_are_reused_first_each_in_order():
-    pool = make_ordered()
-    assert list_bands(pool) == {EMPTY_BAND: [9], EXPIRED_BAND: [2], -5: [4], 0: [1, 3], 7: [5]}
-    assert ids(pool.get_new_blocks(3)) == [9, 2, 4]
-    assert ids(pool.get_new_blocks(2)) == [1, 3]
-    assert pool.get_num_free_blocks() == 1
-    assert pool.eviction_order.has_retained
-    with pytest.raises(OutOfBlocksError, match="asked for 2 blocks, 1 are free"):
-        pool.get_new_blocks(2)
-    assert ids(pool.get_new_blocks(1)) == [5]
-    check(pool)
-
-
-def test_freed_blocks_go_to_the_default_band_or_the_front():
-    pool = make_ordered()
-    pool.free_blocks(blocks(pool, 7, 8, 6))
-    assert list_bands(pool) == {EMPTY_BAND: [8, 9], EXPIRED_BAND: [2], -5: [4], 0: [1, 3, 7, 6], 7: [5]}
-    check(pool)
-
-
-def test_moved_blocks_go_to_the_back_of_the_band():
-    pool = make_ordered()
-    pool.move_to_band(blocks(pool, 3, 5), 100)
-    pool.move_to_band(blocks(pool, 1), -100)
-    pool.move_to_band(blocks(pool, 3), 100)
-    pool.move_to_band(blocks(pool, 3), 100)
-    assert list_bands(pool) == {EMPTY_BAND: [9], EXPIRED_BAND: [2], -100: [1], -5: [4], 100: [5, 3]}
-    pool.move_to_band(blocks(pool, 5, 4), 0)
-    pool.move_to_band(blocks(pool, 1), EMPTY_BAND)
-    assert list_bands(pool) == {EMPTY_BAND: [9, 1], EXPIRED_BAND: [2], 0: [5, 4], 100: [3]}
-    assert state(pool) == "free: 9 1* 2* 5* 4* 3* | in use: 6* 7* 8"
-    check(pool)
 
 
 @pytest.mark.parametrize("pool_type", [BlockPool, RunBlockPool])
@@ -135,17 +68,6 @@ def test_empty_bands_leave_no_markers():
         pool.move_to_band(blocks(pool, 3), -band)
     assert len(pool.eviction_order._ends) <= 6
     assert list_bands(pool) == {EMPTY_BAND: [9], -49: [3], 0: [4, 5], 49: [1, 2]}
-    check(pool)
-
-
-def test_merging_bands_keeps_the_order_of_blocks():
-    pool = make_ordered()
-    before = state(pool)
-    pool.merge_bands()
-    assert list_bands(pool) == {EMPTY_BAND: [9], 0: [2, 4, 1, 3, 5]}
-    assert state(pool) == before
-    pool.move_to_band(blocks(pool, 4), 3)
-    assert list_bands(pool) == {EMPTY_BAND: [9], 0: [2, 1, 3, 5], 3: [4]}
     check(pool)
 
 
@@ -183,81 +105,7 @@ def test_the_queue_neither_returns_nor_counts_markers():
         pool.get_new_blocks(1)
 
 
-def test_a_queue_that_counts_too_many_is_found_and_repaired():
-    pool = make_ordered()
-    before = ids(pool.free_block_queue.get_all_free_blocks())
-    pool.free_block_queue.num_free_blocks += 1
-    with pytest.raises(CorruptedPoolError, match="num_free_blocks is 7 but fewer blocks are linked"):
-        pool.get_new_blocks(7)
-    pool.repair(block for block in pool.blocks if block.ref_cnt)
-    assert sorted(list_bands(pool)[EMPTY_BAND]) == sorted(before)
-    check(pool)
-
-
 # ---- the pool's other methods --------------------------------------------------------------------
-
-
-def test_touched_and_taken_blocks_leave_their_bands():
-    pool = make_ordered()
-    pool.touch(blocks(pool, 5, 4, 5))
-    assert state(pool) == "free: 9 2* 1* 3* | in use: 4* 5*x2 6* 7* 8"
-    pool.take_blocks(blocks(pool, 3, 2))
-    assert list_bands(pool) == {EMPTY_BAND: [9], 0: [1]}
-    with pytest.raises(InvalidBlockError):
-        pool.touch([pool.blocks[1], make_banded().blocks[1]])
-    with pytest.raises(InvalidBlockError):
-        pool.take_blocks(blocks(pool, 1, 9, 1))
-    assert list_bands(pool) == {EMPTY_BAND: [9], 0: [1]}
-    check(pool)
-
-
-def test_a_reset_merges_all_bands_into_the_empty_one():
-    pool = make_ordered()
-    assert not pool.reset_prefix_cache()
-    pool.free_blocks(blocks(pool, 6, 7, 8))
-    assert pool.reset_prefix_cache()
-    assert list_bands(pool) == {EMPTY_BAND: [8, 9, 2, 4, 1, 3, 6, 7, 5]}
-    assert pool.policy.num_resets == 1
-    cache(pool, pool.get_new_blocks(1)[0])
-    pool.free_blocks(blocks(pool, 8))
-    assert list_bands(pool)[0] == [8]
-    check(pool)
-
-
-def test_added_blocks_are_next_and_removed_blocks_leave_bands():
-    pool = make_banded("free: 5 1* 3* 4* | in use: 2")
-    pool.move_to_band(blocks(pool, 4), 9)
-    pool.add_blocks(2)
-    assert list_bands(pool) == {EMPTY_BAND: [6, 7, 5], 0: [1, 3], 9: [4]}
-    removed = blocks(pool, 4, 5, 6, 7)
-    pool.remove_last_blocks(4)
-    assert list_bands(pool) == {0: [1, 3]}
-    assert pool.policy.removed == removed
-    check(pool)
-
-
-def test_watched_blocks_are_placed_and_watchers_called_in_order():
-    pool = make_ordered()
-    told = []
-    pool.policy.bands = {pool.blocks[7].block_hash: -9}
-    pool.unpin_blocks(blocks(pool, 8, 7, 6), lambda block: told.append(block.block_id))
-    assert list_bands(pool) == {EMPTY_BAND: [9], EXPIRED_BAND: [2], -9: [7], -5: [4], 0: [1, 3, 8, 6], 7: [5]}
-    assert ids(pool.get_new_blocks(7)) == [9, 2, 7, 4, 1, 3, 8]
-    assert told == [7, 8]
-    check(pool)
-
-
-def test_blocks_whose_watcher_raises_go_to_the_front():
-    pool = make_ordered()
-
-    def refuse(block):
-        raise KeyError(block.block_id)
-
-    pool.reuse_watchers[4] = ReuseWatcher(refuse, 0.0)
-    with pytest.raises(KeyError):
-        pool.get_new_blocks(4)
-    assert ids(pool.free_block_queue.get_all_free_blocks()) == [9, 2, 4, 1, 3, 5]
-    check(pool)
 
 
 def test_a_freed_pool_is_collected_with_its_bands():
@@ -274,21 +122,6 @@ def test_a_freed_pool_is_collected_with_its_bands():
 # ---- placements ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pool_type", [BlockPool, RunBlockPool])
-def test_a_placement_gets_the_blocks_that_lost_a_reference(pool_type):
-    pool = make_banded("free: 1 | in use: 2* 3*x2 4*", pool_type)
-    pool.policy.bands = {hash_of(2) + b"\0\0\0\0": 50, hash_of(3) + b"\0\0\0\0": -50}
-    pool.free_blocks(blocks(pool, 3, 2))
-    assert list_bands(pool) == {EMPTY_BAND: [1], 50: [2]}
-    references = blocks(pool, 4, 3)
-    pool.free_blocks(references)
-    assert list_bands(pool) == {EMPTY_BAND: [1], -50: [3], 0: [4], 50: [2]}
-    assert pool.policy.placed == [[3, 2], [4, 3]]
-    with pytest.raises(InvalidBlockError):
-        pool.free_blocks(blocks(pool, 4))
-    check(pool)
-
-
 def test_a_second_placement_is_refused():
     pool = make_banded()
     with pytest.raises(InvalidArgumentError, match="the pool already has a band policy, "):
@@ -298,22 +131,6 @@ def test_a_second_placement_is_refused():
 
 
 # ---- the index of runs -----------------------------------------------------------------------------
-
-
-def test_ages_follow_the_bands():
-    pool = make_run_pool(PICTURE)
-    pool.open_bands(ByHash(pool))
-    pool.move_to_band(blocks(pool, 1, 5), 8)
-    pool.move_to_band(blocks(pool, 2), -8)
-    ages = pool.run_index.ages
-    assert (ages[1], ages[5], ages[2], ages[9]) == (RETAINED, RETAINED, EMPTY + 1, EMPTY)
-    pool.move_to_band(blocks(pool, 1), 0)
-    pool.move_to_band(blocks(pool, 2), EMPTY_BAND)
-    assert (ages[1], ages[2]) == (pool.run_index.now, EMPTY)
-    check(pool)
-    pool.merge_bands()
-    check(pool)
-    assert RETAINED not in pool.run_index.ages
 
 
 @pytest.mark.parametrize("make_iterable", [list, tuple, iter])
@@ -334,17 +151,6 @@ def test_ages_ignore_moves_behind_older_blocks_of_lower_bands():
     check(pool)
     pool.move_to_band(blocks(pool, 4), -7)
     check(pool)
-
-
-def test_a_rebuild_treats_blocks_without_content_as_empty():
-    pool = make_run_pool("free: 1* 2* | in use: 3 4")
-    pool.open_bands(ByHash(pool))
-    pool.move_to_band(blocks(pool, 1, 2), 8)
-    pool.evict_blocks([1])
-    pool.rebuild_index()
-    check(pool)
-    assert (pool.run_index.ages[1], pool.run_index.ages[2]) == (EMPTY, RETAINED)
-    assert plan_clear_run(pool, 2) == (1, [(2, 1)]) or plan_clear_run(pool, 2).moves == []
 
 
 def test_retained_blocks_are_chosen_last_for_a_run():

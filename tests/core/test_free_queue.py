@@ -28,28 +28,6 @@ def is_unlinked(block):
     return block.prev_free_block is None and block.next_free_block is None
 
 
-def test_a_queue_has_the_given_order():
-    made, queue = make_queue(3)
-    assert order(queue) == [0, 1, 2]
-    assert queue.num_free_blocks == 3
-    assert queue.fake_free_list_head.next_free_block is made[0]
-    assert queue.fake_free_list_tail.prev_free_block is made[2]
-
-
-def test_the_sentinels_of_an_empty_queue_point_at_each_other():
-    queue = FreeKVCacheBlockQueue([])
-    assert queue.fake_free_list_head.next_free_block is queue.fake_free_list_tail
-    assert queue.fake_free_list_tail.prev_free_block is queue.fake_free_list_head
-    assert queue.fake_free_list_head.block_id == queue.fake_free_list_tail.block_id == -1
-
-
-def test_popleft_takes_the_first_and_unlinks_it():
-    made, queue = make_queue(2)
-    assert queue.popleft() is made[0]
-    assert is_unlinked(made[0])
-    assert order(queue) == [1]
-
-
 def test_popleft_of_an_empty_queue_raises():
     with pytest.raises(OutOfBlocksError, match="No free blocks available"):
         FreeKVCacheBlockQueue([]).popleft()
@@ -69,16 +47,6 @@ def test_popleft_detects_a_missing_link():
         queue.popleft()
 
 
-def test_popleft_n_takes_from_the_front_in_order():
-    made, queue = make_queue(4)
-    assert queue.popleft_n(3) == made[:3]
-    assert all(is_unlinked(block) for block in made[:3])
-    assert order(queue) == [3]
-    assert queue.popleft_n(0) == []
-    assert queue.popleft_n(1) == [made[3]]
-    assert order(queue) == []
-
-
 @pytest.mark.parametrize("n", [-1, 3])
 def test_popleft_n_of_an_invalid_count_changes_nothing(n):
     _, queue = make_queue(2)
@@ -95,13 +63,6 @@ def test_popleft_n_past_the_tail_is_found(too_many):
         queue.popleft_n(2 + too_many)
 
 
-def test_remove_takes_a_block_out_of_the_middle():
-    made, queue = make_queue(3)
-    queue.remove(made[1])
-    assert is_unlinked(made[1])
-    assert order(queue) == [0, 2]
-
-
 def test_remove_of_an_unlinked_block_changes_nothing():
     _, queue = make_queue(2)
     with pytest.raises(RuntimeError, match="block 9 is not in the free queue"):
@@ -109,19 +70,6 @@ def test_remove_of_an_unlinked_block_changes_nothing():
     with pytest.raises(InvalidBlockError):
         queue.remove(KVCacheBlock(9))
     assert order(queue) == [0, 1]
-
-
-def test_append_goes_to_the_back_and_prepend_to_the_front():
-    made, queue = make_queue(2)
-    queue.append(KVCacheBlock(5))
-    queue.append_n([KVCacheBlock(6), KVCacheBlock(7)])
-    queue.prepend_n([KVCacheBlock(8), KVCacheBlock(9)])
-    assert order(queue) == [8, 9, 0, 1, 5, 6, 7]
-    assert queue.num_free_blocks == 7
-    queue.append_n([])
-    queue.prepend_n([])
-    assert queue.num_free_blocks == 7
-    assert made[0].prev_free_block.block_id == 9
 
 
 def test_appending_to_a_queue_without_tail_changes_nothing():
@@ -233,21 +181,6 @@ def test_an_element_that_is_not_a_block_links_nothing(call, position, wrong):
     assert order(queue) == [0, 1]
     assert queue.num_free_blocks == 2
     assert all(is_unlinked(block) for block in fresh)
-
-
-@pytest.mark.parametrize("wrong", [None, 7, "block"])
-def test_appending_a_non_block_changes_nothing(wrong):
-    _, queue = make_queue(2)
-    with pytest.raises((TypeError, AttributeError)):
-        queue.append(wrong)
-    assert order(queue) == [0, 1]
-
-
-def test_any_iterable_of_blocks_can_be_appended():
-    _, queue = make_queue(1)
-    queue.append_n(KVCacheBlock(block_id) for block_id in (5, 6))
-    queue.prepend_n(iter([KVCacheBlock(7)]))
-    assert order(queue) == [7, 0, 5, 6]
 
 
 def test_a_queue_whose_constructor_failed_can_be_dropped():

@@ -28,45 +28,6 @@ def test_one_block_is_stored_bare_and_two_in_a_dict():
     assert found._cache == {}
 
 
-def test_inserting_one_block_twice_makes_a_dict_of_one():
-    one = KVCacheBlock(1)
-    found = BlockHashToBlockMap()
-    found.insert(b"a", one)
-    found.insert(b"a", one)
-    assert found._cache == {b"a": {1: one}}
-
-
-def test_the_oldest_duplicate_is_found():
-    found = BlockHashToBlockMap()
-    made = [KVCacheBlock(block_id) for block_id in (5, 3, 4)]
-    for block in made:
-        found.insert(b"a", block)
-    assert found.get_one_block(b"a") is made[0]
-    found.pop(b"a", 5)
-    assert found.get_one_block(b"a") is made[1]
-
-
-def test_popping_another_block_leaves_the_entry_in_place():
-    one = KVCacheBlock(1)
-    found = BlockHashToBlockMap()
-    found.insert(b"a", one)
-    assert found.pop(b"a", 2) is None
-    assert found.get_one_block(b"a") is one
-    found.insert(b"a", KVCacheBlock(3))
-    assert found.pop(b"a", 2) is None
-    assert len(found._cache[b"a"]) == 2
-
-
-def test_contain_distinguishes_blocks():
-    found = BlockHashToBlockMap()
-    found.insert(b"a", KVCacheBlock(1))
-    assert found.contain(b"a", 1)
-    assert not found.contain(b"a", 2)
-    found.insert(b"a", KVCacheBlock(2))
-    assert found.contain(b"a", 2)
-    assert not found.contain(b"b", 2)
-
-
 def test_a_foreign_value_is_detected():
     found = BlockHashToBlockMap()
     found._cache[b"a"] = "not a block"

@@ -42,44 +42,12 @@ def list_states(pool):
 # ---- references and ids --------------------------------------------------------------------------
 
 
-def test_a_hold_has_one_reference_to_each_block():
-    pool = make_pool(PICTURE)
-    hold = pool.hold(blocks(pool, 4, 2), "read by a network card")
-    assert hold.blocks == blocks(pool, 4, 2)
-    assert state(pool) == "free: 3 1* | in use: 2*x2 4x2 5"
-    pool.free_blocks(blocks(pool, 4))
-    assert state(pool) == "free: 3 1* | in use: 2*x2 4 5"
-    hold.release()
-    assert state(pool) == "free: 4 3 1* | in use: 2* 5"
-    assert (hold.is_released, hold.state, hold.blocks) == (True, HoldState.RELEASED, [])
-
-
-def test_a_free_cached_block_can_be_held():
-    pool = make_pool(PICTURE)
-    hold = pool.hold(blocks(pool, 1), "copied to the host")
-    assert state(pool) == "free: 3 | in use: 1* 2* 4 5"
-    hold.release()
-    assert state(pool) == PICTURE
-
-
 def test_blocks_are_released_last_block_first():
     pool = make_pool("free: 1 | in use: 2* 3* 4*")
     hold = pool.hold(blocks(pool, 2, 3, 4), "a table")
     pool.free_blocks(blocks(pool, 2, 3, 4))
     hold.release()
     assert state(pool) == "free: 1 4* 3* 2*"
-
-
-def test_null_blocks_and_repeated_ones_are_skipped():
-    pool = make_pool(PICTURE)
-    hold = pool.hold([pool.null_block, *blocks(pool, 4, 5, 4)], "of a table")
-    hold.add([pool.null_block, *blocks(pool, 5, 2, 2)])
-    assert hold.blocks == blocks(pool, 4, 5, 2)
-    assert state(pool) == "free: 3 1* | in use: 2*x2 4x2 5x2"
-    hold.remove(blocks(pool, 4, 1, 4))
-    assert hold.blocks == blocks(pool, 5, 2)
-    assert [hold.contains(block) for block in blocks(pool, 4, 5)] == [False, True]
-    assert state(pool) == "free: 3 1* | in use: 2*x2 4 5x2"
 
 
 def test_a_held_block_keeps_its_id_until_the_hold_is_released():
@@ -96,43 +64,6 @@ def test_a_held_block_keeps_its_id_until_the_hold_is_released():
     assert state(pool) == "free: 4 1* | in use: 2* 3 5"
 
 
-def test_blocks_of_a_movable_hold_can_be_moved():
-    pool = make_pool(PICTURE)
-    hold = pool.hold(blocks(pool, 4), "a frozen table", movable=True)
-    pool.swap_block_ids([(4, 3)])
-    assert (hold.blocks, pool.holds.list_immovable_ids()) == (blocks(pool, 3), [])
-    pool.hold(blocks(pool, 3), "sent")
-    with pytest.raises(InvalidBlockError, match="C3: block 3 is sent: it cannot be moved"):
-        pool.swap_block_ids([(4, 3)])
-
-
-def test_a_block_held_twice_stays_until_both_are_released():
-    pool = make_pool(PICTURE)
-    first = pool.hold(blocks(pool, 4, 5), "first")
-    second = pool.hold(blocks(pool, 4), "second")
-    assert pool.holds.list_immovable_ids() == [4, 5, 4]
-    assert pool.holds.list_holds() == [first, second]
-    assert pool.holds.count_references() == dict(zip(blocks(pool, 4, 5), [2, 1], strict=True))
-    with pytest.raises(InvalidBlockError, match="block 4 is first and second: it cannot be moved"):
-        pool.swap_block_ids([(4, 3)])
-    first.release()
-    assert pool.holds.list_immovable_ids() == [4]
-    second.release()
-    assert pool.holds.list_immovable_ids() == []
-    assert state(pool) == PICTURE
-
-
-def test_a_watched_block_keeps_its_id_until_it_is_reused():
-    pool = make_pool(PICTURE)
-    pool.unpin_blocks(blocks(pool, 4), print)
-    assert pool.holds.list_immovable_ids() == [4]
-    with pytest.raises(InvalidBlockError, match="C3: block 4 is watched until its reuse"):
-        pool.swap_block_ids([(4, 3)])
-    pool.unpin_blocks(blocks(pool, 5), lambda block: None)
-    pool.get_new_blocks(4)
-    assert pool.holds.list_immovable_ids() == []
-
-
 def test_a_hold_prevents_reset_and_shrinking():
     pool = make_pool("free: 3 1* | in use: 2", RunBlockPool)
     hold = pool.hold(blocks(pool, 1), "sent")
@@ -142,12 +73,6 @@ def test_a_hold_prevents_reset_and_shrinking():
         pool.shrink(3)
     hold.release()
     assert pool.reset_prefix_cache()
-
-
-def test_a_new_pool_has_no_holds():
-    pool = make_pool(PICTURE)
-    assert (pool.holds.list_holds(), pool.holds.list_immovable_ids(), pool.expire_holds()) == ([], [], [])
-    assert (pool.holds.count_by_reason(), pool.holds.count_references()) == ({}, {})
 
 
 # ---- refusals ------------------------------------------------------------------------------------
@@ -195,13 +120,6 @@ def test_a_hold_can_be_released_only_once():
     assert pool.holds.list_holds() == []
 
 
-def test_a_hold_is_released_when_its_with_body_raises():
-    pool = make_pool(PICTURE)
-    with pytest.raises(ZeroDivisionError), pool.hold(blocks(pool, 4), "copied"):
-        raise ZeroDivisionError
-    assert state(pool) == PICTURE
-
-
 def test_a_deadline_that_has_passed_is_refused():
     pool, clock = make_timed_pool()
     hold = pool.hold(blocks(pool, 4), "sent", until=15)
@@ -221,35 +139,6 @@ def test_a_deadline_that_has_passed_is_refused():
 # ---- deadlines and quarantine ----------------------------------------------------------------------
 
 
-def test_overdue_holds_are_released_earliest_deadline_first():
-    pool, clock = make_timed_pool()
-    late = pool.hold(blocks(pool, 4, 5), "late", until=13)
-    early = pool.hold(blocks(pool, 4), "early", until=11)
-    forever = pool.hold(blocks(pool, 4), "forever")
-    assert (late.until, early.until, forever.until, late.since) == (13, 11, None, 10)
-    clock.now = 10.9
-    assert pool.expire_holds() == []
-    clock.now = 13
-    assert pool.expire_holds() == [early, late]
-    assert pool.expire_holds() == []
-    assert (early.state, early.until, early.is_released) == (HoldState.EXPIRED, None, True)
-    assert (pool.holds.list_holds(), pool.holds.num_overdue) == ([forever], 2)
-    assert state(pool) == "free: 3 1* | in use: 2* 4x2 5"
-
-
-def test_a_deadline_can_be_extended_and_shortened():
-    pool, clock = make_timed_pool()
-    hold = pool.hold(blocks(pool, 4), "sent", until=11)
-    unlimited = pool.hold(blocks(pool, 4), "sent")
-    hold.extend(20)
-    unlimited.extend(30)
-    clock.now = 19
-    assert pool.expire_holds() == []
-    unlimited.extend(19.5)
-    clock.now = 20
-    assert pool.expire_holds() == [unlimited, hold]
-
-
 def test_a_quarantined_hold_keeps_its_references():
     pool, clock = make_timed_pool()
     hold = pool.holds.open(blocks(pool, 4), "written by node b", until=11, is_quarantined_late=True)
@@ -266,26 +155,6 @@ def test_a_quarantined_hold_keeps_its_references():
     assert pool.holds.list_immovable_ids() == [4]
     hold.release()
     assert (state(pool), hold.state) == (PICTURE, HoldState.RELEASED)
-
-
-def test_the_default_clock_is_the_system_clock():
-    pool = make_pool(PICTURE)
-    hold = pool.hold(blocks(pool, 4), "sent", until=pool.holds.clock() + 3600)
-    assert pool.expire_holds() == []
-    assert hold.since <= pool.holds.clock() < hold.until
-
-
-# ---- references that come and go -------------------------------------------------------------------
-
-
-def test_a_hold_can_adopt_and_pass_on_references():
-    pool = make_pool(PICTURE)
-    hold = pool.holds.adopt(blocks(pool, 2, 4), "detached")
-    assert (pool.holds.list_holds(), state(pool)) == ([hold], PICTURE)
-    assert pool.holds.list_immovable_ids() == [2, 4]
-    given = pool.holds.hand_over(hold)
-    assert (given, hold.blocks, hold.is_released) == (blocks(pool, 2, 4), [], True)
-    assert (state(pool), pool.holds.list_holds()) == (PICTURE, [])
 
 
 # ---- reports -------------------------------------------------------------------------------------
@@ -308,14 +177,6 @@ def test_the_pool_reports_the_holds_on_a_block():
     for wrong in (-1, 6):
         with pytest.raises(InvalidBlockError, match=f"Invalid block_id {wrong}: this pool has blocks 0..5"):
             pool.explain_holds(wrong)
-
-
-def test_held_blocks_are_counted_by_reason():
-    pool = make_pool(PICTURE)
-    pool.hold(blocks(pool, 4, 2), "sent to node b")
-    pool.hold(blocks(pool, 5), "a frozen table")
-    pool.hold(blocks(pool, 4), "sent to node b")
-    assert pool.holds.count_by_reason() == {"sent to node b": 3, "a frozen table": 1}
 
 
 # ---- against a slow model ------------------------------------------------------------------------

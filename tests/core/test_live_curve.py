@@ -147,17 +147,6 @@ def test_generated_blocks_are_used_but_not_looked_up():
     invariants.check(manager.block_pool)
 
 
-def test_a_reset_forgets_blocks_and_keeps_counts():
-    manager = make_sampled(30)
-    run(manager, "a", range(21))
-    curve = manager.block_pool.live_curve
-    assert manager.block_pool.reset_prefix_cache()
-    assert not curve.stack.blocks
-    assert curve.looked_up_blocks == 5
-    run(manager, "b", range(21))
-    assert sum(curve.counts[NUM_STEPS + 1 :: ROW]) == 10  # no pool has a hit
-
-
 def test_a_resized_pool_starts_its_curve_again():
     manager = make_manager(30, None, live_curve=True)
     run(manager, "a", range(21))
@@ -169,18 +158,6 @@ def test_a_resized_pool_starts_its_curve_again():
     manager.block_pool.remove_last_blocks(20)
     invariants.check(manager.block_pool)
     assert (curve.capacity, curve.looked_up_blocks) == (20, 0)
-
-
-def test_weights_stay_finite():
-    curve = LiveCurve(10, 4, lambda: 0.0, half_life=16, max_rate=1.0)
-    blocks = make_blocks(b"a", b"b")
-    curve.note_cached(None, blocks, blocks, 0, 4, 0)
-    for _ in range(10_000):
-        curve.note_touched(blocks, 0, True)
-    assert curve.weight < 2.0**41
-    assert curve.hit_blocks / curve.looked_up_blocks == pytest.approx(1)
-    assert sum(curve.counts) == pytest.approx(curve.looked_up_blocks)
-    assert curve.looked_up_blocks / curve.weight == pytest.approx(16 / 0.69, rel=0.1)
 
 
 def spoil_count(stack):

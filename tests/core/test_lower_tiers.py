@@ -50,24 +50,6 @@ def test_reused_blocks_are_reported_while_they_have_keys(kind):
     assert not any(block.block_hash for block in blocks)
 
 
-def test_observer_and_tiers_are_both_notified_of_a_reuse():
-    class Observer:
-        evicted = 0
-
-        def on_block_allocated(self, block): ...
-        def on_block_accessed(self, block): ...
-        def reset(self): ...
-
-        def on_block_evicted(self, block):
-            self.evicted += 1
-
-    pool = make_pool(BlockPool, metrics_collector=Observer())
-    _, blocks = cache(pool, 12)
-    pool.free_blocks(blocks)
-    pool.take_blocks(blocks[:2])
-    assert len(pool.lower_tiers.told[1][1]) == 2
-
-
 def test_explicitly_evicted_content_is_not_reported_as_reused():
     pool = make_pool(BlockPool)
     _, blocks = cache(pool, 12)

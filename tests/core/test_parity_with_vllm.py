@@ -7,12 +7,11 @@ Runs if vLLM's core can be imported (marker `vllm`); otherwise `conftest.py` ski
 from types import SimpleNamespace
 
 import pytest
-from core.part_operations import PartSide
-from core.part_schedule import PartSchedule
 from core.plain_operations import agree, find_differences, run
 from core.pool_operations import PoolSide
 from core.pool_schedule import PoolSchedule
 
+from kv_pool import BlockHashToBlockMap, FreeKVCacheBlockQueue, KVCacheBlock
 from kv_pool.integrations.vllm.releases import find_release, load_classes
 
 pytestmark = pytest.mark.vllm
@@ -27,12 +26,12 @@ def release():
     return find_release(vllm.__version__)
 
 
-def compare(release, side_class, schedule):
+def compare(release, schedule):
     from core import vllm_classes
 
     our_classes = SimpleNamespace(BlockStored=vllm_classes.BlockStored, **load_classes(release, "pool"))
-    theirs = side_class(vllm_classes, schedule.options)
-    ours = side_class(our_classes, schedule.options)
+    theirs = PoolSide(vllm_classes, schedule.options)
+    ours = PoolSide(our_classes, schedule.options)
     assert theirs.picture() == ours.picture()
     for operation, answers in run(schedule, theirs, ours, num_steps=NUM_STEPS):
         assert agree(*answers), operation
@@ -43,31 +42,21 @@ def compare(release, side_class, schedule):
 
 @pytest.mark.parametrize("seed", range(300))
 def test_random_calls_on_pools_agree_with_vllm(release, seed):
-    compare(release, PoolSide, PoolSchedule(seed, release.number))
-
-
-@pytest.mark.parametrize("seed", range(100))
-def test_random_calls_on_queue_map_and_block_agree_with_vllm(release, seed):
-    compare(release, PartSide, PartSchedule(seed))
+    compare(release, PoolSchedule(seed, release.number))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1000, 2000))
 def test_more_random_calls_on_pools_agree_with_vllm(release, seed):
-    compare(release, PoolSide, PoolSchedule(seed, release.number))
+    compare(release, PoolSchedule(seed, release.number))
 
 
-def test_every_public_method_of_vllm_has_an_operation():
+def test_every_public_method_of_vllm_is_here():
     from core import vllm_classes
 
-    covered = {
-        "BlockPool": PoolSide,
-        "BlockHashToBlockMap": PartSide,
-        "FreeKVCacheBlockQueue": PartSide,
-        "KVCacheBlock": PartSide,
-    }
-    for name, side_class in covered.items():
+    parts = (BlockHashToBlockMap, FreeKVCacheBlockQueue, KVCacheBlock)
+    for name, ours in {"BlockPool": PoolSide, **{part.__name__: part for part in parts}}.items():
         for parent in getattr(vllm_classes, name).__mro__[:-1]:
             for method, value in vars(parent).items():
                 if callable(value) and not method.startswith("_"):
-                    assert hasattr(side_class, method), f"{name}.{method}"
+                    assert hasattr(ours, method), f"{name}.{method}"

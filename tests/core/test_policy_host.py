@@ -80,15 +80,6 @@ def test_a_policy_sees_runs_and_not_blocks():
     ]
 
 
-def test_a_run_grows_while_its_request_computes():
-    manager = make_manager(10, Noting)
-    request, _, _ = start(manager, "a", range(8))
-    request.append_output_token_ids(list(range(20, 28)))
-    manager.allocate_slots(request, 8)
-    manager.free(request)
-    assert take_notes(manager) == ["missed", ("cached", 0, 2, "a"), ("freed", 0, 4, "a")]
-
-
 def test_a_run_tells_its_last_request():
     manager = make_manager(10, Noting)
     first, _, _ = start(manager, "a", range(8))
@@ -118,19 +109,6 @@ def test_a_run_tells_the_hints_of_its_last_request():
     assert [one.hints for one in host.table.list_runs()] == [None, request.kv_hints, None]
 
 
-def test_no_policy_evicts_a_parent_before_its_children():
-    manager = make_manager(8, Noting)
-    run(manager, "a", range(16))
-    run(manager, "b", [*range(16), *range(20, 28)])
-    take_notes(manager)
-    run(manager, "c", range(50, 70))  # 5 blocks: two are empty, and the oldest run has a child
-    assert [note for note in take_notes(manager) if note[0] == "evicted"] == [
-        ("evicted", 4, 2, 2),
-        ("evicted", 0, 4, 1),
-    ]
-    assert run(manager, "d", range(16)) == 3
-
-
 @pytest.mark.parametrize("policy", [LRU, None])
 def test_a_parent_with_a_copy_may_go_before_its_children(policy):
     """A lookup finds the children behind the copy; vLLM's LRU evicts the block, too."""
@@ -150,19 +128,6 @@ def test_a_parent_with_a_copy_may_go_before_its_children(policy):
     assert run(manager, "d", range(13)) == 3
 
 
-def test_blocks_in_use_are_passed_over_and_keep_their_place():
-    manager = make_manager(6, Noting)
-    first, _, _ = start(manager, "a", range(8))
-    run(manager, "b", range(100, 108))
-    manager.free(first)
-    request, num_hits, _ = start(manager, "c", range(8))
-    assert num_hits == 1  # the last token has to be computed
-    run(manager, "d", range(200, 216))
-    manager.free(request)
-    invariants.check(manager.block_pool)
-    assert run(manager, "e", range(9)) == 2
-
-
 def test_flat_mode_makes_each_block_an_object_of_its_own():
     manager = make_manager(10, Noting)
     pool = BlockPool(5, True, BLOCK_SIZE, policy="flat:lru")
@@ -174,29 +139,6 @@ def test_flat_mode_makes_each_block_an_object_of_its_own():
     assert not look_up_alone(pool, b"key")
     assert look_up_alone(pool, b"key")
     invariants.check(pool)
-
-
-def test_evicted_and_taken_blocks_leave_their_runs():
-    manager = make_manager(6, LRU)
-    pool = manager.block_pool
-    run(manager, "a", range(20))
-    pool.evict_blocks([3])
-    invariants.check(pool)
-    pool.take_blocks([pool.blocks[2]])
-    invariants.check(pool)
-    assert len(pool.get_new_blocks(5)) == 5
-    invariants.check(pool)
-
-
-def test_a_reset_starts_the_policy_again():
-    manager = make_manager(6, Noting)
-    run(manager, "a", range(20))
-    pool = manager.block_pool
-    assert pool.reset_prefix_cache()
-    invariants.check(pool)
-    assert pool.policy_host.num_ordered == 0
-    assert take_notes(manager) == []
-    assert run(manager, "a", range(20)) == 0
 
 
 def test_resizing_tells_the_policy_the_capacity():
@@ -229,20 +171,6 @@ def test_a_pool_has_a_policy_or_a_retention():
         other.open_policy("lru")
     with pytest.raises(InvalidArgumentError, match="enable_caching"):
         BlockPool(5, False, 4, policy="lru")
-
-
-def test_a_policy_takes_over_a_cache_that_is_in_use():
-    manager = make_manager(8, None)
-    pool = manager.block_pool
-    run(manager, "a", range(12))
-    request, _, _ = start(manager, "b", range(50, 58))
-    pool.open_policy("fifo")
-    invariants.check(pool)
-    assert run(manager, "c", range(13)) == 3
-    manager.free(request)
-    invariants.check(pool)
-    run(manager, "d", range(100, 132))
-    invariants.check(pool)
 
 
 BROKEN = [

@@ -8,7 +8,7 @@ import pytest
 
 import kv_pool
 from kv_pool import BlockPool, KVPoolError
-from kv_pool.core.pool_size import BYTES_PER_BLOCK, UNCHECKED_BLOCKS, check_fits_memory, count_available_bytes
+from kv_pool.core.pool_size import BYTES_PER_BLOCK, check_fits_memory, count_available_bytes
 from kv_pool.errors import PoolTooLargeError
 
 
@@ -22,7 +22,10 @@ def test_a_pool_too_large_for_memory_is_refused():
 
 
 def test_pools_of_usual_size_are_not_checked():
-    check_fits_memory(UNCHECKED_BLOCKS)
+    made = "import sys; from kv_pool import BlockPool; BlockPool(1000, True, 16); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", made], capture_output=True, text=True, check=True)
+    assert "kv_pool.core.pool_state" in done.stdout
+    assert "kv_pool.core.pool_size" not in done.stdout
 
 
 def test_the_limit_is_the_available_memory():
@@ -30,7 +33,7 @@ def test_the_limit_is_the_available_memory():
     assert available is not None
     assert 0 < available <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with pytest.raises(PoolTooLargeError):
-        check_fits_memory(max(UNCHECKED_BLOCKS + 1, 2 * available // BYTES_PER_BLOCK))
+        check_fits_memory(2 * available // BYTES_PER_BLOCK)
 
 
 def test_memory_use_agrees_with_the_estimate():

@@ -1,6 +1,5 @@
 """Several keys on one block: partial entries, promotion, copies, and their events."""
 
-import msgspec
 import pytest
 from drawing import GROUP, blocks, hash_of, ids, make_pool, make_request, state
 
@@ -21,7 +20,7 @@ from kv_pool.core.block_keys import (
     make_external_block_hash,
     make_external_block_hashes,
 )
-from kv_pool.core.kv_events import BlockReported, KVEventTypes
+from kv_pool.core.kv_events import KVEventTypes
 from kv_pool.core.pool_part import PoolPart
 
 REQUEST = make_request([hash_of(number) for number in (11, 12, 13, 14)])
@@ -59,77 +58,6 @@ def test_a_group_id_that_does_not_fit_is_refused(group_id):
         make_block_hash_with_group_id(b"hash", group_id)
 
 
-def test_a_partial_entry_finds_a_block_by_its_first_tokens():
-    pool = make_pool("free: 2 | in use: 1", enable_kv_cache_events=True)
-    assert cache_partially(pool, 1, 8) == hash_of(12) + GROUP
-    assert find(pool, 12) == [1]
-    assert pool.blocks[1].block_hash_num_tokens == 8
-    (event,) = pool.take_events()
-    assert event.token_ids == [4, 5, 6, 7]
-    assert event.block_size == 4
-    assert event.parent_block_hash == make_external_block_hash(hash_of(11))
-    invariants.check(pool)
-
-
-def test_a_longer_partial_entry_replaces_a_shorter_one():
-    pool = make_pool("free: 2 | in use: 1", enable_kv_cache_events=True)
-    cache_partially(pool, 1, 4)
-    cache_partially(pool, 1, 12)
-    assert told(pool) == ["+11", "-11", "+13"]
-    assert (find(pool, 11), find(pool, 13)) == (None, [1])
-    invariants.check(pool)
-
-
-def test_a_shorter_partial_entry_is_a_secondary_key():
-    pool = make_pool("free: 2 | in use: 1", enable_kv_cache_events=True)
-    cache_partially(pool, 1, 12)
-    cache_partially(pool, 1, 4)
-    cache_partially(pool, 1, 8)
-    assert told(pool) == ["+13", "+11", "+12"]
-    assert [find(pool, number) for number in (11, 12, 13)] == [[1], [1], [1]]
-    assert pool.blocks[1].block_hash == hash_of(13) + GROUP
-    invariants.check(pool)
-    pool.evict_blocks({1})
-    assert told(pool) == ["-13", "-11", "-12"]
-    assert pool.cached_block_hashes_by_block == {}
-    invariants.check(pool)
-
-
-def test_caching_an_existing_entry_changes_nothing():
-    pool = make_pool("free: 2 | in use: 1", enable_kv_cache_events=True)
-    cache_partially(pool, 1, 12)
-    cache_partially(pool, 1, 4)
-    pool.take_events()
-    assert cache_partially(pool, 1, 12) == hash_of(13) + GROUP
-    assert cache_partially(pool, 1, 4) == hash_of(11) + GROUP
-    assert told(pool) == []
-
-
-def test_new_content_drops_all_old_keys():
-    pool = make_pool("free: 2 | in use: 1", enable_kv_cache_events=True)
-    cache_partially(pool, 1, 12)
-    cache_partially(pool, 1, 4)
-    pool.take_events()
-    cache_partially(pool, 1, 8, replace_existing_hashes=True)
-    assert told(pool) == ["-13", "-11", "+12"]
-    assert pool.blocks[1].block_hash == hash_of(12) + GROUP
-
-
-def test_a_full_block_promotes_a_partial_one_with_all_its_keys():
-    pool = make_pool("free: 2 | in use: 1", enable_kv_cache_events=True)
-    cache_partially(pool, 1, 8)
-    cache_partially(pool, 1, 4)
-    pool.take_events()
-    pool.cache_full_blocks(REQUEST, blocks(pool, 1), 0, 1, 16, 0)
-    assert told(pool) == ["-12", "-11", "+14"]
-    invariants.check(pool)
-
-
-def test_the_null_block_is_never_cached_partially():
-    pool = make_pool("free: 1")
-    assert pool.cache_partial_block(REQUEST, pool.null_block, 3, 0, 5) is None
-
-
 @pytest.mark.parametrize(
     ("num_tokens", "block_size", "message"),
     [
@@ -148,40 +76,6 @@ def test_an_invalid_boundary_is_refused(num_tokens, block_size, message):
     assert state(pool) == "free: 2 | in use: 1*"
 
 
-def test_moved_keys_find_the_copy_without_events():
-    pool = make_pool("free: 3 | in use: 1 2", enable_kv_cache_events=True)
-    cache_partially(pool, 1, 12)
-    cache_partially(pool, 1, 4)
-    pool.take_events()
-    pool.move_block_hashes(pool.blocks[1], pool.blocks[2])
-    assert (find(pool, 11), find(pool, 13)) == ([2], [2])
-    assert pool.blocks[1].block_hash is None
-    assert pool.blocks[2].block_hash == hash_of(13) + GROUP
-    assert pool.blocks[2].block_hash_num_tokens == 12
-    assert told(pool) == []
-    invariants.check(pool)
-
-
-def test_keys_are_not_moved_to_a_block_with_keys():
-    pool = make_pool("free: 3 | in use: 1* 2*")
-    with pytest.raises(InvalidBlockError, match="block 2 already carries a hash"):
-        pool.move_block_hashes(pool.blocks[1], pool.blocks[2])
-    assert state(pool) == "free: 3 | in use: 1* 2*"
-    invariants.check(pool)
-
-
-def test_emitting_hits_changes_nothing():
-    pool = make_pool("free: 3 | in use: 1* 2", enable_kv_cache_events=True)
-    pool.emit_cached_block_events(REQUEST, 2, 8, 5)
-    (event,) = pool.take_events()
-    assert event.block_hashes == [make_external_block_hash(hash_of(number)) for number in (12, 14)]
-    assert event.parent_block_hash is None
-    assert (event.token_ids, event.block_size, event.group_idx) == (list(range(16)), 8, 5)
-    pool.emit_cached_block_events(REQUEST, 0, 8, 5)
-    assert pool.take_events() == []
-    assert state(pool) == "free: 3 | in use: 1* 2"
-
-
 def test_with_lookahead_events_carry_the_next_tokens():
     pool = make_pool("free: 3 | in use: 1 2", enable_kv_cache_events=True, num_hash_lookahead_tokens=3)
     pool.cache_full_blocks(REQUEST, blocks(pool, 1, 2), 0, 2, 8, 0)
@@ -189,51 +83,7 @@ def test_with_lookahead_events_carry_the_next_tokens():
     assert event.lookahead_token_ids == [[8, 9, 10], []]
 
 
-def test_a_request_that_events_cannot_report_caches_nothing():
-    pool = make_pool("free: 3 | in use: 1* 2", enable_kv_cache_events=True)
-    request = make_request([hash_of(11)])
-    del request.cache_salt
-    with pytest.raises(AttributeError):
-        pool.cache_full_blocks(request, blocks(pool, 2), 0, 1, 4, 0)
-    assert state(pool) == "free: 3 | in use: 1* 2"
-    assert pool.take_events() == []
-
-
-def test_a_hash_that_is_not_bytes_caches_nothing():
-    pool = make_pool("free: 3 | in use: 1 2")
-    request = make_request([hash_of(11), "text"])
-    with pytest.raises(TypeError):
-        pool.cache_full_blocks(request, blocks(pool, 1, 2), 0, 2, 4, 0)
-    assert state(pool) == "free: 3 | in use: 1 2"
-
-
 # ---- blocks that stay readable until they are reused
-
-
-def test_unpinned_blocks_go_to_the_back_and_report_reuse():
-    pool = make_pool("free: 4 | in use: 1 2*x2 3*", enable_kv_cache_events=True)
-    seen = []
-
-    def note(block):
-        seen.append((block.block_id, block.ref_cnt, block.block_hash is not None, len(pool.kv_event_queue)))
-
-    pool.unpin_blocks(iter(blocks(pool, 1, 2, 3)), note)
-    assert state(pool) == "free: 4 1 3* | in use: 2*"
-    pool.get_new_blocks(3)
-    assert seen == [(1, 0, False, 0), (3, 0, True, 0)]
-    pool.free_blocks(blocks(pool, 1, 3, 2))
-    pool.get_new_blocks(3)
-    assert [block_id for block_id, *_ in seen] == [1, 3, 2]
-
-
-def test_a_watcher_survives_a_touch_and_is_replaceable():
-    pool = make_pool("free: 2 | in use: 1")
-    seen = []
-    pool.unpin_blocks(blocks(pool, 1), lambda block: seen.append("first"))
-    pool.touch(blocks(pool, 1))
-    pool.unpin_blocks(blocks(pool, 1), lambda block: seen.append("second"))
-    pool.get_new_blocks(2)
-    assert seen == ["second"]
 
 
 def test_a_raising_watcher_loses_no_block():
@@ -249,16 +99,6 @@ def test_a_raising_watcher_loses_no_block():
     invariants.check(pool)
 
 
-def test_a_reset_calls_watchers_before_it_clears_hashes():
-    pool = make_pool("free: 3 | in use: 1* 2*")
-    seen = []
-    pool.unpin_blocks(blocks(pool, 2, 1), lambda block: seen.append((block.block_id, block.block_hash)))
-    assert pool.reset_prefix_cache()
-    assert seen == [(2, hash_of(2) + GROUP), (1, hash_of(1) + GROUP)]
-    assert pool.reset_prefix_cache()
-    assert len(seen) == 2
-
-
 @pytest.mark.parametrize("wrong", [0, 4])
 def test_unpinning_a_block_that_is_not_in_use_changes_nothing(wrong):
     pool = make_pool("free: 4 | in use: 1 2*x2 3*")
@@ -270,12 +110,6 @@ def test_unpinning_a_block_that_is_not_in_use_changes_nothing(wrong):
     assert state(pool) == "free: 4 | in use: 1 2*x2 3*"
     pool.get_new_blocks(1)
     assert seen == []
-
-
-def test_only_an_unshared_uncached_block_is_writable():
-    pool = make_pool("free: 4 | in use: 1 2x2 3*")
-    writable = [block.block_id for block in pool.blocks if pool.is_block_writable(block)]
-    assert writable == [1]
 
 
 # ---- blocks that do not belong here
@@ -322,21 +156,6 @@ def test_a_free_block_is_not_cached_partially():
     assert state(pool) == "free: 1 2"
 
 
-def test_inserting_an_existing_key_changes_nothing():
-    pool = make_pool("free: 2 | in use: 1")
-    pool.cached_block_hash_to_block.insert(hash_of(11) + GROUP, pool.blocks[1])
-    pool.cache_full_blocks(REQUEST, blocks(pool, 1), 0, 1, 4, 0)
-    assert pool.blocks[1].block_hash is None
-    assert pool.cached_block_hash_to_block._cache == {hash_of(11) + GROUP: pool.blocks[1]}
-
-
-def test_on_reuse_must_be_callable():
-    pool = make_pool("free: 2 | in use: 1")
-    with pytest.raises(TypeError):
-        pool.unpin_blocks(blocks(pool, 1), 5)
-    assert state(pool) == "free: 2 | in use: 1"
-
-
 def test_a_reset_changes_nothing_if_a_watcher_raises():
     pool = make_pool("free: 2* | in use: 1*")
 
@@ -365,11 +184,6 @@ def test_num_evictions_counts_keys():
     assert pool.num_evictions == 5
 
 
-def test_a_group_id_error_is_an_overflow_error():
-    with pytest.raises(OverflowError):
-        make_block_hash_with_group_id(b"hash", 2**32)
-
-
 def make_chain(**options):
     """Return a pool of 9 with free blocks 1 to 4 that hold a sequence of the hashes 11 to 14."""
     pool = make_pool("free: 5 6 7 8 | in use: 1 2 3 4", **options)
@@ -391,23 +205,6 @@ def look_up(pool, *numbers):
     return found
 
 
-def test_the_guess_of_the_next_block_is_checked():
-    pool = make_chain()
-    assert look_up(pool, 11, 12, 13, 14) == [1, 2, 3, 4]
-    assert look_up(pool, 11, 13, 12, 14) == [1, 3, 2, 4]
-    assert look_up(pool, 11, 99, 12) == [1]
-    pool.evict_blocks([3])
-    assert look_up(pool, 11, 12, 13, 14) == [1, 2]
-
-
-def test_a_reused_block_is_not_found_by_its_old_key():
-    pool = make_chain()
-    pool.get_new_blocks(6)  # 5 to 8, then 4 and 3
-    pool.cache_full_blocks(make_request([hash_of(21)]), blocks(pool, 3), 0, 1, 4, 0)
-    assert look_up(pool, 11, 12, 13) == [1, 2]
-    assert look_up(pool, 21) == [3]
-
-
 def test_the_oldest_copy_is_found_despite_a_newer_guess():
     pool = make_chain()
     pool.touch(blocks(pool, 1))
@@ -417,16 +214,6 @@ def test_the_oldest_copy_is_found_despite_a_newer_guess():
     pool.evict_blocks([2, 3])
     assert look_up(pool, 11, 12, 13, 14) == [1, 5, 6, 4]
     invariants.check(pool)
-
-
-def test_a_guess_applies_to_one_group_only():
-    pool = make_chain()
-    found = pool.find_cached_prefix(REQUEST.block_hashes, 4, kv_cache_group_id=1)
-    assert found == []
-    assert pool.get_cached_block(hash_of(11), [0]) is not None
-    assert pool.get_cached_block(hash_of(12), [1]) is None
-    assert pool.get_cached_block(hash_of(12)[:-1], [0]) is None
-    assert ids(pool.get_cached_block(hash_of(12), [0])) == [2]
 
 
 def test_lookups_respect_a_map_edited_by_hand():
@@ -446,16 +233,6 @@ def test_a_key_replaced_by_hand_does_not_prevent_reuse():
     pool.get_new_blocks(8)
     assert told(pool) == ["-14", "-12", "-11"]
     assert list(entries) == [b"other"]
-
-
-def test_secondary_keys_are_evicted_without_a_primary_one():
-    pool = make_pool("free: 2 | in use: 1")
-    pool._insert_block_hash(b"a" + GROUP, pool.blocks[1], 4)
-    pool._insert_block_hash(b"b" + GROUP, pool.blocks[1], None)
-    pool.blocks[1].reset_hash()
-    pool.free_blocks(blocks(pool, 1))
-    pool.get_new_blocks(2)
-    assert pool.cached_block_hashes_by_block == {}
 
 
 @pytest.mark.parametrize("size", [1, 3, 8, 16, 32])
@@ -497,16 +274,6 @@ def test_events_can_carry_whole_hashes():
     assert removed.block_hashes == [hash_of(12)]
 
 
-def test_each_removal_has_its_own_group():
-    pool = make_pool("free: 4 | in use: 1 2 3", enable_kv_cache_events=True)
-    for block_id, group in ((1, 0), (2, 7), (3, 7)):
-        pool.cache_full_blocks(make_request([hash_of(11)]), blocks(pool, block_id), 0, 1, 4, group)
-    pool.free_blocks(blocks(pool, 1, 2, 3))
-    pool.take_events()
-    pool.get_new_blocks(4)
-    assert [event.group_idx for event in pool.take_events()] == [0, 7, 7]
-
-
 def announce(mask, **options):
     """Cache blocks 1 to 5 (3 is null) as the hashes 12 to 16 with this mask, and return the events."""
     pool = make_pool("free: 6 | in use: 1 2 3 4 5", enable_kv_cache_events=True, **options)
@@ -521,11 +288,6 @@ def announce(mask, **options):
 
 def number_of(external_hash):
     return None if external_hash is None else int(external_hash.to_bytes(8, "big")[-4:].decode())
-
-
-def test_an_event_spans_the_tokens_of_skipped_blocks_as_in_vllm():
-    assert announce(None) == [(11, [12, 13, 15, 16], list(range(4, 24)))]
-    assert announce([False] * 5) == [(11, [], list(range(4, 24)))]
 
 
 @pytest.mark.parametrize(
@@ -554,15 +316,6 @@ def test_dense_events_join_the_removals_of_one_call():
     pool.get_new_blocks(7)
     removals = [(event.group_idx, len(event.block_hashes)) for event in pool.take_events()]
     assert removals == [(0, 3), (0, 1), (1, 2)]
-
-
-def test_reported_hits_differ_from_stores_only_in_class():
-    pool = make_chain(enable_kv_cache_events=True)
-    pool.emit_cached_block_events(REQUEST, 2, 4, 0)
-    (reported,) = pool.take_events()
-    assert type(reported) is BlockReported
-    stored = BlockStored(**{name: getattr(reported, name) for name in reported.__struct_fields__})
-    assert msgspec.msgpack.encode(reported) == msgspec.msgpack.encode(stored)
 
 
 def test_without_a_reported_class_hits_use_the_stored_class():

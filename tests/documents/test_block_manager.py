@@ -21,50 +21,6 @@ def make_sequence(token_ids, seq_id=0):
     return MadeSequence(token_ids, block_size=BLOCK_SIZE, seq_id=seq_id)
 
 
-def find_by_hashes(manager, token_ids):
-    """The report's lookup: hash block after block and look each up in the map; -1 ends it."""
-    found = []
-    block_hash = -1
-    for start in range(0, len(token_ids) - len(token_ids) % BLOCK_SIZE, BLOCK_SIZE):
-        tokens = list(token_ids[start : start + BLOCK_SIZE])
-        block_hash = manager.compute_hash(tokens, block_hash)
-        block_id = manager.hash_to_block_id.get(block_hash, -1)
-        if block_id == -1 or manager.blocks[block_id].token_ids != tokens:
-            break
-        found.append(block_id)
-    return found
-
-
-# ---- the attributes ------------------------------------------------------------------------------
-
-
-def test_a_new_manager_has_free_blocks_without_hashes():
-    manager = BlockManager(num_blocks=8, block_size=BLOCK_SIZE)
-    assert manager.block_size == 16
-    assert [block.block_id for block in manager.blocks] == list(range(8))
-    assert all((block.ref_count, block.hash, block.token_ids) == (0, -1, []) for block in manager.blocks)
-    assert manager.hash_to_block_id == {}
-    assert list(manager.free_block_ids) == list(range(8))
-    assert manager.free_block_ids[0] == 0
-    assert manager.used_block_ids == set()
-
-
-def test_the_first_free_block_is_taken_next():
-    manager = BlockManager(8, BLOCK_SIZE)
-    first, second, *_ = manager.free_block_ids
-    seq = make_sequence(range(20))
-    manager.allocate(seq)
-    assert seq.block_table == [first, second]
-    assert manager.free_block_ids[0] == 2
-    assert manager.free_block_ids[-1] == 7
-    assert manager.free_block_ids[1:3] == [3, 4]
-    with pytest.raises(IndexError):
-        manager.free_block_ids[6]
-    with pytest.raises(IndexError):
-        manager.blocks[8]
-    assert [block.block_id for block in manager.blocks[-2:]] == [6, 7]
-
-
 # ---- hashes --------------------------------------------------------------------------------------
 
 
@@ -100,41 +56,6 @@ def test_only_full_blocks_have_a_hash():
 # ---- allocate and deallocate ---------------------------------------------------------------------
 
 
-def test_sequences_share_the_blocks_of_their_common_prefix():
-    manager = BlockManager(8, BLOCK_SIZE)
-    first, second = make_sequence(range(40)), make_sequence([*range(32), 90, 91])
-    manager.allocate(first)
-    assert (first.block_table, first.num_cached_tokens) == ([0, 1, 2], 0)
-    assert find_by_hashes(manager, second.token_ids) == [0, 1]
-    manager.allocate(second)
-    assert (second.block_table, second.num_cached_tokens) == ([0, 1, 3], 32)
-    assert [block.ref_count for block in manager.blocks] == [2, 2, 1, 1, 0, 0, 0, 0]
-    assert manager.used_block_ids == {0, 1, 2, 3}
-    assert 3 in manager.used_block_ids
-    assert 4 not in manager.used_block_ids
-    assert manager.blocks[1].token_ids == list(range(16, 32))
-    assert (manager.blocks[2].hash, manager.blocks[2].token_ids) == (-1, [])
-    assert sorted(manager.hash_to_block_id.values()) == [0, 1]
-    assert all(manager.blocks[at].hash == key for key, at in manager.hash_to_block_id.items())
-
-
-def test_a_block_freed_by_its_last_sequence_can_be_hit():
-    manager = BlockManager(8, BLOCK_SIZE)
-    first, second = make_sequence(range(40)), make_sequence([*range(32), 90, 91])
-    manager.allocate(first)
-    manager.allocate(second)
-    manager.deallocate(first)
-    assert (first.block_table, first.num_cached_tokens) == ([], 0)
-    assert [block.ref_count for block in manager.blocks[:4]] == [1, 1, 0, 1]
-    assert manager.used_block_ids == {0, 1, 3}
-    manager.deallocate(second)
-    assert manager.used_block_ids == set()
-    assert list(manager.free_block_ids) == [4, 5, 6, 7, 2, 3, 1, 0]
-    again = make_sequence(range(32))
-    manager.allocate(again)
-    assert (again.block_table, again.num_cached_tokens) == ([0, 1], 32)
-
-
 def test_a_reused_block_loses_its_map_entry():
     """The report leaves the old hash in its map and compares only that block's tokens, although its prefix
     may differ. Here a hash is in the map exactly as long as its block can be hit.
@@ -151,15 +72,6 @@ def test_a_reused_block_loses_its_map_entry():
 
 
 # ---- free blocks ----------------------------------------------------------------------------------
-
-
-def test_a_sequence_is_admitted_if_enough_blocks_are_free():
-    manager = BlockManager(4, BLOCK_SIZE)
-    assert manager.can_allocate(make_sequence(range(64)))
-    assert not manager.can_allocate(make_sequence(range(65)))
-    manager.allocate(make_sequence(range(17)))
-    assert manager.can_allocate(make_sequence(range(100, 132)))
-    assert not manager.can_allocate(make_sequence(range(100, 133)))
 
 
 @pytest.mark.parametrize("block_size", [1, 16])

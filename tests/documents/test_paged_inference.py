@@ -7,13 +7,11 @@ import random
 
 import numpy as np
 import pytest
+from documents.made_examples import load_example
 
 from kv_pool import BlockAllocationRequest, GPUKVPool, InvalidArgumentError, UnknownSequenceError
 from kv_pool.integrations.sequence_allocator import KVCacheAllocator
-from kv_pool.replay.capacity import ModelKV
 from kv_pool.reports.allocation_monitor import AllocationMonitor
-from kv_pool.storage import KVStorage
-from kv_pool.tiers.formats import make_format
 
 
 def make_allocator(total_blocks=8, block_size=4, **options):
@@ -36,11 +34,6 @@ def read_numbers(allocator, sequence_id):
 # ---- how much memory -----------------------------------------------------------------------------
 
 
-def test_a_batch_of_8_sequences_of_2048_tokens_takes_8_6_gb():
-    model = ModelKV(num_layers=32, num_kv_heads=32, head_size=128)
-    assert 8 * 2048 * model.bytes_per_token == 8_589_934_592
-
-
 def test_the_number_of_blocks_fills_70_percent_of_24_gib():
     """Two bytes an element, 16 tokens a block, K and V of all layers. In the article a block has memory for
     one layer, which all layers overwrite; here it has memory for all layers, as the article's formula says.
@@ -54,40 +47,7 @@ def test_the_number_of_blocks_fills_70_percent_of_24_gib():
         KVCacheAllocator.count_blocks(1000, 16, num_layers=32, num_heads=32, head_dim=128)
 
 
-@pytest.mark.parametrize(
-    ("model", "memory_gib", "block_size", "num_blocks"),
-    [
-        (ModelKV(32, 32, 128), 16, 16, 2000),
-        (ModelKV(32, 32, 128), 16, 8, 3000),
-        (ModelKV(32, 32, 128), 16, 32, 1000),
-        (ModelKV(40, 40, 128), 24, 16, 1500),
-        (ModelKV(40, 40, 128), 24, 8, 2000),
-        (ModelKV(40, 40, 128), 24, 32, 800),
-    ],
-)
-def test_the_recommended_blocks_fit_into_their_memory(model, memory_gib, block_size, num_blocks):
-    """The table is for 7 and 13 billion parameters and leaves no memory for 16-bit weights, so it is not the
-    default here: compute the number of blocks from the remaining memory.
-    """
-    sizes = (block_size, model.num_layers, model.num_kv_heads, model.head_size)
-    assert KVCacheAllocator.count_blocks(memory_gib * 2**30, *sizes) >= num_blocks
-    left = memory_gib * 2**30 - 2 * (7e9 if model.num_layers == 32 else 13e9)
-    assert left < num_blocks * model.count_block_bytes(block_size)
-
-
 # ---- page tables ---------------------------------------------------------------------------------
-
-
-def test_a_position_is_read_as_it_was_written():
-    allocator = make_allocator()
-    allocator.allocate_sequence(1, 6)
-    allocator.write(0, 1, 0, *make_tokens(10, 11, 12))
-    allocator.write(0, 1, 3, *make_tokens(13, 14, 15))
-    assert read_numbers(allocator, 1) == [10, 11, 12, 13, 14, 15]
-    key, _ = allocator.read(0, 1, 2)
-    assert key.shape == (2, 2, 4)
-    with pytest.raises(InvalidArgumentError, match=r"has 6 tokens; \[5, 7\) is out of range"):
-        allocator.write(0, 1, 5, *make_tokens(15, 16))
 
 
 def test_a_virtual_position_has_a_block_and_an_offset():
@@ -109,30 +69,6 @@ def test_a_virtual_position_has_a_block_and_an_offset():
 
 
 # ---- the allocator -------------------------------------------------------------------------------
-
-
-def test_sequences_take_blocks_as_they_grow_and_free_them():
-    allocator = make_allocator(total_blocks=8)
-    assert allocator.free_blocks == set(range(8))
-    table = allocator.allocate_sequence(7, initial_length=9)
-    assert len(table.blocks) == 3
-    assert allocator.used_blocks == set(table.blocks)
-    assert allocator.sequence_tables == {7: table}
-    allocator.free_sequence(7)
-    assert (len(allocator.free_blocks), len(allocator.used_blocks)) == (8, 0)
-    assert allocator.sequence_tables == {}
-    # The article ignores an unknown sequence; here freeing twice is an error.
-    with pytest.raises(UnknownSequenceError, match="there is no sequence 7"):
-        allocator.free_sequence(7)
-
-
-def test_a_sequence_fills_its_last_block_before_growing():
-    """The article counts new tokens from the end of the last block: each token would take a block."""
-    allocator = make_allocator()
-    table = allocator.allocate_sequence(1, 5)
-    for length, num_blocks in ((6, 2), (7, 2), (8, 2), (9, 3)):
-        allocator.extend_sequence(1, 1)
-        assert (table.length, len(table.blocks)) == (length, num_blocks)
 
 
 def test_a_sequence_may_start_empty():
@@ -157,27 +93,6 @@ def test_without_a_free_block_a_memory_error_is_raised():
     assert (table.length, list(allocator.sequence_tables)) == (8, [1])
     with pytest.raises(InvalidArgumentError, match="the number of tokens is -1"):
         allocator.extend_sequence(1, -1)
-
-
-def test_samples_share_their_prompt_until_one_writes():
-    """The article counts a shared block twice and never frees it. Here it is free after its last sequence."""
-    allocator = make_allocator()
-    allocator.allocate_sequence(1, 6)
-    allocator.write(0, 1, 0, *make_tokens(*range(10, 16)))
-    child = allocator.fork_sequence(1, 2)
-    assert child.blocks == allocator.sequence_tables[1].blocks
-    for sequence_id, number in ((1, 70), (2, 80)):
-        allocator.extend_sequence(sequence_id, 1)
-        allocator.write(0, sequence_id, 6, *make_tokens(number))
-    assert read_numbers(allocator, 1) == [*range(10, 16), 70]
-    assert read_numbers(allocator, 2) == [*range(10, 16), 80]
-    assert len(allocator.used_blocks) == 3
-    allocator.free_sequence(1)
-    assert read_numbers(allocator, 2) == [*range(10, 16), 80]
-    allocator.free_sequence(2)
-    assert len(allocator.free_blocks) == 8
-    with pytest.raises(UnknownSequenceError):
-        allocator.fork_sequence(1, 3)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -225,10 +140,10 @@ CONFIG = {"n_layers": 2, "d_model": 16, "n_heads": 4, "head_dim": 4}
 def make_engine(memory_gb=2e-4):
     import torch
 
-    from kv_pool.integrations.paged_layers import PagedInferenceEngine
-
     torch.manual_seed(0)
-    return PagedInferenceEngine(CONFIG, gpu_memory_gb=memory_gb, dtype="float64")
+    return load_example("paged_transformer").PagedInferenceEngine(
+        CONFIG, gpu_memory_gb=memory_gb, dtype="float64"
+    )
 
 
 def compute_densely(engine, inputs):
@@ -246,12 +161,10 @@ def compute_densely(engine, inputs):
 def test_attention_over_blocks_equals_dense_attention():
     import torch
 
-    from kv_pool.integrations.paged_layers import PagedAttention
-
     torch.manual_seed(0)
     allocator = make_allocator(library="torch")
     allocator.allocate_sequence(5)
-    attention = PagedAttention(allocator)
+    attention = load_example("paged_transformer").PagedAttention(allocator)
     keys, values, query = torch.randn(3, 11, 2, 4)
     for position in range(11):
         attention.update_kv_cache(keys[position], values[position], 5, position)
@@ -311,10 +224,9 @@ def test_a_full_engine_continues_after_a_sequence_ends():
 
 @pytest.mark.torch
 def test_heads_that_do_not_divide_the_model_are_refused():
-    from kv_pool.integrations.paged_layers import PagedTransformerLayer
-
+    layer_class = load_example("paged_transformer").PagedTransformerLayer
     with pytest.raises(InvalidArgumentError, match="d_model is 10, which is not a multiple of n_heads, 4"):
-        PagedTransformerLayer(10, 4, make_allocator())
+        layer_class(10, 4, make_allocator())
 
 
 # ---- the tables ----------------------------------------------------------------------------------
@@ -333,43 +245,6 @@ def test_utilization_matches_the_articles_table(num_sequences, min_length, max_l
         allocator.allocate_sequence(sequence_id, rng.randint(min_length, max_length))
     assert allocator.get_utilization() >= percent / 100
     assert allocator.get_utilization() <= 1.0
-
-
-def test_two_to_four_times_as_many_sequences_fit():
-    """In the article, throughput grows 2 to 4 times with the number of sequences that fit. Tokens per second
-    depend on the GPU, so this test computes how many fit. Sequences of 1 to 1,535 tokens, of at most 2,048.
-    """
-    rng = random.Random(0)
-    allocator = KVCacheAllocator(16 * 2048 // 16, 16, num_heads=1, head_dim=1)
-    num_reserved = allocator.total_blocks * 16 // 2048
-    try:
-        for number in range(1000):
-            allocator.allocate_sequence(number, rng.randint(1, 1535))
-    except MemoryError:
-        pass
-    assert 2 * num_reserved <= len(allocator.sequence_tables) <= 4 * num_reserved
-
-
-# ---- compression ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("name", "ratio"), [("low_rank:0.5", 0.5), ("int8", 0.6), ("int4", 0.3)])
-def test_cold_blocks_are_compressed_and_read_again(name, ratio):
-    """The article treats a block as one matrix with one row per head, and keeps half of its
-    rank. Here each head is a matrix of tokens and elements.
-    """
-    storage = KVStorage.allocate(2, 16, num_layers=2, num_kv_heads=4, head_size=64)
-    rng = np.random.default_rng(0)
-    thin = rng.standard_normal((2, 4, 16, 2)) @ rng.standard_normal((2, 4, 2, 64))  # of rank 2
-    for layer in range(2):
-        tokens = thin[layer].transpose(1, 0, 2).astype(np.float16)
-        storage.write(layer, range(16, 32), tokens, tokens)
-    cold = make_format(name, storage)
-    assert cold.encoded_bytes <= ratio * storage.block_bytes
-    row = np.frombuffer(storage.read_block(1), np.uint8)[None]
-    before, after = (rows.view(np.float16).astype(float) for rows in (row, cold.decode(cold.encode(row))))
-    allowed = 0.08 if name == "int4" else 0.02
-    assert np.abs(after - before).max() <= allowed * np.abs(before).max()
 
 
 # ---- the monitor ---------------------------------------------------------------------------------

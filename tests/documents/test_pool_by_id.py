@@ -81,34 +81,6 @@ def test_records_have_the_fields_and_defaults_of_the_design():
     assert issubclass(GPUKVPool, KVPoolProtocol)
 
 
-def test_the_pool_works_alone_and_reports_success():
-    pool = GPUKVPool(total_blocks=1000, block_size=16)
-    result = pool.try_allocate(BlockAllocationRequest(num_blocks=10, sequence_id=1))
-    assert result.success
-    assert len(result.block_ids) == 10
-    assert pool.allocate(BlockAllocationRequest(num_blocks=10, sequence_id=2)) == pool.blocks_of(2)
-    assert pool.get_free_blocks() == 980
-    refused = pool.try_allocate(BlockAllocationRequest(num_blocks=1001, sequence_id=3))
-    assert (refused.success, refused.block_ids) == (False, [])
-    with pytest.raises(MemoryError):
-        pool.allocate(BlockAllocationRequest(num_blocks=1001, sequence_id=3))
-
-
-def test_a_block_is_free_once_its_last_sequence_frees_it():
-    pool = make_pool()
-    ids = pool.allocate(BlockAllocationRequest(num_blocks=4, sequence_id=1))
-    assert pool.fork(1, 2) == ids
-    assert [pool.get_block_info(block_id).ref_count for block_id in ids] == [2] * 4
-    pool.free(ids)
-    assert pool.get_free_blocks() == 16
-    assert pool.block_info[ids[0]].sequence_id == 2
-    pool.free(ids)
-    assert pool.get_free_blocks() == 20
-    # The design ignores a block that is already free; here freeing twice is an error.
-    with pytest.raises(InvalidBlockError):
-        pool.free(ids)
-
-
 def test_block_info_is_a_mapping_of_the_blocks_in_use():
     pool = make_pool()
     ids = pool.allocate(BlockAllocationRequest(num_blocks=3, sequence_id=7))
@@ -176,12 +148,6 @@ def test_the_benchmark_runs_with_blocks_for_its_second_part(seed):
     assert pool.get_fragmentation_rate() < 0.1
     assert pool.defragment() == 0
     check(pool)
-
-
-def test_90_percent_of_the_blocks_can_be_in_use():
-    pool = make_refusing_pool()
-    live_randomly(pool, random.Random(0), num_steps=5000)
-    assert pool.get_statistics().utilization >= 0.9
 
 
 # ---- under an engine -----------------------------------------------------------------------------
@@ -280,41 +246,6 @@ def test_unpinned_blocks_are_evicted_by_last_access():
     check(pool)
 
 
-def test_the_pool_itself_evicts_whole_sequences():
-    """The design may evict a block from the middle of a sequence, which is useless without it, or a shared
-    block, which frees nothing. `evict` takes all blocks of as few sequences as suffice.
-    """
-    pool = make_pool(10)
-    for sequence_id, num_blocks in ((1, 4), (2, 2), (3, 2)):
-        pool.allocate(BlockAllocationRequest(num_blocks=num_blocks, sequence_id=sequence_id))
-    pool.fork(2, 4)
-    assert pool.evict(3) == [1]
-    assert pool.get_free_blocks() == 6
-    assert pool.evict(1) == [2, 3]  # blocks that 2 shares with 4 do not become free
-    assert pool.list_sequences() == [4]
-
-
-# ---- compaction ----------------------------------------------------------------------------------
-
-
-def test_compaction_skips_pinned_blocks_and_keeps_bytes():
-    pool = make_pool(20, placement="first_fit")
-    for sequence_id in range(1, 11):
-        pool.allocate(BlockAllocationRequest(2, sequence_id, pinned=sequence_id == 10))
-    fill(pool)
-    pinned = pool.blocks_of(10)
-    for sequence_id in (1, 3, 5, 7):
-        pool.free_sequence(sequence_id)
-    moved = pool.defragment()
-    assert moved > 0
-    assert pool.blocks_of(10) == pinned
-    in_use = sorted(set(pool.block_info) - set(pinned))
-    assert in_use == list(range(in_use[0], in_use[0] + 10))
-    for sequence_id in (2, 4, 6, 8, 9):
-        assert read(pool, sequence_id) == [16 * sequence_id, 16 * sequence_id + 1]
-    check(pool)
-
-
 # ---- other devices -------------------------------------------------------------------------------
 
 
@@ -340,33 +271,6 @@ def test_a_sequence_migrates_between_connected_pools():
         manager.migrate_to_remote(9, "gpu-node-2")
     check(here)
     check(there)
-
-
-def test_a_migrated_sequence_leaves_shared_blocks_to_others():
-    here, there = make_pool(), make_pool(device_id=1)
-    here.connect(there)
-    here.allocate(BlockAllocationRequest(num_blocks=2, sequence_id=1))
-    here.fork(1, 2)
-    here.allocate(BlockAllocationRequest(num_blocks=1, sequence_id=2))
-    fill(here)
-    first, second = read(here, 1), read(here, 2)
-    old, new = here.migrate_sequence(2, 1)
-    assert (len(old), new) == (3, there.blocks_of(2))
-    assert (read(there, 2), read(here, 1)) == (second, first)
-    assert here.list_sequences() == [1]
-    check(here)
-    check(there)
-
-
-def test_blocks_migrate_and_are_freed_at_the_source():
-    here, there = make_pool(), make_pool(device_id=1)
-    here.connect(there)
-    ids = here.allocate(BlockAllocationRequest(num_blocks=4, sequence_id=5))
-    result = here.try_migrate_blocks(ids, target_device_id=1)
-    assert result.success
-    assert result.migrated_blocks == there.blocks_of(5)
-    assert result.transferred_bytes == 4 * here.block_bytes
-    assert here.get_free_blocks() == 20
 
 
 # ---- ids from 0, and requests by device ----------------------------------------------------------

@@ -13,8 +13,6 @@ from kv_pool import AllocStatus, BlockMove, InvalidArgumentError, OutOfBlocksErr
 from kv_pool.core import invariants
 from kv_pool.integrations.block_space_manager import (
     BlockSpaceManager,
-    count_blocks_touched_by_append,
-    count_required_blocks,
 )
 from kv_pool.storage import KVStorage
 
@@ -84,27 +82,6 @@ class Engine:
         invariants.check(self.manager.swapper.host_pool)
 
 
-# ---- blocks for tokens ---------------------------------------------------------------------------
-
-
-def test_tokens_take_full_and_partial_blocks():
-    assert [count_required_blocks(n, 0, block_size=16) for n in (1, 16, 17, 32)] == [1, 1, 2, 2]
-    assert count_required_blocks(16, 1, block_size=16) == 2
-
-
-@pytest.mark.parametrize("num_full_slots", range(8))
-@pytest.mark.parametrize("num_tokens", range(1, 12))
-def test_an_append_touches_the_partial_and_the_new_blocks(num_full_slots, num_tokens):
-    first_chunk = BLOCK_SIZE - num_full_slots % BLOCK_SIZE
-    by_the_article = 1 + -(-(num_tokens - first_chunk) // BLOCK_SIZE)
-    assert count_blocks_touched_by_append(num_full_slots, num_tokens, 0, BLOCK_SIZE) == by_the_article
-
-
-def test_an_append_of_nothing_touches_nothing():
-    """The article's formula counts the partly filled block, although nothing is written to it."""
-    assert count_blocks_touched_by_append(6, 0, 0, BLOCK_SIZE) == 0
-
-
 # ---- waiting -> running --------------------------------------------------------------------------
 
 
@@ -144,33 +121,6 @@ def test_a_group_of_different_prompts_is_refused():
 # ---- running -------------------------------------------------------------------------------------
 
 
-def test_new_tokens_get_slots_and_new_blocks():
-    engine = Engine(4, 0)
-    seq = Sequence(1, range(10, 17))
-    engine.prefill(Group(seq))
-    seq.token_ids.append(17)
-    assert engine.manager.append_slots(seq, 0) == []
-    assert engine.manager.get_block_table(seq) == [0, 1]
-    seq.token_ids += [18, 19]
-    engine.manager.append_slots(seq, num_lookahead_slots=3)
-    assert engine.manager.get_block_table(seq) == [0, 1, 2, 3]
-
-
-def test_the_first_writer_of_a_shared_block_gets_a_copy():
-    engine = Engine(10, 0)
-    first, second = Sequence(1, range(10, 16)), Sequence(2, range(10, 16))
-    engine.prefill(Group(first, second))
-    first.token_ids.append(70)
-    assert engine.manager.append_slots(first, 0) == [(1, 2)]
-    engine.gpu.apply_moves([BlockMove(1, 2)])
-    engine.compute(first, 6)
-    engine.decode(second, 80)
-    assert engine.manager.get_block_table(first) == [0, 2]
-    assert engine.manager.get_block_table(second) == [0, 1]
-    assert engine.read(first) == [*range(10, 16), 70]
-    assert engine.read(second) == [*range(10, 16), 80]
-
-
 def test_an_append_without_free_blocks_is_refused():
     engine = Engine(3, 0)
     first, second = Sequence(1, range(10, 16)), Sequence(2, range(10, 16))
@@ -191,28 +141,6 @@ def test_an_append_without_free_blocks_is_refused():
 
 
 # ---- running <-> swapped -------------------------------------------------------------------------
-
-
-def test_a_swapped_group_finds_its_bytes_again():
-    engine = Engine(8, 8)
-    manager = engine.manager
-    first, second = Sequence(1, range(10, 16)), Sequence(2, range(10, 16))
-    group = Group(first, second)
-    engine.prefill(group)
-    engine.decode(first, 70)
-    engine.decode(second, 80)
-    assert manager.can_swap_out(group)
-    assert len(engine.swap_out(group)) == 4
-    assert (manager.get_num_free_gpu_blocks(), manager.get_num_free_cpu_blocks()) == (8, 4)
-    other = Group(Sequence(3, range(100, 116)))
-    engine.prefill(other)
-    assert manager.can_swap_in(group, 0) is AllocStatus.OK
-    pairs = engine.swap_in(group)
-    assert sorted(source for source, _ in pairs) == [0, 1, 2, 3]
-    assert (manager.get_num_free_gpu_blocks(), manager.get_num_free_cpu_blocks()) == (0, 8)
-    assert engine.read(first) == [*range(10, 16), 70]
-    assert engine.read(second) == [*range(10, 16), 80]
-    engine.check()
 
 
 def test_a_swap_out_to_a_full_host_is_refused():

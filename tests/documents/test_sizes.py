@@ -6,10 +6,13 @@ If its code would be wrong, the test says what the package does instead, and why
 import random
 
 import pytest
+from documents.made_examples import load_example
 
 from kv_pool import BlockAllocationRequest, GPUKVPool, InvalidArgumentError, InvalidTypeError
-from kv_pool.integrations.recommended_sizes import AdaptiveBlockManager, SystemConfigOptimizer
 from kv_pool.replay.capacity import ModelKV
+
+AdaptiveBlockManager = load_example("recommended_sizes").AdaptiveBlockManager
+SystemConfigOptimizer = load_example("recommended_sizes").SystemConfigOptimizer
 
 # ---- block size by access pattern ----------------------------------------------------------------
 

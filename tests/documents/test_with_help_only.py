@@ -6,13 +6,13 @@ import re
 
 import numpy as np
 import pytest
+from documents.made_examples import load_example
 
 import kv_pool
 from kv_pool import BlockAllocationRequest, GPUKVPool, InvalidArgumentError, PoolExhaustedError
 from kv_pool.adapter import KVPoolMigrationManager
 from kv_pool.integrations.block_space_manager import BlockSpaceManager
 from kv_pool.integrations.sequence_allocator import KVCacheAllocator
-from kv_pool.integrations.shared_prefix import SharedPrefixManager
 from kv_pool.reports.allocation_monitor import AllocationMonitor
 
 ROWS = re.findall(r"^    (kv_pool\.\S+) {2,}(.+)$", kv_pool.__doc__, re.MULTILINE)
@@ -22,7 +22,8 @@ NAMES = [
     *("PagedTransformerLayer", "PagedInferenceEngine", "AdaptiveBlockManager", "SharedPrefixManager"),
     *("SystemConfigOptimizer", "AllocationMonitor"),
 ]
-NEED_TORCH = ("paged_layers", "attention", "transformers")
+NEED_TORCH = ("attention", "transformers")
+SharedPrefixManager = load_example("shared_prefixes").SharedPrefixManager
 
 
 def make_allocator(total_blocks=8, **options):
@@ -227,9 +228,9 @@ def test_an_engine_accepts_prompts_of_any_float_type():
     """`torch.randn` is float32, the engine's default is float16, and torch refused to mix them."""
     import torch
 
-    from kv_pool.integrations.paged_layers import PagedInferenceEngine
+    engine_class = load_example("paged_transformer").PagedInferenceEngine
 
-    engine = PagedInferenceEngine(CONFIG, gpu_memory_gb=1e-4)
+    engine = engine_class(CONFIG, gpu_memory_gb=1e-4)
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         sequence_id = engine.create_sequence(torch.randn(5, 16, dtype=dtype))
         assert engine.generate_token(sequence_id).dtype == torch.float16
@@ -256,10 +257,10 @@ def test_an_engine_accepts_prompts_of_any_float_type():
     ],
 )
 def test_invalid_engine_settings_are_refused(config, options, message):
-    from kv_pool.integrations.paged_layers import PagedInferenceEngine
+    engine_class = load_example("paged_transformer").PagedInferenceEngine
 
     with pytest.raises(InvalidArgumentError, match=message):
-        PagedInferenceEngine(config, **{"gpu_memory_gb": 1e-4, **options})
+        engine_class(config, **{"gpu_memory_gb": 1e-4, **options})
 
 
 @pytest.mark.torch
@@ -267,14 +268,14 @@ def test_a_layer_works_with_an_allocator_of_numpy_arrays():
     """By default the allocator stores NumPy arrays, and attention failed on them."""
     import torch
 
-    from kv_pool.integrations.paged_layers import PagedTransformerLayer
+    layer_class = load_example("paged_transformer").PagedTransformerLayer
 
     outputs = []
     for library in (None, "torch"):
         allocator = KVCacheAllocator(8, 4, num_heads=4, head_dim=4, dtype="float32", library=library)
         allocator.allocate_sequence(0)
         torch.manual_seed(0)
-        layer = PagedTransformerLayer(16, 4, allocator)
+        layer = layer_class(16, 4, allocator)
         with torch.no_grad():
             outputs.append([layer(torch.ones(1, 16) * position, 0, position) for position in range(6)])
     for one, other in zip(*outputs, strict=True):

@@ -1,13 +1,12 @@
 """A stream from kv_pool's publisher to a subscriber that follows it, over real loopback sockets."""
 
-import threading
 import time
 
 import zmq
+from events.deadlines import wait_until
+from events.made_publisher import make_publisher
 
-from kv_pool.events.config import PublisherConfig
 from kv_pool.events.mirror import apply_item
-from kv_pool.events.publisher import ZMQEventPublisher
 from kv_pool.events.stream_items import BatchesLost
 from kv_pool.events.stream_state import StreamState
 from kv_pool.events.subscriber import KVEventSubscriber
@@ -36,11 +35,7 @@ def losses(items):
 
 
 def wait_until_sent(publisher, num_batches):
-    deadline = time.monotonic() + LIMIT_S
-    never = threading.Event()
-    while publisher.get_statistics().num_batches_sent < num_batches:
-        assert time.monotonic() < deadline, publisher.get_statistics()
-        never.wait(0.005)
+    wait_until(lambda: publisher.get_statistics().num_batches_sent >= num_batches, "sent")
 
 
 def read_to_the_end(subscriber, publisher, num_batches, mirror):
@@ -59,10 +54,7 @@ def read_to_the_end(subscriber, publisher, num_batches, mirror):
 
 
 def our_publisher(**options):
-    config = PublisherConfig(
-        **{"endpoint": "tcp://127.0.0.1:0", "replay_endpoint": "tcp://127.0.0.1:0", **options}
-    )
-    return ZMQEventPublisher(config, StreamState())
+    return make_publisher(StreamState(), time.time, **options)
 
 
 class DroppingSocket:

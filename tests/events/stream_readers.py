@@ -6,8 +6,7 @@ from contextlib import contextmanager
 import zmq
 
 from kv_pool.core.kv_events import BlockRemoved
-from kv_pool.events.batch import decode_batch
-from kv_pool.events.sequence_frames import END_OF_REPLAY, pack_sequence, unpack_sequence
+from kv_pool.events.batch import END_OF_REPLAY, decode_batch, pack_sequence, unpack_sequence
 
 TIMEOUT_MS = 20_000
 """Time after which a broken test fails; passing tests wait less."""

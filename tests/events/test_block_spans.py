@@ -5,15 +5,14 @@ import random
 import pytest
 from events.made_events import draw, removed, stored
 
-from kv_pool.events.block_spans import (
+from kv_pool.events.invariants import Reader, check_knowledge
+from kv_pool.events.place_blocks import (
     MAX_GROWN_BLOCKS,
-    MAX_SPAN_BLOCKS,
     MIN_TRIMMED_BLOCKS,
     join_tokens,
     pack_tokens,
     unpack_tokens,
 )
-from kv_pool.events.invariants import Reader, check_knowledge
 from kv_pool.events.stream_state import StreamState
 
 
@@ -75,26 +74,6 @@ def test_a_block_of_another_kind_does_not_join_a_span(fields):
     assert snap(state)[0] == "> 1 2"
 
 
-def test_a_copy_does_not_join_a_span():
-    state = made(stored([1, 2]), stored([9]), stored([9], 2))
-    assert sorted(map(len, list_spans(state))) == [1, 2]
-    assert state.apply([removed(9)]) == []
-    assert draw(state.apply([removed(9)])) == ["- 9"]
-
-
-def test_long_event_is_split_into_spans_but_sent_whole():
-    numbers = range(1, 2 * MAX_SPAN_BLOCKS + 6)
-    state = StreamState()
-    event = stored(numbers)
-    assert state.apply([event], packs_tokens=True)[0].block_hashes == event.block_hashes
-    assert sorted(map(len, list_spans(state))) == [5, MAX_SPAN_BLOCKS, MAX_SPAN_BLOCKS]
-    reader = Reader()
-    reader.read([event])
-    late = Reader()
-    late.read(state.take_snapshot()[1])
-    check_knowledge(state, reader, late)
-
-
 def test_span_drops_fields_of_blocks_once_most_are_removed():
     numbers = list(range(1, 4 * MIN_TRIMMED_BLOCKS + 1))
     state = made(stored(numbers))
@@ -105,15 +84,6 @@ def test_span_drops_fields_of_blocks_once_most_are_removed():
     assert span.hashes == tuple(kept)
     assert unpack_tokens(span.tokens) == [token for n in kept for token in (10 * n, 10 * n + 1)]
     assert snap(state) == ["> " + " ".join(map(str, kept))]
-
-
-def test_removed_inner_blocks_leave_gaps_in_a_span():
-    state = made(stored(range(1, 101)))
-    state.apply([removed(50), removed(20), removed(80), removed(19), removed(51)])
-    (resident,) = list_spans(state)
-    assert resident == [number for number in range(1, 101) if number not in (19, 20, 50, 51, 80)]
-    assert draw(state.apply([stored([50], 49)])) == ["49 > 50"]
-    assert draw(state.apply([stored([51], 50)]))[0].startswith("- 52 53")
 
 
 def test_token_ids_are_lists_unless_packing_is_allowed():

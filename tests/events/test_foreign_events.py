@@ -8,8 +8,7 @@ from events.made_events import draw, removed, stored
 
 from kv_pool import AllBlocksCleared, InvalidTypeError
 from kv_pool.core import kv_events
-from kv_pool.events.event_filter import adopt
-from kv_pool.events.stream_state import StreamState
+from kv_pool.events.stream_state import StreamState, adopt
 
 
 def make_foreign(event, *left_out, name=None, **more):

@@ -4,19 +4,13 @@ import threading
 
 import msgspec
 import pytest
-from events.pool_map import pool_map
 
 from kv_pool import (
     AllBlocksCleared,
-    BlockHasher,
-    BlockPool,
     BlockRemoved,
     BlockStored,
     InvalidArgumentError,
     InvalidTypeError,
-    KVCacheManager,
-    LoRARequest,
-    Request,
 )
 from kv_pool.core.kv_events import BlockReported
 from kv_pool.events.batch import decode_batch, decode_lazily
@@ -124,12 +118,6 @@ def test_missing_medium_is_gpu_and_missing_group_is_0():
     assert mirror.get_blocks("a") == set()
 
 
-def test_removal_in_one_medium_leaves_the_other():
-    mirror = make_mirror(a=[stored(1), stored(1, medium="CPU"), removed(1)])
-    assert mirror.find_prefix([1], medium="GPU") == {}
-    assert mirror.find_prefix([1]) == {"a": 1}
-
-
 @pytest.mark.parametrize("kind", ["sliding_window", "mamba", "chunked_local_attention", "something_new"])
 def test_groups_that_are_not_prefixes_are_kept_but_not_searched(kind):
     mirror = make_mirror(a=[stored(1, 2, group_idx=0, kv_cache_spec_kind=kind)])
@@ -195,20 +183,6 @@ def test_reported_hit_is_not_a_copy():
     assert mirror.get_blocks("a") == set()
 
 
-def test_clear_resets_copy_counts():
-    mirror = PrefixMirror()
-    mirror.apply("a", [stored(1), stored(1), AllBlocksCleared(), stored(1), removed(1)])
-    assert mirror.get_blocks("a") == set()
-
-
-def test_clear_affects_one_publisher_and_all_its_media():
-    mirror = make_mirror(a=[stored(1), stored(1, medium="CPU")], b=[stored(1)])
-    mirror.apply("a", [AllBlocksCleared(), stored(2)])
-    assert mirror.get_blocks("a") == {(0, "GPU", 2)}
-    assert mirror.find_prefix([1]) == {"b": 1}
-    assert mirror.get_counts("a").num_clears == 1
-
-
 def test_publisher_can_be_cleared_and_removed():
     mirror = make_mirror(a=[stored(1)], b=[stored(1)])
     mirror.clear_publisher("a")
@@ -224,29 +198,6 @@ def test_publisher_can_be_cleared_and_removed():
     assert mirror.count_blocks("b") == 0
     with pytest.raises(InvalidArgumentError, match="unknown publisher 'b'"):
         mirror.get_counts("b")
-
-
-def test_blocks_stay_findable_when_a_second_publisher_joins():
-    mirror = make_mirror(a=[stored(1, 2, 3), removed(3)])
-    mirror.apply("b", [stored(1)])
-    assert mirror.find_prefix([1, 2, 3]) == {"b": 1, "a": 2}
-    mirror.apply("a", [removed(2), stored(4, parent=1)])
-    assert mirror.find_prefix([1, 4]) == {"b": 1, "a": 2}
-    mirror.remove_publisher("b")
-    assert mirror.find_prefix([1, 4]) == {"a": 2}
-    mirror.apply("c", [stored(1, 4)])
-    assert mirror.find_prefix([1, 4]) == {"a": 2, "c": 2}
-    mirror.remove_publisher("a")
-    assert mirror.find_prefix([1, 4]) == {"c": 2}
-
-
-def test_no_memory_is_left_of_removed_blocks():
-    mirror = make_mirror(a=[stored(1, 2)], b=[stored(1, 2)])
-    mirror.apply("a", [removed(2), removed(1)])
-    mirror.apply("b", [AllBlocksCleared()])
-    for table in mirror._tables.tables.values():
-        assert table.publishers == {}
-        assert table.token_publishers == {}
 
 
 # ---- bounds on one publisher ---------------------------------------------------------------------
@@ -429,12 +380,6 @@ def test_tokens_are_found_in_any_encoding(tokens, encode_token):
     assert decode_lazily(payload).events[0].token_ids == tokens
 
 
-def test_prompt_shorter_than_a_block_has_no_holders():
-    """Every publisher used to be returned, with 0 tokens."""
-    mirror = make_mirror(a=[stored(1, tokens=[1, 2, 3, 4])])
-    assert mirror.find_prefix_of_tokens([1, 2, 3]) == {}
-
-
 def test_token_lookup_requires_learns_tokens():
     with pytest.raises(InvalidArgumentError, match="learns_tokens=True"):
         PrefixMirror().find_prefix_of_tokens([1])
@@ -480,41 +425,3 @@ def test_lookups_run_while_other_threads_apply_events():
     looking.join()
     assert failures == []
     assert mirror.get_blocks("still") == {(0, "GPU", one) for one in range(1, 11)}
-
-
-# ---- a pool's own events -------------------------------------------------------------------------
-
-
-def test_mirror_matches_pool_and_its_hasher_finds_prompts():
-    pool = BlockPool(9, True, 4, enable_kv_cache_events=True)
-    manager = KVCacheManager(pool)
-    hasher = BlockHasher("sha256_cbor", block_size=4)
-    mirror = PrefixMirror(learns_tokens=True)
-    adapter = LoRARequest(1, "sql", "/adapters/sql")
-    prompts = [range(14), [*range(8), 70, 71, 72, 73], range(100, 120), range(14)]
-    for number, prompt in enumerate(prompts):
-        lora = adapter if number == 1 else None
-        request = Request(f"r{number}", prompt, hasher, lora_request=lora, cache_salt="s" if lora else None)
-        assert manager.allocate_slots(request, request.num_tokens) is not None
-        manager.free(request)
-        mirror.apply("pool", manager.take_events())
-        assert mirror.get_blocks("pool") == pool_map(pool)
-    assert mirror.find_prefix(hasher.hash_blocks(list(range(14)))) == {"pool": 3}
-    assert mirror.find_prefix_of_tokens(range(14)) == {"pool": 12}
-    pool.reset_prefix_cache()
-    mirror.apply("pool", manager.take_events())
-    assert mirror.get_blocks("pool") == pool_map(pool) == set()
-
-
-def test_second_copy_keeps_a_block_in_the_mirror():
-    """vLLM's pools announce copies one by one (vLLM #55092)."""
-    pool = BlockPool(4, True, 4, enable_kv_cache_events=True)
-    mirror = PrefixMirror()
-    hasher = BlockHasher(block_size=4)
-    first, second = (Request(name, [1, 2, 3, 4], hasher) for name in "ab")
-    blocks = pool.get_new_blocks(2)
-    for request, block in zip((first, second), blocks, strict=True):
-        pool.cache_full_blocks(request, [block], 0, 1, 4, 0)
-    pool.evict_blocks({blocks[0].block_id})
-    mirror.apply("pool", pool.take_events())
-    assert mirror.get_blocks("pool") == pool_map(pool) != set()

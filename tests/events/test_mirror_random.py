@@ -2,7 +2,6 @@
 
 from collections import Counter
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -83,8 +82,7 @@ def make_store(prefix, first, medium, group):
     )
 
 
-@pytest.mark.slow
-@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(steps=steps)
 def test_mirror_matches_a_full_scan(steps):
     mirror = PrefixMirror(learns_tokens=True)

@@ -1,24 +1,17 @@
 """Answers to readers that missed batches, on real sockets."""
 
 import threading
-import time
 
 import pytest
 import zmq
 from events.deadlines import wait_until
 from events.made_publisher import make_publisher
 from events.stream_readers import Reader, Requester, numbers_of, removed, subscribed
-from made_threads import no_new_threads
 
 from kv_pool.core.kv_events import AllBlocksCleared, BlockStored
-from kv_pool.errors import OutOfThreadsError
 from kv_pool.events import replay_server
-from kv_pool.events.batch import KVEventBatch, decode_batch, encode_batch
-from kv_pool.events.config import PublisherConfig
-from kv_pool.events.event_publisher import PublisherStatistics
-from kv_pool.events.replay_buffer import ReplayBuffer
-from kv_pool.events.replay_server import MAX_WAITING_REQUESTS, ReplayServer
-from kv_pool.events.sequence_frames import END_OF_REPLAY, pack_sequence
+from kv_pool.events.batch import END_OF_REPLAY, decode_batch, pack_sequence
+from kv_pool.events.replay_server import MAX_WAITING_REQUESTS
 from kv_pool.events.stream_state import StreamState
 
 
@@ -85,25 +78,6 @@ def test_replay_has_the_documented_frames(publisher):
     assert end == [b"", b"", END_OF_REPLAY, b""]
 
 
-def test_replayed_batches_equal_live_ones_byte_for_byte():
-    with make_publisher() as publisher, subscribed(publisher) as (subscriber, first):
-        publisher.publish([stored(1), removed(2)])
-        live = subscriber.receive_frames()
-        with Requester(publisher.replay_endpoint) as requester:
-            requester.request(first)
-            assert requester.receive_frames() == [b"", *live]
-
-
-def test_req_client_gets_only_the_first_reply(publisher):
-    with Reader(zmq.REQ, publisher.replay_endpoint) as reader:
-        reader.socket.send(pack_sequence(4))
-        topic, sequence, _ = reader.receive_frames()
-        assert (topic, sequence) == (b"t", pack_sequence(4))
-        with pytest.raises(zmq.ZMQError) as caught:
-            reader.socket.recv()
-        assert caught.value.errno == zmq.EFSM  # a REQ socket must send again before it receives again
-
-
 def test_all_queued_requests_are_answered(publisher):
     with Requester(publisher.replay_endpoint) as requester:
         for start in (3, 5, 9):
@@ -152,42 +126,6 @@ def test_close_returns_if_the_replay_thread_has_ended():
 # ---- slow readers ------------------------------------------------------------------------------------
 
 
-def publish_large_batches(publisher, num_batches, num_hashes):
-    for number in range(num_batches):
-        publisher.publish([removed(2**60 + offset) for offset in range(num_hashes)] + [removed(number)])
-
-
-@pytest.mark.slow
-def test_live_batches_continue_while_a_replay_is_unread():
-    with make_publisher(linger_s=0.0) as publisher, subscribed(publisher) as (subscriber, first):
-        publish_large_batches(publisher, 100, 2_000)
-        for _ in range(100):
-            subscriber.receive()
-        with Reader(zmq.DEALER, publisher.replay_endpoint, rcvhwm=1, rcvbuf=4096) as stalled:
-            stalled.socket.send_multipart([b"", pack_sequence(0)])
-            assert stalled.socket.poll(20_000)  # the answer has started, and stays incomplete
-            publish_numbers(publisher, range(50))
-            assert [subscriber.receive_numbers()[0] for _ in range(50)] == list(
-                range(first + 100, first + 150)
-            )
-            with Requester(publisher.replay_endpoint) as requester:
-                assert len(requester.ask(first)) == 150
-
-
-@pytest.mark.slow
-def test_reader_that_only_sends_requests_is_abandoned():
-    with make_publisher(linger_s=0.0, buffer_steps=20) as publisher:
-        publish_large_batches(publisher, 20, 2_000)
-        with (
-            Requester(publisher.replay_endpoint) as requester,
-            Reader(zmq.DEALER, publisher.replay_endpoint, rcvhwm=1, rcvbuf=4096) as stalled,
-        ):
-            requester.ask_until(0, 19)
-            while not publisher.get_statistics().num_replays_abandoned:
-                stalled.socket.send_multipart([b"", pack_sequence(0)])
-                assert len(requester.ask(0)) == 20
-
-
 def test_disconnected_reader_does_not_disturb_the_server(publisher):
     for _ in range(20):
         with Requester(publisher.replay_endpoint) as leaving:
@@ -197,27 +135,6 @@ def test_disconnected_reader_does_not_disturb_the_server(publisher):
 
 
 # ---- snapshots ---------------------------------------------------------------------------------------
-
-
-def test_late_reader_gets_resident_blocks_and_continues():
-    with (
-        make_publisher(StreamState(), buffer_steps=2) as publisher,
-        subscribed(publisher) as (subscriber, first),
-    ):
-        for number in range(1, 11):
-            publisher.publish([stored(number, number - 1 or None)])
-        publisher.publish([removed(10)])
-        for _ in range(11):
-            subscriber.receive()
-        with Requester(publisher.replay_endpoint) as requester:
-            answer = requester.ask(0)
-        assert [sequence for sequence, _ in answer] == list(range(first + 11))
-        assert answer[0][1].events[0] == AllBlocksCleared()
-        assert not any(batch.events for _, batch in answer[1:])
-        assert resident_after(answer) == set(range(1, 10))
-        publisher.publish([stored(11, 9)])
-        assert subscriber.receive()[0] == first + 11
-    assert publisher.get_statistics().num_snapshots == 1
 
 
 def test_reader_in_time_gets_a_replay_although_there_is_a_state():
@@ -244,16 +161,6 @@ def test_hole_is_filled_by_a_snapshot():
         # The content of the lost batch is unknown, so no earlier block is kept.
         assert resident_after(answer) == {3}
         assert resident_after(batches) == {3}
-
-
-def test_steps_without_changes_are_numbered():
-    with make_publisher(StreamState()) as publisher, Requester(publisher.replay_endpoint) as requester:
-        publisher.publish([stored(1)])
-        publisher.publish([stored(1)])  # a second copy
-        publisher.publish([removed(1)])
-        publisher.publish([stored(2)])
-        answer = requester.ask_until(0, 3)
-        assert [len(batch.events) for _, batch in answer] == [1, 0, 0, 1]
 
 
 def test_readers_clear_after_a_restart_with_clock_numbers():
@@ -348,19 +255,6 @@ def test_answer_ends_if_buffer_does_not_continue_its_snapshot():
         assert requester.ask_for_sequences(3) == [3, 4, 5, 6]
 
 
-def test_simultaneous_readers_all_get_a_snapshot():
-    with make_publisher(StreamState(), buffer_steps=1) as publisher:
-        for number in range(1, 4):
-            publisher.publish([stored(number)])
-        readers = [Requester(publisher.replay_endpoint) for _ in range(10)]
-        readers[0].ask_until(0, 2)
-        for reader in readers:
-            reader.request(0)
-        for reader in readers:
-            assert resident_after(reader.receive_answer()) == {1, 2, 3}
-            reader.close()
-
-
 def test_reader_with_an_unread_snapshot_gets_no_second_one():
     with (
         make_publisher(
@@ -402,30 +296,3 @@ def test_failing_state_costs_readers_only_the_snapshot():
         requester.ask_until(0, 4)
         assert requester.ask_for_sequences(0) == [3, 4]
     assert publisher.get_statistics().num_snapshots == 0
-
-
-def test_server_without_thread_can_start_later_or_stop():
-    with zmq.Context() as context:
-        for is_started_later in (True, False):
-            socket = context.socket(zmq.ROUTER)
-            port = socket.bind_to_random_port("tcp://127.0.0.1")
-            buffer = ReplayBuffer(5, 0)
-            buffer.append(0, encode_batch(KVEventBatch(0.0, [removed(0)])))
-            server = ReplayServer(
-                socket,
-                buffer,
-                None,
-                PublisherConfig(),
-                encode_batch,
-                time.time,
-                time.monotonic,
-                PublisherStatistics(),
-            )
-            with no_new_threads(), pytest.raises(OutOfThreadsError, match="kv_pool event replay"):
-                server.start()
-            if is_started_later:
-                server.start()
-                with Requester(f"tcp://127.0.0.1:{port}") as requester:
-                    assert requester.ask_for_sequences(0) == [0]
-            server.stop()
-            assert socket.closed

@@ -2,36 +2,7 @@ import random
 
 import pytest
 
-from kv_pool.events.replay_buffer import ReplayBuffer
-
-
-def sequences_from(buffer, start):
-    return [sequence for sequence, _ in buffer.list_from(start, 99)]
-
-
-def test_last_sequence_starts_one_below_the_first():
-    buffer = ReplayBuffer(3, 100)
-    assert (buffer.last_sequence, buffer.list_from(0, 9)) == (99, [])
-    assert buffer.has_all_from(100)
-    assert not buffer.has_all_from(99)
-
-
-def test_oldest_batch_is_dropped_first():
-    buffer = ReplayBuffer(3, 0)
-    for sequence in range(5):
-        buffer.append(sequence, b"%d" % sequence)
-    assert buffer.list_from(0, 9) == [(2, b"2"), (3, b"3"), (4, b"4")]
-    assert [buffer.has_all_from(start) for start in range(6)] == [False, False, True, True, True, True]
-
-
-def test_hole_is_not_listed_but_counts_as_sent():
-    buffer = ReplayBuffer(3, 0)
-    buffer.append(0, b"")
-    buffer.leave_hole(2)
-    assert buffer.last_sequence == 2
-    assert [buffer.has_all_from(start) for start in range(4)] == [True, False, False, True]
-    buffer.append(3, b"")
-    assert sequences_from(buffer, 1) == [3]
+from kv_pool.events.replay_server import ReplayBuffer
 
 
 @pytest.mark.parametrize("seed", range(5))

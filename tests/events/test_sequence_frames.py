@@ -1,7 +1,7 @@
 import pytest
 
 from kv_pool.errors import EventStreamError, InvalidArgumentError
-from kv_pool.events.sequence_frames import (
+from kv_pool.events.batch import (
     END_OF_REPLAY,
     MAX_SEQUENCE,
     pack_sequence,

@@ -10,7 +10,7 @@ from events.made_publisher import make_publisher
 from events.stream_readers import Reader, Requester, Subscriber, removed
 
 from kv_pool.core.kv_events import BlockStored
-from kv_pool.events.sequence_frames import pack_sequence
+from kv_pool.events.batch import pack_sequence
 from kv_pool.events.stream_state import StreamState
 
 MB = 2**20

@@ -1,7 +1,6 @@
 """The events that a state sends instead of a pool's, in the notation of made_events.py."""
 
 import pytest
-from drawing import blocks, hash_of, make_pool, make_request
 from events.made_events import draw, removed, stored
 
 from kv_pool import AllBlocksCleared, BlockHasher, BlockPool, KVCacheManager, Request
@@ -28,16 +27,6 @@ def test_all_options_off_sends_events_unchanged():
     assert all(one is other for one, other in zip(sent, events, strict=True))
 
 
-def test_hash_is_stored_with_first_copy_and_removed_with_last():
-    state = StreamState()
-    assert send(state, stored([1, 2])) == ["> 1 2"]
-    assert send(state, stored([1, 2])) == []
-    assert send(state, removed(1)) == []
-    assert send(state, removed(1)) == ["- 1"]
-    assert send(state, stored([1])) == ["- 2", "> 1 2"]
-    assert send(state, removed(2), removed(2)) == ["- 2"]
-
-
 def test_only_new_blocks_of_a_store_are_sent():
     state = StreamState()
     state.apply([stored([2])])
@@ -46,16 +35,6 @@ def test_only_new_blocks_of_a_store_are_sent():
     assert draw(sent) == ["9 > 1", "2 > 3 4"]
     assert [event.token_ids for event in sent] == [[10, 11], [30, 31, 40, 41]]
     assert [event.extra_keys for event in sent] == [[("a",)], [None, ("d",)]]
-
-
-def test_same_hash_in_another_place_counts_separately():
-    state = StreamState()
-    places = [{}, {"medium": "CPU"}, {"group_idx": 1}, {"medium": "CPU", "locality": "REMOTE"}]
-    for place in places:
-        assert send(state, stored([1], **place)) == ["> 1"]
-        assert send(state, stored([1], **place)) == []
-    for place in places:
-        assert send(state, removed(1, **place), removed(1, **place)) == ["- 1"]
 
 
 def test_report_of_hits_is_neither_counted_nor_sent():
@@ -73,14 +52,6 @@ def test_report_that_is_sent_is_not_counted_as_a_copy():
 
 def test_removal_of_an_unknown_hash_is_sent():
     assert send(StreamState(), removed(5), removed(6)) == ["- 5 6"]
-
-
-def test_clear_removes_all_copies_in_all_places():
-    state = StreamState()
-    state.apply([stored([1]), stored([1]), stored([1], medium="CPU")])
-    assert send(state, AllBlocksCleared()) == ["clear"]
-    assert send(state, stored([1])) == ["> 1"]
-    assert send(state, removed(1)) == ["- 1"]
 
 
 def test_consecutive_removals_from_one_place_are_merged():
@@ -140,77 +111,6 @@ def test_repeated_hash_in_an_exact_store_is_a_second_copy():
 def test_unchanged_events_are_sent_as_the_same_object():
     event = stored([1, 2])
     assert StreamState().apply([event])[0] is event
-
-
-# ---- with a pool --------------------------------------------------------------------------------------
-
-
-def follow(pool, state):
-    return draw(state.apply(pool.take_events()), number_of)
-
-
-def number_of(external_hash):
-    """Return n for `hash_of(n)`."""
-    return int(external_hash.to_bytes(8, "big")[-4:].decode())
-
-
-REQUEST = make_request([hash_of(number) for number in (11, 12, 13, 14)])
-
-
-def test_prefix_computed_by_two_requests_is_announced_once():
-    pool = make_pool("free: 5 | in use: 1 2 3 4", enable_kv_cache_events=True)
-    state = StreamState()
-    pool.cache_full_blocks(REQUEST, blocks(pool, 1, 2), 0, 2, 4, 0)
-    assert follow(pool, state) == ["> 11 12"]
-    pool.cache_full_blocks(REQUEST, blocks(pool, 3, 4), 0, 2, 4, 0)
-    assert follow(pool, state) == []
-    pool.evict_blocks([1, 2])
-    assert follow(pool, state) == []
-    pool.evict_blocks([3, 4])
-    assert follow(pool, state) == ["- 11 12"]
-
-
-def test_hashes_moved_to_another_block_stay_announced():
-    pool = make_pool("free: 3 | in use: 1 2", enable_kv_cache_events=True)
-    state = StreamState()
-    pool.cache_full_blocks(REQUEST, blocks(pool, 1), 0, 1, 4, 0)
-    pool.cache_partial_block(REQUEST, pool.blocks[1], 4, 1, 8)
-    assert follow(pool, state) == ["> 11", "> 11"]
-    pool.move_block_hashes(pool.blocks[1], pool.blocks[2])
-    pool.evict_blocks([1])
-    assert follow(pool, state) == []
-    pool.evict_blocks([2])
-    assert follow(pool, state) == ["- 11", "- 11"]
-
-
-def test_replaced_partial_entry_is_removed_before_the_store():
-    pool = make_pool("free: 2 | in use: 1", enable_kv_cache_events=True)
-    state = StreamState()
-    pool.cache_partial_block(REQUEST, pool.blocks[1], 4, 0, 16)
-    pool.cache_partial_block(REQUEST, pool.blocks[1], 12, 0, 16)
-    assert follow(pool, state) == ["> 11", "- 11", "12 > 13"]
-
-
-def test_pool_reset_removes_every_copy():
-    pool = make_pool("free: 5 | in use: 1 2 3 4", enable_kv_cache_events=True)
-    state = StreamState()
-    pool.cache_full_blocks(REQUEST, blocks(pool, 1, 2), 0, 2, 4, 0)
-    pool.cache_full_blocks(REQUEST, blocks(pool, 3, 4), 0, 2, 4, 0)
-    pool.free_blocks(blocks(pool, 1, 2, 3, 4))
-    assert pool.reset_prefix_cache()
-    assert follow(pool, state) == ["> 11 12", "clear"]
-    pool.get_new_blocks(5)
-    pool.cache_full_blocks(REQUEST, blocks(pool, 5), 0, 1, 4, 0)
-    assert follow(pool, state) == ["> 11"]
-
-
-def test_dense_pool_and_exact_state_keep_tokens_across_holes():
-    pool = make_pool("free: 4 | in use: 1 2 3", enable_kv_cache_events=True, dense_events=True)
-    state = StreamState()
-    pool.cache_full_blocks(REQUEST, blocks(pool, 1, 0, 2, 3), 0, 4, 4, 0)
-    sent = state.apply(pool.take_events())
-    assert [event.token_ids for event in sent] == [[0, 1, 2, 3], list(range(8, 16))]
-    assert draw(sent, number_of) == ["> 11", "12 > 13 14"]
 
 
 def test_attention_kind_is_in_events_and_snapshots():

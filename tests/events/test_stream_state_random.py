@@ -16,8 +16,7 @@ import kv_pool
 from kv_pool import AllBlocksCleared, BlockRemoved, BlockStored
 from kv_pool.core.kv_events import BlockReported
 from kv_pool.events import invariants
-from kv_pool.events.invariants import Reader
-from kv_pool.events.resident_blocks import find_place
+from kv_pool.events.invariants import Reader, find_place
 from kv_pool.events.stream_state import StreamState
 
 NUM_STEPS = 300

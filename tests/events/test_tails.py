@@ -8,7 +8,7 @@ from events.made_events import draw, removed, stored
 from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request
 from kv_pool.core.kv_events import BlockRemoved, BlockStored
 from kv_pool.events import invariants
-from kv_pool.events.event_filter import MAX_TAIL_BLOCKS
+from kv_pool.events.chains import MAX_TAIL_BLOCKS
 from kv_pool.events.invariants import Reader
 from kv_pool.events.mirror import PrefixMirror
 from kv_pool.events.stream_state import StreamState
@@ -28,29 +28,6 @@ def test_blocks_after_a_restored_block_are_announced_again():
     assert send(state, stored([2], parent=1)) == ["- 3 4", "1 > 2 3 4"]
     assert send(state, removed(4), removed(3), removed(2)) == ["- 4 3 2"]
     assert send(state, stored([2, 3], parent=1)) == ["1 > 2 3"]
-
-
-def test_blocks_recomputed_with_their_parent_are_announced_once():
-    state = StreamState()
-    send(state, stored([1, 2, 3]), removed(1))
-    assert send(state, stored([1, 2, 3])) == ["- 2 3", "> 1 2 3"]
-    send(state, removed(3), removed(3), removed(1))
-    assert send(state, stored([1, 2, 5, 6])) == ["- 2", "> 1 2 5 6"]
-
-
-def test_orphans_are_announced_again_with_their_parent():
-    state = StreamState()
-    send(state, stored([3], parent=2), stored([4], parent=2))
-    again = send(state, stored([2], parent=1))
-    assert again == ["- 3 4", "1 > 2 3", "2 > 4"]
-
-
-def test_blocks_in_another_place_are_not_announced_again():
-    state = StreamState()
-    send(state, stored([1, 2]), stored([1, 2], medium="CPU"), removed(1, medium="CPU"))
-    assert send(state, stored([1])) == []
-    assert send(state, removed(1), removed(1)) == ["- 1"]
-    assert send(state, stored([1], medium="CPU")) == ["- 2", "> 1 2"]
 
 
 @pytest.mark.parametrize("options", [{"exact": False}, {"keeps_token_ids": False}])

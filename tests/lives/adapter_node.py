@@ -7,8 +7,6 @@ from lives.contents import BLOCK_SIZE, HASHER, MOST_TOKENS
 from lives.node import Node, count_filled
 
 from kv_pool import BlockAllocationRequest, GPUKVPool
-from kv_pool.adapter.pool_sequences import PoolSequences
-from kv_pool.adapter.victims import LRUEviction
 from kv_pool.core.block_keys import make_block_hash_with_group_id
 from kv_pool.errors import (
     CopyFailedError,
@@ -17,6 +15,8 @@ from kv_pool.errors import (
     PinnedBlockError,
     PoolExhaustedError,
 )
+from kv_pool.manager.sequences.victims import LRUEviction
+from kv_pool.migration.pool_sequences import PoolSequences
 from kv_pool.migration.pool_site import PoolSite
 
 NUM_BLOCKS = 20

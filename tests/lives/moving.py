@@ -9,11 +9,11 @@ from lives.source_role import ACKNOWLEDGED, LEASE_S
 from lives.turns import Turns
 
 from kv_pool.errors import InvalidContentError
-from kv_pool.migration.messages import CancelTransfer
-from kv_pool.migration.pull_settings import PullSettings, RateLimit
-from kv_pool.migration.status import MigrationPhase, MigrationRecord
+from kv_pool.migration.messages import CancelTransfer, PullSubject
+from kv_pool.migration.status import MigrationPhase
 from kv_pool.migration.subjects import BlocksSubject, PrefixSubject, SequenceSubject
 from kv_pool.migration.target import Pull
+from kv_pool.migration.verified_reads import PullSettings, RateLimit
 
 
 class Inline:
@@ -51,14 +51,12 @@ class Moving:
             world.read_clock,
             RateLimit(0.0, world.read_clock),
             Inline(),
-            lambda record: self.observe(),
+            lambda pull: self.observe(),
             self.note_unsettled,
         )
-        record = MigrationRecord(
-            world.rng.randbytes(16), "in", source.name, subject, is_move=sequence is not None
-        )
+        wanted = PullSubject(world.rng.randbytes(16), subject, sequence is not None, source.name)
         self.hold_s = world.rng.choice((0.0, 5.0))
-        self.pull = Pull(settings, Link(self), record, RateLimit(0.0, world.read_clock), self.hold_s)
+        self.pull = Pull(settings, Link(self), wanted, self.hold_s)
         self.pull._calls.wait = lambda seconds: None
         self.reserved, self.writer, self.arriving = [], None, None
         self.is_inserted = self.is_finished = self.is_abandoned = False
@@ -132,15 +130,15 @@ class Moving:
         was_acknowledged = self.source.source_role.find_state(pull.transfer_id) == ACKNOWLEDGED
         if self.phase is not MigrationPhase.DONE:
             tally["broken off"] += 1
-            self.world.note_error(pull.record.error)
-            if isinstance(pull.record.error, InvalidContentError):
+            self.world.note_error(pull.error)
+            if isinstance(pull.error, InvalidContentError):
                 self.target.note_evicting()
             if self.sequence is not None and was_acknowledged:
                 assert self.is_abandoned, "the sequence is at neither node"
                 tally["lost"] += 1
             return
         tally["migrated", type(self.subject).__name__] += 1
-        assert pull.is_holding() == bool(self.hold_s and pull.record.new_ids)
+        assert pull.is_holding() == bool(self.hold_s and pull.new_ids)
         if pull.is_holding():
             whole = [block for block in pull.held.blocks if block.block_hash is not None]
             self.target.readers[pull.held] = Promise(self.target.device, whole, "held after a migration")

@@ -9,14 +9,13 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_pool import (
     BlockHasher,
     BlockPool,
     BlockRetention,
-    InvalidArgumentError,
     KVCacheManager,
     Request,
     RetentionDirective,
@@ -30,7 +29,6 @@ from kv_pool.manager.block_groups.kv_cache_spec import (
     MambaSpec,
     SlidingWindowSpec,
 )
-from kv_pool.manager.prefix_lookup import CachedPrefix
 
 BLOCK_SIZE = 2
 HASHER = BlockHasher("sha256", "s", BLOCK_SIZE)
@@ -267,64 +265,6 @@ def test_can_allocate_is_right_after_random_histories(model, num_blocks, past, l
         check_promise(make, name, num_tokens, **asked)
 
 
-@pytest.mark.slow
-@settings(max_examples=300, deadline=None)
-@given(
-    model=st.sampled_from(list(MODELS)),
-    num_blocks=st.integers(1, 12),
-    max_in_flight_tokens=st.integers(1, 12),
-    num_tokens=st.integers(1, 40),
-    data=st.data(),
-)
-def test_a_request_that_fits_alone_can_be_completed(
-    model, num_blocks, max_in_flight_tokens, num_tokens, data
-):
-    manager = KVCacheManager(
-        BlockPool(num_blocks + 1, True, BLOCK_SIZE),
-        groups=MODELS[model],
-        max_in_flight_tokens=max_in_flight_tokens,
-    )
-    num_encoder_tokens = 3 if CROSS in manager.groups else 0
-    assume(manager.fits_alone(num_tokens, num_encoder_tokens=num_encoder_tokens))
-    request = Request("a", range(num_tokens), HASHER)
-    while request.num_computed_tokens < num_tokens:
-        num_left = num_tokens - request.num_computed_tokens
-        num_new = data.draw(st.integers(1, min(num_left, max_in_flight_tokens)), "new tokens")
-        added = manager.allocate_slots(request, num_new, num_encoder_tokens=num_encoder_tokens)
-        assert added is not None
-        request.num_computed_tokens += num_new
-
-
-def test_a_request_larger_than_the_pool_does_not_fit_alone():
-    manager = KVCacheManager(BlockPool(5, True, BLOCK_SIZE))
-    assert manager.fits_alone(8)
-    assert not manager.fits_alone(9)
-
-
-def test_fits_alone_refuses_a_negative_number_of_tokens():
-    manager = KVCacheManager(BlockPool(10, True, 4))
-    with pytest.raises(InvalidArgumentError, match="num_tokens is -1"):
-        manager.fits_alone(-1)
-    with pytest.raises(InvalidArgumentError, match="num_encoder_tokens is -1"):
-        manager.fits_alone(1, num_encoder_tokens=-1)
-
-
-def test_hashes_of_another_size_are_refused_at_once():
-    manager = KVCacheManager(BlockPool(10, True, 16))
-    for block_size in (4, 8, 32):
-        request = Request("a", range(40), BlockHasher(block_size=block_size))
-        with pytest.raises(InvalidArgumentError, match="another block size"):
-            manager.allocate_slots(request, 8)
-    assert manager.list_request_ids() == []
-
-
-def test_hashes_finer_than_the_pools_are_refused_with_a_prefix():
-    manager = KVCacheManager(BlockPool(20, True, 4))
-    request = Request("a", range(30), BlockHasher(block_size=8))
-    with pytest.raises(InvalidArgumentError, match="another block size"):
-        manager.allocate_slots(request, 8, CachedPrefix("a", ([],), 0, 0))
-
-
 # ---- pins ----------------------------------------------------------------------------------------
 
 
@@ -369,13 +309,6 @@ def test_pins_of_a_running_request_count_once_they_are_promised():
     assert not manager.fits_alone(8)
     manager.free(system)
     assert manager.can_allocate(alone, 8) is AllocStatus.NEVER
-
-
-def test_pins_with_a_deadline_end():
-    manager, system = make_pinned(duration_s=60.0)
-    manager.free(system)
-    assert manager.fits_alone(8)
-    assert manager.can_allocate(Request("r", range(100, 108), PIN_HASHER), 8) is AllocStatus.LATER
 
 
 def test_a_request_that_hits_pinned_blocks_uses_them():

@@ -4,10 +4,9 @@ import doctest
 
 import numpy as np
 import pytest
-from manager.table_makers import append, drop_head, make_table, replace
+from manager.table_makers import append, make_table
 
-from kv_pool import BlockMove, InvalidArgumentError, InvalidTypeError
-from kv_pool.contiguous.compaction import Relocation
+from kv_pool import InvalidArgumentError, InvalidTypeError
 from kv_pool.manager import batch_block_table
 from kv_pool.manager.batch_block_table import BatchBlockTable
 
@@ -25,22 +24,6 @@ def rows(batch):
     return [" ".join(map(str, row)) for row in batch.get_rows().tolist()]
 
 
-def test_rows_are_padded_with_the_null_block():
-    batch = make_batch(make_table(3, 1), make_table(7, 8, 9))
-    assert rows(batch) == ["3 1 0 0 0", "7 8 9 0 0"]
-    assert batch.block_ids.shape == (4, 5)
-    assert not batch.block_ids[2:].any()
-
-
-def test_update_returns_the_rows_it_wrote():
-    first, second = make_table(3), make_table(7)
-    batch = make_batch(first, second)
-    append(second, 4, 5)
-    assert batch.update() == [1]
-    assert rows(batch) == ["3 0 0 0 0", "7 4 5 0 0"]
-    assert batch.update() == []
-
-
 def test_appending_leaves_existing_entries_unchanged():
     table = make_table(3, 4)
     batch = make_batch(table)
@@ -48,105 +31,6 @@ def test_appending_leaves_existing_entries_unchanged():
     append(table, 5)
     batch.update()
     assert rows(batch) == ["99 4 5 0 0"]
-
-
-@pytest.mark.parametrize("one_edit", [True, False])
-def test_a_window_that_moves_by_one_block_writes_the_head_only(one_edit):
-    table = make_table(3, 4, 5)
-    batch = make_batch(table)
-    batch.block_ids[0, 2] = 99
-    drop_head(table, 1, one_edit)
-    append(table, 6)
-    batch.update()
-    assert rows(batch) == ["0 4 99 6 0"]
-
-
-@pytest.mark.parametrize("one_edit", [True, False])
-def test_a_window_move_and_a_copy_in_one_step_are_written(one_edit):
-    table = make_table(3, 4, 5, 6)
-    batch = make_batch(table)
-    drop_head(table, 2, one_edit)
-    replace(table, 2, 8)
-    batch.update()
-    assert rows(batch) == ["0 0 8 6 0"]
-
-
-def test_appended_null_blocks_are_not_taken_for_a_window():
-    table = make_table(0, 0)
-    batch = make_batch(table)
-    append(table, 0, 7)
-    table.num_edits += 1
-    batch.update()
-    assert rows(batch) == ["0 0 0 7 0"]
-
-
-def test_replaced_blocks_and_null_blocks_are_written():
-    table = make_table(3, 4)
-    batch = make_batch(table)
-    replace(table, 1, 9)
-    batch.update()
-    assert rows(batch) == ["3 9 0 0 0"]
-    drop_head(table, 2)
-    batch.update()
-    assert rows(batch) == ["0 0 0 0 0"]
-    replace(table, 0, 6)
-    batch.update()
-    assert rows(batch) == ["6 0 0 0 0"]
-    assert batch.update() == []
-
-
-def test_a_shortened_table_leaves_padding():
-    table = make_table(3, 4, 5)
-    batch = make_batch(table)
-    del table.blocks[1:]
-    assert batch.update() == [0]
-    assert rows(batch) == ["3 0 0 0 0"]
-
-
-def test_the_last_row_moves_into_the_hole():
-    batch = make_batch(make_table(1, 2, 3), make_table(4), make_table(5, 6))
-    assert batch.remove_request("a") == 0
-    assert batch.list_request_ids() == ["c", "b"]
-    assert rows(batch) == ["5 6 0 0 0", "4 0 0 0 0"]
-    assert not batch.block_ids[2:].any()
-    assert batch.get_row_number("c") == 0
-    assert batch.remove_request("b") == 1
-    assert batch.remove_request("c") == 0
-    assert not batch.block_ids.any()
-    assert batch.num_requests == 0
-
-
-def test_a_row_that_was_never_written_can_move():
-    batch = make_batch(make_table(1, 2, 3))
-    late = make_table(8)
-    batch.add_request("late", late)
-    batch.remove_request("a")
-    assert rows(batch) == ["0 0 0 0 0"]
-    batch.update()
-    assert rows(batch) == ["8 0 0 0 0"]
-
-
-def test_rows_can_be_swapped():
-    batch = make_batch(make_table(1, 2, 3), make_table(4))
-    batch.swap_rows(0, 1)
-    assert rows(batch) == ["4 0 0 0 0", "1 2 3 0 0"]
-    assert batch.list_request_ids() == ["b", "a"]
-    assert (batch.get_row_number("a"), batch.get_row_number("b")) == (1, 0)
-    with pytest.raises(InvalidArgumentError, match="row 2 is not one of the 2 rows"):
-        batch.swap_rows(0, 2)
-
-
-def test_remap_renames_written_entries_only():
-    first, second = make_table(5, 6), make_table(0, 7, 5)
-    batch = make_batch(first, second)
-    relocation = Relocation(1, [BlockMove(5, 2), BlockMove(7, 1)], 9)
-    for block in {*first.blocks, *second.blocks}:
-        block.block_id = {5: 2, 7: 1}.get(block.block_id, block.block_id)
-    batch.remap(relocation.make_remap())
-    assert rows(batch) == ["2 6 0 0 0", "0 1 2 0 0"]
-    append(first, 5)  # the old id, reused
-    batch.update()
-    assert rows(batch) == ["2 6 5 0 0", "0 1 2 0 0"]
 
 
 def test_rewrite_repairs_a_missed_remap():
@@ -224,16 +108,6 @@ def test_a_given_array_is_written_in_place():
 def test_an_unsuitable_array_is_refused(options, words):
     with pytest.raises(InvalidArgumentError, match=words):
         make_batch(**options)
-
-
-def test_a_size_that_is_not_an_integer_is_refused():
-    with pytest.raises(InvalidTypeError, match="block_size is of type float; expected int"):
-        BatchBlockTable(1, 1, 4.0)
-
-
-def test_another_null_block_id_is_used_as_padding():
-    batch = make_batch(make_table(3), null_block_id=9)
-    assert rows(batch) == ["3 9 9 9 9"]
 
 
 def test_the_examples_of_the_docstrings_run():

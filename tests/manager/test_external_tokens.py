@@ -1,14 +1,11 @@
 """Tokens whose KV is computed elsewhere: their slots, and when their blocks are cached."""
 
 import pytest
-from drawing import state
-from manager.table_drawing import draw, grow, make_manager, make_request, start, stop
+from manager.table_drawing import make_manager, make_request, start, stop
 
-from kv_pool import AllocStatus, FullAttentionSpec, InvalidArgumentError, MambaSpec, SlidingWindowSpec
-from kv_pool.manager.invariants import check_manager
+from kv_pool import FullAttentionSpec, InvalidArgumentError, MambaSpec
 
 FULL = FullAttentionSpec(block_size=4)
-WINDOW = SlidingWindowSpec(block_size=4, sliding_window=5)
 
 
 def allocate(manager, request, num_new, num_external, **options):
@@ -20,101 +17,6 @@ def allocate(manager, request, num_new, num_external, **options):
     if added is not None:
         request.num_computed_tokens = prefix.num_tokens + num_external
     return added
-
-
-def test_external_tokens_follow_the_prefix_and_are_cached():
-    manager = make_manager((FULL,), 8)
-    a, b = make_request("a", range(4)), make_request("b", range(14))
-    start(manager, a)
-    allocate(manager, b, num_new=4, num_external=6)
-    assert draw(manager, b) == "1*x2 2* 3* 4"
-    b.num_computed_tokens = 14
-    check_manager(manager, [a, b])
-    stop(manager, a, b)
-
-
-def test_delayed_external_tokens_are_cached_after_arrival():
-    manager = make_manager((FULL,), 8)
-    a = make_request("a", range(13))
-    allocate(manager, a, num_new=0, num_external=10, delay_cache_blocks=True)
-    assert draw(manager, a) == "1 2 3"
-    assert manager.get_computed_blocks(make_request("b", range(13))).num_tokens == 0
-    manager.cache_blocks(a, 10)
-    assert draw(manager, a) == "1* 2* 3"
-    grow(manager, a)
-    assert draw(manager, a) == "1* 2* 3* 4"
-    stop(manager, a)
-
-
-def test_an_aborted_transfer_leaves_nothing_cached():
-    manager = make_manager((FULL,), 8)
-    a = make_request("a", range(13))
-    allocate(manager, a, num_new=0, num_external=12, delay_cache_blocks=True)
-    manager.free(a)
-    assert state(manager.block_pool) == "free: 3 2 1 4 5 6 7 8"
-    assert manager.get_computed_blocks(make_request("b", range(13))).num_tokens == 0
-
-
-def test_external_tokens_outside_the_window_get_no_blocks():
-    manager = make_manager((WINDOW,), 8)
-    a = make_request("a", range(15))
-    allocate(manager, a, num_new=3, num_external=12)
-    assert draw(manager, a) == "- - 1* 2"
-    stop(manager, a)
-
-
-def test_hits_that_external_tokens_push_out_are_not_touched():
-    manager = make_manager((WINDOW,), 8)
-    a, b = make_request("a", range(4)), make_request("b", range(15))
-    start(manager, a)
-    manager.free(a)
-    allocate(manager, b, num_new=3, num_external=8)
-    assert draw(manager, b) == "- - 2* 3"
-    assert state(manager.block_pool).startswith("free: 4 5 6 7 8 1*")
-    stop(manager, b)
-
-
-def test_an_external_state_gets_a_block_of_its_own():
-    manager = make_manager((MambaSpec(block_size=4),), 8)
-    a = make_request("a", range(11))
-    allocate(manager, a, num_new=3, num_external=8)
-    assert draw(manager, a) == "- 1* 2"
-    manager.take_block_copies()
-    a.num_computed_tokens = 11
-    check_manager(manager, [a])
-    stop(manager, a)
-
-
-def test_a_delayed_state_is_cached_after_arrival():
-    manager = make_manager((MambaSpec(block_size=4),), 8)
-    a, b = make_request("a", range(11)), make_request("b", range(11))
-    allocate(manager, a, num_new=0, num_external=8, delay_cache_blocks=True)
-    manager.cache_blocks(a, 8)
-    assert draw(manager, a) == "- 1*"
-    assert start(manager, b) == 8  # in the same step: the state has arrived
-    stop(manager, a, b)
-
-
-def test_delayed_blocks_are_cached_in_all_groups_at_once():
-    manager = make_manager((FULL, WINDOW, MambaSpec(block_size=8)), 20)
-    a, b = make_request("a", range(13)), make_request("b", range(13))
-    allocate(manager, a, num_new=0, num_external=8, delay_cache_blocks=True)
-    assert draw(manager, a) == "1 2 / - 3 / 4"
-    manager.cache_blocks(a, 8)
-    assert draw(manager, a) == "1* 2* / - 3* / 4*"
-    assert start(manager, b) == 8
-    stop(manager, a, b)
-
-
-def test_external_tokens_are_counted_before_blocks_are_taken():
-    manager = make_manager((FULL,), 3)
-    a = make_request("a", range(16))
-    before = state(manager.block_pool)
-    status = manager.can_allocate(a, 4, num_external_computed_tokens=12)
-    assert status is AllocStatus.NEVER
-    assert allocate(manager, a, num_new=4, num_external=12) is None
-    assert state(manager.block_pool) == before
-    assert manager.can_allocate(a, 0, num_external_computed_tokens=12) is AllocStatus.OK
 
 
 def test_external_tokens_of_a_running_request_are_refused():

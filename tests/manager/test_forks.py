@@ -1,14 +1,12 @@
 """Forks share blocks; the first to write to a shared block gets another one, and a copy to make."""
 
 import pytest
-from drawing import state
 from manager.table_drawing import draw, grow, make_manager, make_request, start, stop, take_copies
 
 from kv_pool import (
     AllocStatus,
     BlockHasher,
     BlockPool,
-    CrossAttentionSpec,
     FullAttentionSpec,
     InvalidArgumentError,
     KVCacheManager,
@@ -20,9 +18,7 @@ from kv_pool import (
     PoolInterruptedError,
     PrefixRules,
     Request,
-    SlidingWindowSpec,
 )
-from kv_pool.manager.invariants import check_manager
 
 FULL = FullAttentionSpec(block_size=4)
 
@@ -43,15 +39,6 @@ def make_parent(num_tokens=10, groups=(FULL,), num_blocks=20):
     return manager, a
 
 
-def test_a_fork_takes_no_blocks():
-    manager, a = make_parent()
-    b = fork(manager, a, "b", [50])
-    assert draw(manager, a) == draw(manager, b) == "1*x2 2*x2 3x2"
-    assert manager.get_num_free_blocks() == 17
-    assert take_copies(manager) == []
-    stop(manager, a, b)
-
-
 def test_first_writer_of_a_shared_block_gets_a_copy():
     manager, a = make_parent()
     b = fork(manager, a, "b", [50])
@@ -63,213 +50,6 @@ def test_first_writer_of_a_shared_block_gets_a_copy():
     grow(manager, a, [60])
     assert draw(manager, a) == "1*x2 2*x2 3"
     assert take_copies(manager) == []
-    stop(manager, a, b)
-
-
-def test_a_parent_that_writes_first_gets_the_copy():
-    manager, a = make_parent()
-    b = fork(manager, a, "b", [50])
-    grow(manager, a, [60])
-    assert draw(manager, a) == "1*x2 2*x2 4"
-    assert take_copies(manager) == [(3, 4)]
-    stop(manager, a, b)
-
-
-def test_last_holder_writes_in_the_step_that_copies_its_block():
-    manager, a = make_parent()
-    b = fork(manager, a, "b", [50])
-    grow(manager, a, [60])
-    grow(manager, b)
-    assert (draw(manager, a), draw(manager, b)) == ("1*x2 2*x2 4", "1*x2 2*x2 3x2")
-    assert take_copies(manager) == [(3, 4)]  # before the step writes
-    assert draw(manager, b) == "1*x2 2*x2 3"
-    stop(manager, a, b)
-
-
-def test_no_copy_is_made_at_a_block_boundary():
-    manager, a = make_parent(8)
-    b = fork(manager, a, "b", [50])
-    grow(manager, a, [60])
-    grow(manager, b)
-    assert (draw(manager, a), draw(manager, b)) == ("1*x2 2*x2 3", "1*x2 2*x2 4")
-    assert take_copies(manager) == []
-    stop(manager, a, b)
-
-
-def test_lookahead_slots_stay_with_the_parent():
-    manager = make_manager((FULL,))
-    a = make_request("a", range(10))
-    start(manager, a, num_lookahead_tokens=8)
-    assert draw(manager, a) == "1* 2* 3 4 5"
-    b = fork(manager, a, "b", [50])
-    assert draw(manager, b) == "1*x2 2*x2 3x2"
-    grow(manager, a, [60])
-    assert draw(manager, a) == "1*x2 2*x2 6 4 5"
-    assert take_copies(manager) == [(3, 6)]
-    stop(manager, a, b)
-
-
-def test_each_of_several_forks_gets_a_copy_of_its_own():
-    manager, a = make_parent()
-    children = [fork(manager, a, name, [50 + index]) for index, name in enumerate("bcd")]
-    assert draw(manager, a) == "1*x4 2*x4 3x4"
-    for child in children:
-        grow(manager, child)
-    assert [draw(manager, child) for child in children] == [
-        "1*x4 2*x4 4",
-        "1*x4 2*x4 5",
-        "1*x4 2*x4 6",
-    ]
-    assert take_copies(manager) == [(3, 4), (3, 5), (3, 6)]
-    assert draw(manager, a) == "1*x4 2*x4 3"
-    stop(manager, a, *children)
-
-
-def test_a_fork_of_a_fork_copies_from_the_first_source():
-    """b has slots for a step that did not run; c is forked from it and gets b's content from a's block."""
-    manager, a = make_parent()
-    b = fork(manager, a, "b", [50])
-    manager.allocate_slots(b, 1)
-    assert draw(manager, b) == "1*x2 2*x2 4"
-    c = fork(manager, b, "c", [51])
-    assert draw(manager, c) == "1*x3 2*x3 4x2"
-    manager.allocate_slots(c, 1)
-    assert draw(manager, c) == "1*x3 2*x3 5"
-    assert draw(manager, b) == "1*x3 2*x3 4"
-    check_manager(manager, [a, b, c])
-    assert take_copies(manager) == [(3, 4), (3, 5)]
-    stop(manager, a, b, c)
-
-
-def test_a_copy_that_is_no_longer_needed_is_dropped():
-    manager, a = make_parent()
-    b = fork(manager, a, "b", [50])
-    grow(manager, b)
-    manager.free(b)
-    assert take_copies(manager) == []
-    assert state(manager.block_pool).endswith("in use: 1* 2* 3")
-    stop(manager, a)
-
-
-def test_a_copy_source_outlives_its_request():
-    manager, a = make_parent(num_blocks=4)
-    b = fork(manager, a, "b", [50])
-    grow(manager, b)
-    manager.free(a)
-    assert draw(manager, b) == "1* 2* 4"
-    c = make_request("c", range(100, 104))
-    assert start(manager, c) is None  # block 3 is held until it is copied
-    assert take_copies(manager) == [(3, 4)]
-    assert start(manager, c) == 0
-    assert draw(manager, c) == "3*"
-    stop(manager, b, c)
-
-
-def test_a_shared_copy_target_outlives_its_first_owner():
-    manager, a = make_parent()
-    b = fork(manager, a, "b", [50])
-    manager.allocate_slots(b, 1)
-    c = fork(manager, b, "c", [51])
-    manager.free(b)
-    assert draw(manager, c) == "1*x2 2*x2 4"
-    assert take_copies(manager) == [(3, 4)]
-    stop(manager, a, c)
-
-
-def test_a_preempted_fork_hits_its_blocks_again():
-    manager, a = make_parent()
-    b = fork(manager, a, "b", [50])
-    grow(manager, b)
-    manager.free(b)
-    b.num_computed_tokens = 0
-    assert draw(manager, a) == "1* 2* 3"
-    assert take_copies(manager) == []
-    assert start(manager, b) == 8
-    assert draw(manager, b) == "1*x2 2*x2 4"
-    stop(manager, a, b)
-
-
-def test_a_fork_that_does_not_fit_changes_nothing():
-    manager, a = make_parent(num_blocks=3)
-    b = fork(manager, a, "b", [50])
-    before = state(manager.block_pool)
-    assert not grow(manager, b)
-    assert state(manager.block_pool) == before
-    assert take_copies(manager) == []
-    manager.free(a)
-    assert grow(manager, b)  # no request shares block 3 any more
-    assert draw(manager, b) == "1* 2* 3"
-    stop(manager, b)
-
-
-def test_a_shared_full_block_is_cached_after_both_continue():
-    """Groups of 4 and 8 tokens per block: at 4 tokens neither has cached the shared block, then both do."""
-    groups = (FULL, FullAttentionSpec(block_size=8))
-    manager, a = make_parent(6, groups)
-    assert draw(manager, a) == "1 2 / 3"
-    b = fork(manager, a, "b", [50, 51])
-    grow(manager, a, [6, 7])
-    grow(manager, b)
-    assert (draw(manager, a), draw(manager, b)) == ("1*x2 4* / 5*", "1*x2 2*x2 / 3*x2")
-    assert take_copies(manager) == [(2, 4), (3, 5)]
-    stop(manager, a, b)
-
-
-def test_forks_cache_delayed_blocks_one_after_the_other():
-    manager = make_manager((FULL,))
-    a = make_request("a", range(10))
-    start(manager, a, delay_cache_blocks=True)
-    b = fork(manager, a, "b", [50])
-    manager.cache_blocks(a, 10)
-    assert draw(manager, b) == "1*x2 2*x2 3x2"
-    manager.cache_blocks(b, 10)
-    stop(manager, a, b)
-
-
-def test_a_fork_shares_the_blocks_in_its_parents_window():
-    manager, a = make_parent(8, (FULL, SlidingWindowSpec(block_size=4, sliding_window=4)))
-    grow(manager, a, [8, 9])
-    b = fork(manager, a, "b", [50])
-    assert draw(manager, a) == draw(manager, b) == "1*x2 2*x2 5x2 / - 4*x2 6x2"
-    grow(manager, b)
-    grow(manager, a, [60])
-    assert draw(manager, b) == "1*x2 2*x2 7 / - 4*x2 8"
-    assert draw(manager, a) == "1*x2 2*x2 5x2 / - 4*x2 6x2"
-    assert take_copies(manager) == [(5, 7), (6, 8)]
-    check_manager(manager, [a, b])
-    stop(manager, a, b)
-
-
-def test_a_fork_keeps_blocks_that_left_its_siblings_window():
-    manager, a = make_parent(6, (SlidingWindowSpec(block_size=4, sliding_window=4),))
-    b = fork(manager, a, "b", [50])
-    grow(manager, a, [6, 7, 8])
-    take_copies(manager)
-    grow(manager, a, [9])
-    assert draw(manager, a) == "- 3* 4"
-    assert draw(manager, b) == "1* 2"
-    stop(manager, a, b)
-
-
-def test_forks_of_a_state_write_to_copies_or_new_blocks():
-    manager, a = make_parent(6, (MambaSpec(block_size=4),))
-    b = fork(manager, a, "b", [50])
-    assert draw(manager, b) == "- 1x2"
-    grow(manager, a, [60])  # continues within the block: a copy
-    grow(manager, b, [51, 52])  # ends in the next block: reads this block, writes the next
-    assert (draw(manager, a), draw(manager, b)) == ("- 2", "- 1x2 3")
-    assert take_copies(manager) == [(1, 2)]
-    stop(manager, a, b)
-
-
-def test_forks_share_encoder_blocks_and_never_copy_them():
-    manager = make_manager((FULL, CrossAttentionSpec(block_size=4)))
-    a = make_request("a", range(6))
-    start(manager, a, num_encoder_tokens=6)
-    b = fork(manager, a, "b", [50])
-    grow(manager, b)
-    assert draw(manager, b) == "1x2 5 / 3x2 4x2"
-    assert take_copies(manager) == [(2, 5)]
     stop(manager, a, b)
 
 
@@ -387,25 +167,6 @@ def test_a_fork_counts_the_blocks_for_the_states_of_its_drafts():
         fits = num_free == 4  # the last blocks of both groups, and two states
         assert (manager.can_allocate(child, 1) is AllocStatus.OK) == fits
         assert (manager.allocate_slots(child, 1) is not None) == fits
-
-
-def test_requests_take_the_short_way_again_after_a_fork():
-    manager = KVCacheManager(BlockPool(40, True, 4))
-    hasher = BlockHasher(block_size=4)
-    other, parent, child = (
-        Request(name, range(number, number + 9), hasher)
-        for name, number in (("other", 100), ("parent", 0), ("child", 0))
-    )
-    for request in (other, parent):
-        manager.allocate_slots(request, 9)
-        request.num_computed_tokens = 9
-    quiet = manager.allocate_slots(other, 1)
-    child.num_computed_tokens = 9
-    manager.fork(parent, child)
-    assert manager.allocate_slots(other, 1) is quiet
-    assert manager.allocate_slots(parent, 1) is not quiet
-    manager.free(child)
-    assert manager.allocate_slots(parent, 1) is quiet
 
 
 def test_blocks_that_a_watcher_takes_are_missing_loudly():

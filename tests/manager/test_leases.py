@@ -6,18 +6,15 @@ from drawing import cache, ids, make_pool, state
 from kv_pool import (
     BlockLeases,
     BlockPool,
-    BlockRetention,
     InvalidArgumentError,
     InvalidBlockError,
     LeaseKind,
-    RetentionDirective,
     StaleLeaseError,
 )
 from kv_pool.contiguous import compaction
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core import invariants
 from kv_pool.manager.invariants import check_leases
-from kv_pool.manager.leases import LeaseState
 
 READ, WRITE = LeaseKind.READ, LeaseKind.WRITE
 SEEDS = range(150)
@@ -46,18 +43,6 @@ def acquire(leases, block_ids, deadline=10, holder="worker", kind=READ):
 def snapshot(pool, leases):
     check_leases(leases)
     return state(pool), [(lease, repr(lease)) for lease in leases.list_leases()], leases.num_leased_blocks
-
-
-def test_leased_blocks_are_not_reused_until_released():
-    pool, _, leases = make("free: 3 1* 2* | in use: 4*")
-    lease = acquire(leases, [1, 4])
-    assert state(pool) == "free: 3 2* | in use: 1* 4*x2"
-    assert leases.num_leased_blocks == 2
-    assert leases.is_leased(pool.blocks[1])
-    lease.release()
-    assert state(pool) == "free: 3 2* 1* | in use: 4*"
-    assert leases.num_leased_blocks == 0
-    assert lease.state is LeaseState.RELEASED
 
 
 COMPACTIONS = {
@@ -92,20 +77,6 @@ def test_compaction_moves_no_leased_block(name, kind):
     assert pool.holds.list_holds() == []
 
 
-def test_a_quarantined_block_keeps_its_id():
-    pool = RunBlockPool(6, True, 4)
-    clock = Clock()
-    leases = BlockLeases(pool, clock)
-    before, leased = pool.get_new_blocks(2), pool.get_new_blocks(2)
-    lease = leases.acquire(leased, 10, "nic", WRITE)
-    pool.free_blocks([*before, *leased])
-    clock.now = 10
-    assert leases.expire() == [lease]
-    assert compaction.pack(pool, print) == []
-    lease.release()
-    assert pool.holds.list_immovable_ids() == []
-
-
 def test_a_lease_ends_once():
     pool, _, leases = make("free: 1*")
     lease = acquire(leases, [1])
@@ -118,30 +89,6 @@ def test_a_lease_ends_once():
     with pytest.raises(StaleLeaseError, match="not of these leases"):
         BlockLeases(pool, Clock()).release(lease)
     assert snapshot(pool, leases) == before
-
-
-def test_a_late_reader_loses_its_blocks_and_is_reported_once():
-    pool, clock, leases = make("free: 1* 2*")
-    late, early = acquire(leases, [1], 10), acquire(leases, [2], 5)
-    clock.now = 4
-    assert leases.expire() == []
-    clock.now = 10
-    assert leases.expire() == [early, late]
-    assert leases.expire() == []
-    assert state(pool) == "free: 2* 1*"
-    before = snapshot(pool, leases)
-    with pytest.raises(StaleLeaseError, match="expired"):
-        late.release()
-    assert snapshot(pool, leases) == before
-
-
-def test_an_overdue_lease_can_be_released_before_expire():
-    pool, clock, leases = make("free: 1*")
-    lease = acquire(leases, [1], 5)
-    clock.now = 9
-    lease.release()
-    assert leases.expire() == []
-    assert state(pool) == "free: 1*"
 
 
 def test_a_late_writer_is_quarantined_until_it_confirms():
@@ -159,24 +106,6 @@ def test_a_late_writer_is_quarantined_until_it_confirms():
     lease.release()
     assert leases.list_leases() == []
     assert state(pool) == "free: 1 2"
-
-
-def test_a_heartbeat_moves_the_deadline_either_way():
-    pool, clock, leases = make("free: 1* 2*")
-    first, second = acquire(leases, [1], 5), acquire(leases, [2], 50)
-    first.extend(20)
-    second.extend(7)
-    clock.now = 8
-    assert leases.expire() == [second]
-    before = snapshot(pool, leases)
-    with pytest.raises(InvalidArgumentError, match="cannot be extended to 8: it is 8 now"):
-        first.extend(8)
-    assert snapshot(pool, leases) == before
-    for deadline in range(21, 1000):
-        first.extend(deadline)
-    assert len(pool.holds.deadlines.entries) < 100
-    clock.now = 999
-    assert leases.expire() == [first]
 
 
 @pytest.mark.parametrize(
@@ -212,23 +141,6 @@ def test_an_invalid_lease_is_refused():
     with pytest.raises(InvalidBlockError, match="not one of this pool"):
         leases.acquire([BlockPool(3, True, 4).blocks[1]], 10, "worker")
     assert snapshot(pool, leases) == before
-
-
-def test_a_kept_block_is_kept_again_after_its_lease():
-    clock = Clock()
-    pool = make_pool("free: 2 | in use: 1*")
-    retention = BlockRetention(pool, clock)
-    leases = BlockLeases(pool, clock)
-    retention.set_directives("request", [RetentionDirective(priority=90)])
-    retention.note_leaving("request", 0, 0, [pool.blocks[1]])
-    pool.free_blocks([pool.blocks[1]])
-    assert retention.num_retained == 1
-    lease = acquire(leases, [1])
-    assert retention.num_retained == 0
-    assert pool.blocks[1].ref_cnt == 1
-    check_leases(leases)
-    lease.release()
-    assert retention.num_retained == 1
 
 
 @pytest.mark.parametrize("seed", SEEDS)

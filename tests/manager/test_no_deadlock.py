@@ -12,10 +12,7 @@ from manager.example_scheduler import Scheduler, Sequence, StandIn, generate_wit
 from kv_pool import (
     BlockHasher,
     BlockPool,
-    FullAttentionSpec,
     KVCacheManager,
-    MambaSpec,
-    SlidingWindowSpec,
 )
 from kv_pool.core import invariants
 from kv_pool.manager.preemption import PreemptionKind
@@ -159,40 +156,6 @@ def test_larger_mixes_end_with_the_right_tokens(data):
     run(scheduler, requests, arrivals)
     for request in requests:
         assert request.all_token_ids == generate_without_blocks(request)
-
-
-@settings(max_examples=100, deadline=None)
-@given(data=st.data())
-def test_larger_mixes_end_with_several_groups(data):
-    groups = data.draw(
-        st.sampled_from(
-            [
-                [FullAttentionSpec(block_size=2), SlidingWindowSpec(block_size=2, sliding_window=3)],
-                [FullAttentionSpec(block_size=4), MambaSpec(block_size=2)],
-                [SlidingWindowSpec(block_size=2, sliding_window=6)],
-            ]
-        ),
-        "groups",
-    )
-    budget = data.draw(st.integers(1, 12), "budget")
-    scheduler = make_scheduler(
-        data.draw(st.integers(4, 16), "blocks"),
-        data.draw(st.sampled_from(list(RULES)), "rule"),
-        budget,
-        data.draw(st.sampled_from([0.0, 0.1, 0.5]), "watermark"),
-        data.draw(st.integers(1, 12), "host blocks"),
-        whole_prompts=data.draw(st.booleans(), "whole prompts"),
-        groups=groups,
-        max_in_flight_tokens=budget,
-    )
-    requests = make_requests(
-        data.draw(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 12)), min_size=1, max_size=6)),
-        [0] * 6,
-        shares_prompts=data.draw(st.booleans(), "common prefix"),
-    )
-    fitting = [request for request in requests if scheduler.manager.fits_alone(request.max_tokens)]
-    if fitting:
-        run(scheduler, fitting)
 
 
 def test_a_request_that_does_not_fit_is_refused_on_arrival():

@@ -60,17 +60,6 @@ def test_an_adapter_that_is_loaded_again_has_other_hashes(algorithm):
     assert hashes(1, "sql", "/sql", "v2") == hashes(5, "sql", "/sql", "v2")  # the same weights elsewhere
 
 
-def test_one_adapter_is_evicted_and_others_stay():
-    manager = make()
-    sql, law = LoRARequest(1, "sql", "/sql"), LoRARequest(2, "law", "/law")
-    compute(manager, "plain")
-    compute(manager, "a", lora_request=sql)
-    compute(manager, "b", lora_request=law)
-    assert manager.evict_owned(adapter="sql") == 3
-    assert [hits(manager, lora_request=one) for one in (sql, law, None)] == [0, 12, 12]
-    assert manager.evict_owned(adapter="sql") == 0
-
-
 def test_running_requests_of_an_evicted_owner_cache_no_more():
     manager = make()
     sql = LoRARequest(1, "sql", "/sql")

@@ -1,8 +1,7 @@
 """`PrefixRules` by example: which blocks are cached, where hits end, which blocks are copied and kept."""
 
 import pytest
-from drawing import state
-from manager.table_drawing import draw, grow, make_manager, make_request, start, stop, take_copies
+from manager.table_drawing import draw, make_manager, make_request, start, stop, take_copies
 
 from kv_pool import (
     AllocStatus,
@@ -28,11 +27,6 @@ def make(*groups, hash_block_size=4, num_blocks=20, **rules):
     return make_manager(groups, num_blocks, hash_block_size, prefix_rules=PrefixRules(**rules))
 
 
-def count_hits(manager, tokens, hash_block_size=4):
-    prefix = manager.get_computed_blocks(make_request("looked up", tokens, hash_block_size))
-    return prefix.num_tokens
-
-
 def step(manager, request, end):
     """Allocate and count the tokens up to `end`, as one step without copies; return the new block ids."""
     prefix = None if manager.holds_blocks(request.request_id) else manager.get_computed_blocks(request)
@@ -40,116 +34,6 @@ def step(manager, request, end):
     added = manager.allocate_slots(request, end - request.num_computed_tokens - num_hits, prefix)
     request.num_computed_tokens = end
     return [[block.block_id for block in blocks] for blocks in added]
-
-
-# ---- retention intervals -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("interval", "drawn", "num_hits"),
-    [
-        (0, "1* 2* 3* 4* 5 / 6 7 8 9* 10", 0),  # the end of the prompt only
-        (8, "1* 2* 3* 4* 5 / 6 7* 8 9* 10", 8),
-        (None, "1* 2* 3* 4* 5 / 6* 7* 8* 9* 10", 12),
-    ],
-)
-def test_windows_are_cached_at_multiples_of_the_interval(interval, drawn, num_hits):
-    manager = make(FULL, WINDOW, retention_interval=interval)
-    a = make_request("a", range(18))
-    start(manager, a)
-    assert draw(manager, a) == drawn
-    assert count_hits(manager, range(18)) == 16
-    assert count_hits(manager, [*range(13), 90, 91]) == num_hits
-    stop(manager, a)
-
-
-def test_states_are_cached_at_the_end_of_the_prompt_only():
-    manager = make(FULL, STATE)
-    a = make_request("a", range(10))
-    for end in (4, 8, 10):
-        step(manager, a, end)
-        take_copies(manager)
-    assert draw(manager, a) == "1* 3* 2 / - 4* 5"
-    for token in range(7):
-        grow(manager, a, [token])
-    assert draw(manager, a) == "1* 3* 2* 6* 5 / - - - 7 8"  # states after output are not cached
-    stop(manager, a)
-
-
-def test_states_are_cached_at_multiples_of_the_interval():
-    manager = make(FULL, STATE, retention_interval=8)
-    a = make_request("a", range(30))
-    for end in range(4, 28, 4):
-        step(manager, a, end)
-        assert ("*" in draw(manager, a).rpartition(" ")[2]) == (end % 8 == 0)
-        take_copies(manager)
-    stop(manager, a)
-
-
-def test_a_prompt_that_ends_with_a_block_has_a_checkpoint_before():
-    """The last token is computed again, so its block cannot be hit."""
-    manager = make(FULL, WINDOW)
-    a = make_request("a", range(16))
-    start(manager, a)
-    assert draw(manager, a) == "1* 2* 3* 4* / 5 6 7* 8"
-    assert count_hits(manager, range(16)) == 12
-    stop(manager, a)
-
-
-def test_the_junction_of_a_shared_prefix_becomes_a_checkpoint():
-    """The first request with other tokens after 12 computes them all; the second one finds the window."""
-    manager = make(FULL, WINDOW, num_blocks=30)
-    a = make_request("a", range(18))
-    start(manager, a)
-    b = make_request("b", [*range(12), *range(50, 60)])
-    prefix = manager.get_computed_blocks(b)
-    assert (prefix.num_tokens, prefix.junction) == (0, 12)
-    start(manager, b)
-    assert draw(manager, b).endswith(" / 17 18 19* 20 21* 22")
-    prefix = manager.get_computed_blocks(make_request("c", [*range(12), *range(70, 80)]))
-    assert (prefix.num_tokens, prefix.junction) == (12, 0)
-    stop(manager, a, b)
-
-
-# ---- drafters ------------------------------------------------------------------------------------
-
-
-def test_a_hit_of_a_drafter_drops_its_last_block():
-    manager = make(FULL, eagle_groups=[0])
-    a = make_request("a", range(18))
-    start(manager, a)
-    assert draw(manager, a) == "1* 2* 3* 4* 5"
-    assert count_hits(manager, range(18)) == 12
-    stop(manager, a)
-
-
-def test_a_window_of_a_drafter_keeps_the_block_that_is_dropped():
-    manager = make(FULL, WINDOW, eagle_groups=[1])
-    a = make_request("a", range(18))
-    start(manager, a)
-    assert draw(manager, a) == "1* 2* 3* 4* 5 / 6 7 8* 9* 10"
-    assert count_hits(manager, range(18)) == 12
-    stop(manager, a)
-
-
-def test_tokens_that_a_drafter_may_compute_again_are_not_cached():
-    manager = make(FULL, eagle_groups=[0], num_reprefillable_tokens=2)
-    a = make_request("a", range(20))
-    step(manager, a, 9)
-    assert draw(manager, a) == "1* 2 3"
-    step(manager, a, 10)
-    assert draw(manager, a) == "1* 2* 3"
-    stop(manager, a)
-
-
-def test_a_window_keeps_extra_tokens_for_a_drafter():
-    window = SlidingWindowSpec(block_size=4, sliding_window=5, extra_retained_tokens=3)
-    manager = make(window)
-    a = make_request("a", range(20))
-    for end, drawn in ((10, "1 2 3"), (11, "1 2 3"), (12, "- 2 3"), (16, "- 2 3 1*")):
-        step(manager, a, end)
-        assert draw(manager, a) == drawn
-    stop(manager, a)
 
 
 # ---- tokens in flight ----------------------------------------------------------------------------
@@ -180,21 +64,6 @@ def test_can_allocate_does_not_count_blocks_of_tokens_in_flight():
 # ---- hits within a block -------------------------------------------------------------------------
 
 
-def test_the_state_at_the_end_of_a_prompt_is_copied_in_time():
-    manager = make(FULL, STATE, hash_block_size=2)
-    a = make_request("a", range(11), 2)
-    step(manager, a, 8)
-    step(manager, a, 10)
-    assert draw(manager, a) == "1* 2* 4* / - 3* 5*"
-    assert take_copies(manager) == []
-    step(manager, a, 11)
-    assert draw(manager, a) == "1* 2* 4* / - - 5x2"  # 10 tokens are now cached in block 6
-    check_manager(manager, [a])
-    assert take_copies(manager) == [(5, 6)]
-    assert state(manager.block_pool).endswith("3* 6* | in use: 1* 2* 4* 5")
-    stop(manager, a)
-
-
 def test_a_request_that_hits_a_part_of_a_block_gets_a_copy():
     manager = make(FULL, STATE, hash_block_size=2)
     a = make_request("a", range(11), 2)
@@ -210,18 +79,6 @@ def test_a_request_that_hits_a_part_of_a_block_gets_a_copy():
     stop(manager, a, b)
 
 
-def test_copies_stay_pending_if_their_request_is_freed():
-    manager = make(FULL, STATE, hash_block_size=2)
-    a = make_request("a", range(11), 2)
-    for end in (8, 10, 11):
-        step(manager, a, end)
-    manager.free(a)
-    a.num_computed_tokens = 0
-    assert count_hits(manager, range(11), 2) == 10
-    assert take_copies(manager) == [(5, 6)]
-    stop(manager)
-
-
 def test_blocks_of_copies_are_kept_until_the_caller_frees_them():
     manager = make(FULL, STATE, hash_block_size=2)
     a = make_request("a", range(11), 2)
@@ -233,16 +90,6 @@ def test_blocks_of_copies_are_kept_until_the_caller_frees_them():
     check_manager(manager, [a], held_elsewhere=retained)
     manager.free_blocks(retained)
     assert take_copies(manager) == []
-    stop(manager, a)
-
-
-def test_without_partial_hits_a_hit_ends_with_a_block():
-    manager = make(FULL, STATE, hash_block_size=2, partial_hits=False)
-    a = make_request("a", range(11), 2)
-    for end in (8, 10, 11):
-        step(manager, a, end)
-        take_copies(manager)
-    assert count_hits(manager, range(11), 2) == 8
     stop(manager, a)
 
 
@@ -277,20 +124,6 @@ def test_a_partial_hit_is_stale_after_its_block_was_evicted():
 # ---- states of drafts and in the middle of a step ------------------------------------------------
 
 
-def test_blocks_for_states_after_drafts_move_to_the_end():
-    manager = make(MambaSpec(block_size=4, num_speculative_blocks=2))
-    a = make_request("a", range(25))
-    assert step(manager, a, 8) == [[0, 1, 2, 3]]
-    assert step(manager, a, 9) == [[4]]
-    assert draw(manager, a) == "- 1 2 3 4"
-    assert step(manager, a, 13) == [[1]]
-    assert draw(manager, a) == "- - 2 3 4 1"
-    assert step(manager, a, 25) == [[4, 1, 2]]
-    assert draw(manager, a) == "- - - 3 - - 4 1 2"
-    check_manager(manager, [a])
-    stop(manager, a)
-
-
 def test_a_fork_takes_its_own_blocks_for_drafts():
     manager = make(MambaSpec(block_size=4, num_speculative_blocks=1))
     a, b = make_request("a", range(30)), make_request("b", range(30))
@@ -304,19 +137,6 @@ def test_a_fork_takes_its_own_blocks_for_drafts():
     check_manager(manager, [a, b])
     assert take_copies(manager) == [(1, 3)]
     stop(manager, a, b)
-
-
-def test_a_state_in_the_middle_of_a_step_is_cached():
-    states = MambaSpec(block_size=4, prefill_checkpoint_alignment=2)
-    manager = make(FULL, states, hash_block_size=2)
-    a = make_request("a", range(11), 2)
-    assert step(manager, a, 11) == [[1, 2, 3], [0, 4, 5]]
-    assert draw(manager, a) == "1* 2* 3* / - 4* 5"  # block 4 has the state after 10 tokens
-    take_copies(manager)
-    prefix = manager.get_computed_blocks(make_request("b", range(11), 2))
-    assert prefix.num_tokens == 10
-    assert [block.block_id for block in prefix.blocks[1]] == [0, 0, 4]
-    stop(manager, a)
 
 
 def test_a_state_that_no_request_can_hit_takes_one_block():
@@ -360,6 +180,7 @@ def test_rules_that_do_not_fit_the_groups_are_refused(groups, rules, message):
         ({"retention_interval": "0"}, InvalidTypeError),
         ({"partial_hits": 1}, InvalidTypeError),
         ({"eagle_groups": ["0"]}, InvalidTypeError),
+        ({"details": {"renews_states": True}}, InvalidTypeError),
     ],
 )
 def test_wrong_rules_are_refused(rules, error):

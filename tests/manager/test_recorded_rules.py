@@ -6,7 +6,6 @@ itself.
 
 import json
 import lzma
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,7 @@ def load(release):
     return provenance, runs
 
 
-PROVENANCE, RUNS = load("0_33")
+_, RUNS = load("0_33")
 
 
 def replay(run):
@@ -59,13 +58,13 @@ def test_recorded_schedules_have_the_results_of_vllm(kind):
             replay(run)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("share", [5, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
 @pytest.mark.parametrize("release", OLDER)
-def test_recorded_schedules_have_the_results_of(release):
+def test_recorded_schedules_have_the_results_of(release, share):
     provenance, runs = load(release)
     assert provenance["vllm"].startswith(release.replace("_", "."))
     assert {run["kind"] for run in runs} == {*KINDS}
-    for run in runs:
+    for run in runs[::share]:
         replay(run)
 
 
@@ -73,38 +72,3 @@ def test_recorded_schedules_have_the_results_of(release):
 def test_other_details_than_those_of_the_release_are_found(release):
     with pytest.raises(AssertionError, match="seed"):
         replay_with({"details": {}}, load(release)[1])
-
-
-def test_the_recording_is_from_vllm_0_33_and_has_every_setting():
-    assert PROVENANCE["vllm"].startswith("0.33.0")
-    assert len(RUNS) >= 300
-    rules = [run["options"]["rules"] for run in RUNS]
-    assert {0, None} < {rule["interval"] for rule in rules}
-    assert {bool(rule["eagle"]) for rule in rules} == {True, False}
-    assert {rule["hash_ahead"] for rule in rules} == {0, 1}
-    assert max(rule["prefill_ahead"] for rule in rules) > 1
-    counts = Counter()
-    for run in RUNS:
-        for (name, *arguments), answer in zip(run["operations"], run["answers"], strict=True):
-            if name == "look_up":
-                sizes = [group["block_size"] for group in run["options"]["groups"]]
-                counts["hits"] += answer[0] > 0
-                counts["partial hits"] += any(answer[0] % size for size in sizes)
-                counts["junctions"] += answer[2] > 0
-            elif name == "allocate":
-                counts["refusals"] += answer is None
-                counts["tokens in flight"] += "in_flight" in arguments[3]
-                counts["external tokens"] += "external" in arguments[3]
-            elif name in ("begin_step", "take_copies"):
-                counts["copies"] += len(answer)
-    assert min(counts.values()) >= 40, counts
-    assert len(counts) == 7
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "rule", [{"interval": None}, {"eagle": []}, {"junctions": False}, {"prefill_ahead": 0}], ids=str
-)
-def test_a_manager_with_another_rule_is_detected(rule):
-    with pytest.raises(AssertionError, match="seed"):
-        replay_with(rule)

@@ -2,11 +2,10 @@
 
 import numpy as np
 import pytest
-from manager.table_makers import drop_head, make_table
+from manager.table_makers import make_table
 
 from kv_pool import InvalidArgumentError, InvalidTypeError
 from kv_pool.manager.batch_block_table import BatchBlockTable
-from kv_pool.manager.positions import list_slots
 from kv_pool.manager.slot_mapping import PAD_SLOT_ID, SlotMapping
 
 
@@ -20,20 +19,6 @@ def make_mapping(*tables, max_num_tokens=12, **options):
 
 def integers(*values):
     return np.array(values, np.int32)
-
-
-def test_decode_takes_one_position_per_row():
-    mapping = make_mapping(make_table(7, 2), make_table(9), make_table(5, 3, 8))
-    assert mapping.fill_decode(integers(5, 0, 11)).tolist() == [2 * 4 + 1, 9 * 4, 8 * 4 + 3]
-
-
-def test_chunks_follow_query_start_loc():
-    mapping = make_mapping(make_table(7, 2), make_table(9), make_table(5, 3, 8))
-    found = mapping.fill_chunks(integers(0, 4, 4, 7), integers(2, 1, 9))
-    assert found.tolist() == [30, 31, 8, 9, 33, 34, 35]
-    assert found[:4].tolist() == list_slots([7, 2], 2, 6, 4).tolist()
-    assert found.dtype == np.int64
-    assert found.base is mapping.slots
 
 
 def test_slots_after_the_last_token_are_padding():
@@ -73,22 +58,6 @@ def test_a_position_without_a_block_raises_and_changes_nothing(position, words):
     with pytest.raises(InvalidArgumentError, match=words):
         mapping.fill_chunks(integers(0, 1, 2), np.array([0, position]))
     assert mapping.slots.tolist() == before.tolist()
-
-
-def test_a_chunk_longer_than_its_row_is_refused():
-    mapping = make_mapping(make_table(7, 2, 3), make_table(9, 6))
-    with pytest.raises(InvalidArgumentError, match="'a', row 0: no slot at position 12, 3 blocks"):
-        mapping.fill_chunks(integers(0, 5, 6), integers(8, 0))
-
-
-def test_a_position_before_the_window_has_no_slot():
-    table = make_table(7, 2, 3)
-    mapping = make_mapping(table)
-    drop_head(table, 1)
-    mapping.batch.update()
-    with pytest.raises(InvalidArgumentError, match="no slot at position 3, 2 blocks"):
-        mapping.fill_decode(integers(3))
-    assert mapping.fill_decode(integers(4)).tolist() == [8]
 
 
 def test_a_row_without_tokens_may_have_any_first_position():

@@ -1,7 +1,7 @@
 """Sessions whose last tokens are withdrawn: no hash and no cached block may cover them afterwards."""
 
 import pytest
-from manager.table_drawing import draw, grow, make_manager, make_request, start, stop, take_copies
+from manager.table_drawing import draw, grow, make_manager, make_request, start, stop
 
 from kv_pool import (
     BlockHasher,
@@ -73,51 +73,6 @@ def test_truncate_refuses_impossible_numbers_of_tokens():
     assert (request.num_tokens, request.num_computed_tokens, draw(manager, request)) == (7, 6, "1* 2")
 
 
-def test_computed_tokens_are_withdrawn_from_the_blocks():
-    """Withdrawn tokens stay cached in released blocks; a block that is written again is not hit."""
-    manager = make_manager((FULL,))
-    session = make_request("session", range(14))
-    start(manager, session)
-    assert draw(manager, session) == "1* 2* 3* 4"
-    manager.truncate(session, 6)
-    assert (session.num_computed_tokens, session.num_tokens) == (6, 6)
-    assert draw(manager, session) == "1* 2"
-    assert hits(manager, range(14)) == 4
-    assert grow(manager, session, [50, 51, 52])
-    assert draw(manager, session) == "1* 2* 4"
-    assert (hits(manager, range(9)), hits(manager, [0, 1, 2, 3, 4, 5, 50, 51, 52])) == (4, 8)
-    manager.truncate(session, 8)  # at a block's end
-    assert draw(manager, session) == "1* 2*"
-    stop(manager, session)
-
-
-def test_a_shared_block_is_copied_before_it_is_written_again():
-    manager = make_manager((FULL,))
-    session, other = make_request("session", range(8)), make_request("other", range(9))
-    start(manager, session)
-    assert start(manager, other) == 8
-    manager.truncate(session, 6)
-    assert draw(manager, session) == "1*x2 2x2"
-    assert grow(manager, session, [50])
-    assert take_copies(manager) == [(2, 4)]
-    assert (draw(manager, session), draw(manager, other)) == ("1*x2 4", "1*x2 2 3")
-    assert hits(manager, range(9)) == 4
-    stop(manager, session, other)
-
-
-def test_a_shared_block_is_written_in_place_by_its_last_holder():
-    manager = make_manager((FULL,))
-    session, other = make_request("session", range(8)), make_request("other", range(9))
-    start(manager, session)
-    start(manager, other)
-    manager.truncate(session, 6)
-    manager.free(other)
-    assert grow(manager, session, [50, 51])
-    assert take_copies(manager) == []
-    assert (hits(manager, range(9)), hits(manager, [0, 1, 2, 3, 4, 5, 50, 51, 7])) == (4, 8)
-    stop(manager, session)
-
-
 def test_a_shared_block_cached_late_is_not_hit_after_a_write():
     manager = make_manager((FULL,))
     session, child = make_request("session", range(8)), make_request("child", range(8))
@@ -129,16 +84,6 @@ def test_a_shared_block_cached_late_is_not_hit_after_a_write():
     manager.free(child)
     assert grow(manager, session, [50, 51])
     assert (hits(manager, range(9)), hits(manager, [0, 1, 2, 3, 4, 5, 50, 51, 7])) == (4, 8)
-    stop(manager, session)
-
-
-def test_lookahead_slots_of_withdrawn_tokens_are_released():
-    manager = make_manager((FULL,), 4)
-    session = make_request("session", range(4))
-    start(manager, session, num_lookahead_tokens=9)
-    assert draw(manager, session) == "1* 2 3 4"
-    manager.truncate(session, 3)
-    assert draw(manager, session) == "1"
     stop(manager, session)
 
 
@@ -163,29 +108,6 @@ def test_what_the_next_token_would_read_must_be_there(spec, num_left):
     with pytest.raises(InvalidArgumentError, match=f"cannot go back from 12 to {num_left} computed tokens"):
         manager.truncate(session, num_left)
     assert (draw(manager, session), session.num_tokens, session.num_computed_tokens) == (before, 12, 12)
-    stop(manager, session)
-
-
-def test_uncomputed_tokens_are_withdrawn_in_every_group():
-    manager = make_manager((FULL, MambaSpec(block_size=4), WINDOW))
-    session = make_request("session", range(7))
-    start(manager, session)
-    session.append_output_token_ids([99])
-    manager.truncate(session, 7)
-    assert grow(manager, session, [50])
-    assert (hits(manager, [*range(7), 99, 7]), hits(manager, [*range(7), 50, 7])) == (0, 8)
-    stop(manager, session)
-
-
-def test_a_window_goes_back_as_far_as_its_blocks_are_there():
-    manager = make_manager((WINDOW,))
-    session = make_request("session", range(12))
-    start(manager, session)
-    assert grow(manager, session, [12])
-    assert draw(manager, session) == "- - 3* 4"
-    manager.truncate(session, 12)
-    assert draw(manager, session) == "- - 3*"
-    assert grow(manager, session, [50])
     stop(manager, session)
 
 
@@ -221,17 +143,6 @@ def test_writing_other_tokens_to_a_cached_block_is_refused():
         manager.allocate_slots(session, 2)
     session.num_computed_tokens = 4
     manager.free(session)
-
-
-def test_slots_may_be_allocated_twice_before_a_step():
-    manager = make_manager((FULL,))
-    session = make_request("session", range(7))
-    start(manager, session)
-    session.append_output_token_ids([7])
-    assert manager.allocate_slots(session, 1) is not None
-    assert manager.allocate_slots(session, 1, num_lookahead_tokens=2) is not None
-    session.num_computed_tokens = 8
-    stop(manager, session)
 
 
 def test_a_session_without_blocks_is_truncated():

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from kv_pool.migration.channel import Channel
 
-KEYS = (b"a" * 32, b"b" * 32)
+KEY = b"k" * 32
 LONG = 60.0
 
 
@@ -20,7 +20,7 @@ def make_pair():
     """Two connected channels."""
     left, right = socket.socketpair()
     with left, right:
-        yield Channel(left, *KEYS, "the right"), Channel(right, *reversed(KEYS), "the left")
+        yield Channel(left, KEY, True, "the right"), Channel(right, KEY, False, "the left")
 
 
 @contextmanager
@@ -29,14 +29,14 @@ def make_end():
     left, right = socket.socketpair()
     with left, right:
         right.settimeout(LONG)
-        yield Channel(left, *KEYS, "the other"), right
+        yield Channel(left, KEY, True, "the other"), right
 
 
 def make_frame(*payloads):
     """Return the frames that a channel would send to the channel of `make_end` for these messages."""
     left, right = socket.socketpair()
     with left, right:
-        sender = Channel(left, *reversed(KEYS), "nobody")
+        sender = Channel(left, KEY, False, "nobody")
         frames = []
         for payload in payloads:
             sender.send(payload, soon())

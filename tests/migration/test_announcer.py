@@ -7,11 +7,10 @@ import pytest
 from adapter.made_pool import make, make_site, make_storage
 
 from kv_pool.errors import InvalidArgumentError, PeerUnavailableError
-from kv_pool.migration.announcer import Announcer
 from kv_pool.migration.backends.tcp import TcpBackend
 from kv_pool.migration.messages import AnnounceNode, KnownNode, NodeLocation
 from kv_pool.migration.migrator import Migrator
-from kv_pool.migration.registry import NodeRegistry
+from kv_pool.migration.registry import Announcer, NodeRegistry
 
 SECRET = b"sixteen bytes or more"
 
@@ -69,7 +68,7 @@ def names(nodes):
 def test_a_running_announcer_registers_and_learns_peers(node):
     calls = RegistryCalls(make_registry())
     calls.registry.announce(AnnounceNode("b", "e", "10.0.0.2:7400", NodeLocation(), 100.0))
-    with Announcer(node, calls, ttl_s=0.03):
+    with Announcer(node.make_announcement, node.peers, calls, ttl_s=0.03):
         assert names(calls.registry.list_nodes().nodes) == ["a", "b", "r"]
         assert names(node.peers.list_nodes()) == ["b", "r"]
         calls.registry.announce(AnnounceNode("c", "e", "10.0.0.3:7400", NodeLocation(), 100.0))
@@ -81,7 +80,7 @@ def test_a_running_announcer_registers_and_learns_peers(node):
 
 def test_a_registry_outage_keeps_the_peers(node, caplog):
     calls = RegistryCalls(make_registry())
-    with caplog.at_level(logging.WARNING), Announcer(node, calls, ttl_s=0.03):
+    with caplog.at_level(logging.WARNING), Announcer(node.make_announcement, node.peers, calls, ttl_s=0.03):
         calls.is_gone = True
         calls.wait_for_calls(calls.num_calls + 4)
         assert names(node.peers.list_nodes()) == ["r"]
@@ -98,9 +97,9 @@ def test_start_fails_without_a_registry_or_with_a_taken_name(node):
     calls = RegistryCalls(make_registry())
     calls.is_gone = True
     with pytest.raises(PeerUnavailableError, match="cannot announce node a to the registry: no answer"):
-        Announcer(node, calls).start()
+        Announcer(node.make_announcement, node.peers, calls).start()
     assert calls.is_closed
     registry = NodeRegistry(Clock())
     registry.keep(KnownNode("a", "10.0.0.9:7400"))
     with pytest.raises(InvalidArgumentError, match=r"another node is named 'a', at 10\.0\.0\.9:7400"):
-        Announcer(node, RegistryCalls(registry)).start()
+        Announcer(node.make_announcement, node.peers, RegistryCalls(registry)).start()

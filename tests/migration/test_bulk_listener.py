@@ -39,7 +39,7 @@ def connect(listener):
 
 def open_channel(listener, opened=None):
     opened = opened or listener.admit("backwards", "caller")
-    channel = Channel.of_reader(connect(listener), opened.key, "the source")
+    channel = Channel(connect(listener), opened.key, True, "the source")
     channel.send_raw([memoryview(opened.ticket)], soon())
     return channel
 
@@ -116,7 +116,7 @@ def test_a_ticket_without_its_key_is_of_no_use(caplog):
 
     with listen(answer) as listener:
         opened = listener.admit("backwards", "caller")
-        forged = Channel.of_reader(connect(listener), bytes(32), "the source")
+        forged = Channel(connect(listener), bytes(32), True, "the source")
         forged.send_raw([memoryview(opened.ticket)], soon())
         with pytest.raises(PeerUnavailableError):
             check_works(forged)
@@ -126,7 +126,7 @@ def test_a_ticket_without_its_key_is_of_no_use(caplog):
 
 def test_a_reader_refuses_a_source_without_the_key():
     def answer(channel, caller):
-        impostor = Channel.of_source(channel.connection, bytes(32), "the reader")
+        impostor = Channel(channel.connection, bytes(32), False, "the reader")
         impostor.send(b"lies", soon())
 
     with listen(answer) as listener:

@@ -26,7 +26,6 @@ from kv_pool.errors import (
 )
 from kv_pool.migration.addresses import connect_to
 from kv_pool.migration.call_server import CallServer
-from kv_pool.migration.calls import LocalCalls
 from kv_pool.migration.messages import (
     Acknowledged,
     CallFailed,
@@ -35,6 +34,7 @@ from kv_pool.migration.messages import (
     DescribeNode,
     ListNodes,
     RenewLease,
+    call_local,
     decode_message,
     encode_message,
 )
@@ -69,9 +69,19 @@ def serve(node, **settings):
         yield server
 
 
+class LocalCalls:
+    """Calls to a node of this process."""
+
+    def __init__(self, node):
+        self.node = node
+
+    def call(self, message, timeout_s):
+        return call_local(self.node.answer, message, "caller")
+
+
 @contextmanager
 def connect_local(node):
-    yield LocalCalls(node.answer, "caller")
+    yield LocalCalls(node)
 
 
 @contextmanager

@@ -95,7 +95,7 @@ def hold_part_of_a_reservation(bench):
 
 
 def hold_less_than_has_arrived(bench):
-    bench.pull.record.new_ids.pop()
+    bench.pull.new_ids.pop()
 
 
 READING, IN_DOUBT, DONE = MigrationPhase.READING, MigrationPhase.IN_DOUBT, MigrationPhase.DONE

@@ -6,7 +6,7 @@ import pytest
 
 from kv_pool.errors import InvalidArgumentError, PeerUnavailableError
 from kv_pool.migration.messages import KnownNode, NodeLocation
-from kv_pool.migration.peers import Peers, parse_peer, read_peers
+from kv_pool.migration.peers import Peers, parse_peer
 
 
 def test_the_error_for_an_unknown_name_lists_known_ones():
@@ -48,44 +48,6 @@ def test_parse_peer_reads_name_and_address():
     for text in ("127.0.0.1:7402", "=127.0.0.1:7402", "b=nowhere", "b=127.0.0.1:0", "a/b=h:1", "-b=h:1"):
         with pytest.raises(InvalidArgumentError):
             parse_peer(text)
-
-
-def test_read_peers_reads_a_file(tmp_path):
-    file = tmp_path / "peers.toml"
-    file.write_text(
-        '[[peers]]\nname = "b"\naddress = "10.0.0.2:7400"\nrack = "r1"\nhost = "h2"\n'
-        '[[peers]]\nname = "c"\naddress = "[::1]:7400"\n'
-        "[links.rack]\nbytes_per_s = 1e9\nlatency_s = 0.0\n"
-    )
-    assert read_peers(file).list_nodes() == [
-        KnownNode("b", "10.0.0.2:7400", NodeLocation(rack="r1", host="h2")),
-        KnownNode("c", "[::1]:7400"),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("[[peers]", "this is not TOML"),
-        ('[[peers]]\nname = "b"\n', "missing required field `address`"),
-        ('[[peers]]\nname = "b"\naddress = "h:1"\nport = 1\n', "unknown field `port`"),
-        ('[[peers]]\nname = "b"\naddress = "h"\n', "peer 'b': 'h' is not a node address"),
-        ('[[peers]]\nname = "b"\naddress = "h:1"\n[[peers]]\nname = "b"\naddress = "h:2"\n', "two peers"),
-        ('[[peer]]\nname = "b"\naddress = "h:1"\n', "unknown field `peer`; allowed tables are"),
-    ],
-    ids=["no TOML", "no address", "unknown key", "bad address", "twice", "unknown table"],
-)
-def test_an_invalid_file_is_named_in_the_error(tmp_path, content, message):
-    file = tmp_path / "peers.toml"
-    file.write_text(content)
-    with pytest.raises(InvalidArgumentError, match=message) as error:
-        read_peers(file)
-    assert str(error.value).startswith(str(file))
-
-
-def test_a_missing_file_is_named_in_the_error(tmp_path):
-    with pytest.raises(InvalidArgumentError, match="cannot read the peers: No such file"):
-        read_peers(tmp_path / "none.toml")
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -2,7 +2,7 @@ import pytest
 from migration.made_nodes import Clock
 
 from kv_pool import InvalidArgumentError
-from kv_pool.migration.pull_settings import RateLimit
+from kv_pool.migration.verified_reads import RateLimit
 
 
 def test_without_a_limit_reads_do_not_wait():

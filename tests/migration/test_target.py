@@ -26,14 +26,15 @@ from kv_pool.migration.messages import (
     NodeDescription,
     NodeLocation,
     PrepareTransfer,
+    PullSubject,
     RenewLease,
 )
-from kv_pool.migration.pull_settings import PullSettings, RateLimit
 from kv_pool.migration.source import SourceTransfers, make_incarnation
-from kv_pool.migration.status import MigrationPhase, MigrationRecord
+from kv_pool.migration.status import MigrationPhase
 from kv_pool.migration.subjects import PrefixSubject, SequenceSubject
 from kv_pool.migration.target import Pull
 from kv_pool.migration.transfer_backend import ReadCount
+from kv_pool.migration.verified_reads import PullSettings, RateLimit
 
 LEASE_S = 10.0
 LOST = PeerUnavailableError("lost")
@@ -71,8 +72,7 @@ class Bench:
                 lambda lease, reader: self.unsettled.append((lease, reader)),
             ),
             self,
-            MigrationRecord(b"sixteen letters!", "in", "source", subject or SequenceSubject("r"), is_move),
-            RateLimit(0.0, self.clock),
+            PullSubject(b"sixteen letters!", subject or SequenceSubject("r"), is_move, "source"),
             hold_s,
         )
 
@@ -184,7 +184,7 @@ def test_a_message_is_retried_twice_then_the_pull_fails(asked):
     bench.trouble = {asked: [LOST, LOST, LOST]}
     bench.pull.run()
     assert bench.pull.status.phase is MigrationPhase.FAILED
-    assert bench.pull.record.error is LOST
+    assert bench.pull.error is LOST
     assert (CancelTransfer in bench.asked) == (asked is not DescribeNode)
     bench.check(at_source=True, at_target=False, num_free=15)
     assert bench.transfers.list_prepared() == []
@@ -221,7 +221,7 @@ def test_bytes_that_never_verify_are_not_used():
     with pytest.raises(
         TransferFailedError, match="1 blocks of node 'source' did not match their checksums in 3"
     ):
-        raise bench.pull.record.error
+        raise bench.pull.error
     assert bench.target.manager.take_events() == []
     bench.check(at_source=True, at_target=False, num_free=15)
 
@@ -256,7 +256,7 @@ def test_a_source_restart_during_preparation_fails_the_pull():
     bench.trouble = {DescribeNode: [lambda: bench.start_source("2")]}
     bench.pull.run()
     with pytest.raises(PeerUnavailableError, match="restarted during"):
-        raise bench.pull.record.error
+        raise bench.pull.error
     bench.check(at_source=True, at_target=False, num_free=15)
 
 
@@ -270,7 +270,7 @@ def test_an_expired_lease_is_detected_by_the_acknowledgement():
 
     bench.read_trouble = [sleep_too_long]
     bench.pull.run()
-    assert isinstance(bench.pull.record.error, StaleTransferError)
+    assert isinstance(bench.pull.error, StaleTransferError)
     bench.check(at_source=True, at_target=False, num_free=15)
 
 
@@ -285,7 +285,7 @@ def test_blocks_reported_invalid_by_the_source_are_not_hit(phase, is_move):
     bench.at_phase = {phase: lambda: bench.source.manager.report_invalid_blocks([2])}
     bench.pull.run()
     assert bench.pull.status.phase is MigrationPhase.FAILED
-    assert isinstance(bench.pull.record.error, InvalidContentError)
+    assert isinstance(bench.pull.error, InvalidContentError)
     assert bench.target.check_prefix(range(10)) == 0
     assert len(bench.target.manager.block_pool.cached_block_hash_to_block) == 0
     assert bench.source.manager.get_computed_blocks(bench.source.requests["r"]).num_tokens == 4
@@ -302,7 +302,7 @@ def test_a_renewal_detects_invalid_content():
         )
     }
     bench.pull.run()
-    assert isinstance(bench.pull.record.error, InvalidContentError)
+    assert isinstance(bench.pull.error, InvalidContentError)
     assert bench.readers[0].is_closed
     bench.check(at_source=True, at_target=False, num_free=15)
 
@@ -312,7 +312,7 @@ def test_inserted_blocks_stay_cached_if_the_move_fails():
     take_back = CancelTransfer(b"sixteen letters!")
     bench.at_phase = {MigrationPhase.ACKNOWLEDGING: lambda: bench.transfers.cancel(take_back)}
     bench.pull.run()
-    assert isinstance(bench.pull.record.error, StaleTransferError)
+    assert isinstance(bench.pull.error, StaleTransferError)
     bench.check(at_source=True, at_target=False, num_free=15)
     assert bench.target.check_prefix(range(10)) == 2
 
@@ -325,14 +325,14 @@ def test_a_move_is_in_doubt_until_the_source_answers():
     bench.trouble = {AcknowledgeTransfer: [LOST, LOST]}
     bench.pull.run()
     assert bench.pull.status.phase is MigrationPhase.IN_DOUBT
-    assert isinstance(bench.pull.record.error, MigrationInDoubtError)
+    assert isinstance(bench.pull.error, MigrationInDoubtError)
     assert bench.pull.cancel() is False
     bench.check(at_source=False, at_target=False, num_free=12)  # held here, frozen there
     bench.pull.resolve()
     assert bench.pull.status.phase is MigrationPhase.IN_DOUBT
     bench.pull.resolve()
     assert bench.pull.status.phase is MigrationPhase.DONE
-    assert bench.pull.record.error is None
+    assert bench.pull.error is None
     bench.check(at_source=False, at_target=True)
     bench.pull.resolve()
     assert bench.asked.count(AcknowledgeTransfer) == 3
@@ -361,7 +361,7 @@ def test_after_a_lease_in_doubt_the_source_keeps_the_request():
     bench.transfers.expire()
     bench.pull.resolve()
     assert bench.pull.status.phase is MigrationPhase.FAILED
-    assert isinstance(bench.pull.record.error, StaleTransferError)
+    assert isinstance(bench.pull.error, StaleTransferError)
     bench.check(at_source=True, at_target=False, num_free=15)
 
 
@@ -484,7 +484,7 @@ def test_an_error_in_take_over_fails_the_migration():
     bench.target.on_arrived = refuse
     bench.pull.run()
     assert bench.pull.status.phase is MigrationPhase.FAILED
-    assert isinstance(bench.pull.record.error, KeyError)
+    assert isinstance(bench.pull.error, KeyError)
     assert not bench.target.manager.holds_blocks("r")
     assert bench.target.site.leases.list_leases() == []
     assert bench.target.pool.get_num_free_blocks() == 15
@@ -494,7 +494,7 @@ def test_a_pull_cancelled_before_its_start_does_nothing():
     bench = Bench()
     assert bench.pull.cancel() is True
     bench.pull.run()
-    assert isinstance(bench.pull.record.error, MigrationCancelledError)
+    assert isinstance(bench.pull.error, MigrationCancelledError)
     assert PrepareTransfer not in bench.asked
     bench.check(at_source=True, at_target=False, num_free=15)
 
@@ -509,7 +509,7 @@ def test_a_stale_renewal_stops_the_pull_at_the_next_batch():
     bench.read_trouble = [renew_too_late]
     bench.trouble = {AskChecksums: []}
     bench.pull.run()
-    assert isinstance(bench.pull.record.error, StaleTransferError)
+    assert isinstance(bench.pull.error, StaleTransferError)
     assert AcknowledgeTransfer not in bench.asked
     bench.check(at_source=True, at_target=False, num_free=15)
 
@@ -537,8 +537,8 @@ def test_a_reply_of_the_wrong_type_fails_the_pull():
 
     bench = Confused()
     bench.pull.run()
-    with pytest.raises(Exception, match="answered PrepareTransfer with Cancelled"):
-        raise bench.pull.record.error
+    with pytest.raises(Exception, match="answered with Cancelled; expected Offer"):
+        raise bench.pull.error
     bench.check(at_source=True, at_target=False, num_free=15)
 
 

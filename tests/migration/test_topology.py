@@ -5,13 +5,14 @@ import random
 import pytest
 
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.migration.messages import NodeDescription, NodeLocation
+from kv_pool.migration.messages import KnownNode, NodeDescription, NodeLocation
 from kv_pool.migration.topology import (
     ASSUMED_LINKS,
     Link,
     Nearness,
     Topology,
     find_nearness,
+    read_peers,
     read_topology,
 )
 from kv_pool.storage.block_layout import BlockLayout
@@ -142,34 +143,42 @@ def test_random_measurements_equal_their_weighted_means(seed):
         assert len(ranking.targets) + len(ranking.excluded) == 6
 
 
-def test_read_topology_reads_the_links_of_a_file(tmp_path):
+def test_peers_and_links_are_read_from_one_file(tmp_path):
     file = tmp_path / "nodes.toml"
-    file.write_text("[links.rack]\nbytes_per_s = 40e9\nlatency_s = 5e-5\n[[peers]]\nname = 'b'\n")
+    file.write_text(
+        '[[peers]]\nname = "b"\naddress = "10.0.0.2:7400"\nrack = "r1"\nhost = "h2"\n'
+        '[[peers]]\nname = "c"\naddress = "[::1]:7400"\n'
+        "[links.rack]\nbytes_per_s = 40e9\nlatency_s = 5e-5\n"
+    )
     assert read_topology(file).get_link(Nearness.RACK) == Link(40e9, 5e-5)
+    assert read_peers(file).list_nodes() == [
+        KnownNode("b", "10.0.0.2:7400", NodeLocation(rack="r1", host="h2")),
+        KnownNode("c", "[::1]:7400"),
+    ]
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
+        (None, "cannot read the nodes: No such file"),
         ("[links", "this is not TOML"),
-        ("[links.moon]\nbytes_per_s = 1.0\nlatency_s = 0.0\n", "links are device, host, rack, network, else"),
-        ("[links.rack]\nbytes_per_s = 0.0\nlatency_s = 0.0\n", "links.rack: Expected `float` > 0.0"),
+        ("[links.moon]\n", "unknown field `moon`.*one of device, host, rack, network, elsewhere"),
+        ("[links.rack]\nbytes_per_s = 0.0\nlatency_s = 0.0\n", r"Expected `float` > 0.0 - at `\$.links.rack"),
+        ("[links.rack]\nbytes_per_s = 1.0\nlatency_s = 0.0\nmood = 1\n", "unknown field `mood`.*links.rack"),
+        ('[[peers]]\nname = "b"\n', "missing required field `address`"),
+        ('[[peers]]\nname = "b"\naddress = "h:1"\nport = 1\n', "unknown field `port`"),
+        ('[[peers]]\nname = "b"\naddress = "h"\n', "peer 'b': 'h' is not a node address"),
+        ('[[peers]]\nname = "b"\naddress = "h:1"\n[[peers]]\nname = "b"\naddress = "h:2"\n', "two peers"),
         (
-            "[links.rack]\nbytes_per_s = 1.0\nlatency_s = 0.0\nmood = 1\n",
-            "rack: .* unknown field `mood`",
+            '[[peer]]\nname = "b"\naddress = "h:1"\n',
+            "unknown field `peer`; allowed tables are ",
         ),
-        ("[link.rack]\nbytes_per_s = 1.0\nlatency_s = 0.0\n", "unknown field `link`; allowed tables are "),
     ],
-    ids=["no TOML", "unknown place", "no bandwidth", "unknown key", "unknown table"],
 )
 def test_an_invalid_file_is_named_in_the_error(tmp_path, content, message):
     file = tmp_path / "nodes.toml"
-    file.write_text(content)
+    if content is not None:
+        file.write_text(content)
     with pytest.raises(InvalidArgumentError, match=message) as error:
-        read_topology(file)
+        read_peers(file)
     assert str(error.value).startswith(str(file))
-
-
-def test_a_missing_file_is_named_in_the_error(tmp_path):
-    with pytest.raises(InvalidArgumentError, match="cannot read the topology: No such file"):
-        read_topology(tmp_path / "none.toml")

@@ -37,13 +37,14 @@ from kv_pool.migration.messages import (
     NodeLocation,
     Offer,
     PrepareTransfer,
+    PullSubject,
     RenewLease,
 )
-from kv_pool.migration.pull_settings import PullSettings, RateLimit
 from kv_pool.migration.source import SourceTransfers, make_incarnation
-from kv_pool.migration.status import MigrationPhase, MigrationRecord
+from kv_pool.migration.status import MigrationPhase
 from kv_pool.migration.subjects import PrefixSubject, SequenceSubject
 from kv_pool.migration.target import Pull
+from kv_pool.migration.verified_reads import PullSettings, RateLimit
 
 LEASE_S = 10.0
 SEEDS = [*range(50), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(50, 250))]
@@ -228,8 +229,7 @@ class World:
         )
         transfer_id = self.random.randbytes(16)
         hold_s = self.random.choice([0.0, 0.5 * LEASE_S, 1.5 * LEASE_S])
-        record = MigrationRecord(transfer_id, "in", "source", subject, is_move)
-        pull = Pull(settings, self, record, RateLimit(0.0, self.clock), hold_s)
+        pull = Pull(settings, self, PullSubject(transfer_id, subject, is_move, "source"), hold_s)
         self.pulls.append(pull)
         return pull
 
@@ -395,7 +395,7 @@ class World:
         ):
             assert self.source.model[pull.transfer_id] == "acknowledged"
         if pull.status.phase in (MigrationPhase.FAILED, MigrationPhase.CANCELLED):
-            assert pull.record.error is not None
+            assert pull.error is not None
             assert pull.reservation is None
 
     def check(self):

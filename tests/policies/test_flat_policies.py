@@ -26,7 +26,7 @@ def list_cases():
     cases = []
     for key, (hits, num_keys) in RECORDED["hits"].items():
         trace, limit, policy, capacity = key.split()
-        marks = []
+        marks = [pytest.mark.slow] if trace.startswith("agentic") else []
         if limit == "all":
             marks = [pytest.mark.slow if trace.startswith("mooncake") else pytest.mark.night]
             marks.append(pytest.mark.timeout(3600))  # the agentic trace has 8 million block ids

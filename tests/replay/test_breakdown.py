@@ -7,8 +7,7 @@ import pytest
 from replay.made_trace import make_random_records, record, write_trace
 
 from kv_pool import InvalidArgumentError
-from kv_pool.replay.breakdown import BREAKDOWNS, Breakdown, parse_breakdowns
-from kv_pool.replay.request_outcomes import RequestOutcome
+from kv_pool.replay.request_outcomes import BREAKDOWNS, Breakdown, RequestOutcome, parse_breakdowns
 from kv_pool.replay.settings import EngineRates, ReplaySettings
 from kv_pool.replay.simulator import run_replay
 

@@ -19,46 +19,10 @@ def end(driver, *requests):
         driver.end(request, 0.0)
 
 
-def test_request_that_does_not_fit_alone_is_refused():
-    driver = make_driver(3)
-    assert driver.receive(make_request(1, 4), 12)
-    assert not driver.receive(make_request(2, 4), 13)
-    assert driver.tally.smallest_refused == 4
-
-
-def test_blocks_in_use_excludes_free_blocks():
-    driver = make_driver(10)
-    first, second = make_request(1, 12), make_request(2, 5)
-    driver.allocate(first, 12)
-    assert driver.num_blocks_in_use == 3
-    driver.allocate(second, 5)
-    assert driver.num_blocks_in_use == 5
-    end(driver, first)
-    assert driver.num_blocks_in_use == 2
-    assert driver.tally.report.peak_blocks_in_use == 5
-
-
-def test_failed_allocations_count_as_calls():
-    driver = make_driver(2)
-    assert not driver.allocate(make_request(1, 12), 12)
-    assert driver.num_blocks_in_use == 0
-    assert driver.finish(0.0).allocate.calls == 1
-
-
 def test_call_durations_come_from_the_clock():
     driver = make_driver(2, clock_ns=itertools.count(0, 7).__next__)
     driver.look_up(make_request(1, 4))
     assert driver.finish(0.0).look_up.total_ns == 7
-
-
-def test_preempted_request_loses_its_computed_tokens():
-    driver = make_driver(4)
-    request = make_request(1, 8)
-    driver.allocate(request, 8)
-    request.num_computed_tokens = 8
-    assert driver.preempt(request, 0.0) == 8
-    assert (request.num_computed_tokens, driver.num_blocks_in_use) == (0, 0)
-    assert driver.tally.report.preempted == 1
 
 
 def test_blocks_per_run_is_a_mean_over_all_tables():

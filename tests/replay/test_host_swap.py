@@ -1,72 +1,16 @@
-"""Preemption by swap with the trace clock: copies, their duration, and no lost tokens.
+"""Preemption by swap with the trace clock: copies and their duration.
 
-Expected times are computed by hand: blocks of 8 tokens, 1 ms to compute a prompt token, 10 ms to generate a
-token, 1 ms to copy a block.
+Expected times are computed by hand from the rates in `timed_replay`.
 """
 
-import random
-
 import pytest
-from replay.made_trace import make_random_records
-from replay.test_trace_clock import BLOCK_SIZE, ImpatientDriver, make_rates
+from replay.timed_replay import COPY_RATE, run_timed
 
-from kv_pool import BlockPool, KVCacheManager
-from kv_pool.core import invariants
 from kv_pool.manager.preemption import PreemptionCost
-from kv_pool.replay.groups import PromptSteps, parse_groups
-from kv_pool.replay.replay_request import ReplayRequest
-from kv_pool.replay.replay_tiers import CopyLink, HostSwap, swap_always
-from kv_pool.replay.report import ReplayReport
-from kv_pool.replay.tally import Tally
-from kv_pool.replay.trace import TraceRequest
-from kv_pool.replay.trace_clock import TraceClock
-
-BLOCK_BYTES = 1000
-COPY_RATE = 1e6
 
 
-def run(
-    requests,
-    num_blocks,
-    num_host_blocks=100,
-    *,
-    rule=swap_always,
-    groups="full",
-    chunk_tokens=None,
-    watermark=0.0,
-    **rates,
-):
-    """Replay requests (arrival_ms, input_length, output_length, hash_ids); assert that no block leaks."""
-    specs = parse_groups(groups, BLOCK_SIZE)
-    pool = BlockPool(num_blocks + 1, True, BLOCK_SIZE)
-    manager = KVCacheManager(
-        pool,
-        groups=specs,
-        max_in_flight_tokens=chunk_tokens and max(chunk_tokens, BLOCK_SIZE),
-        watermark=watermark,
-    )
-    report = ReplayReport(BLOCK_SIZE, num_blocks, "full_blocks_cap", "trace")
-    swap = HostSwap(manager, num_host_blocks, BLOCK_BYTES, CopyLink(COPY_RATE), rule, report)
-    arriving = (
-        ReplayRequest(
-            TraceRequest(line, arrival_ms, input_length, output_length, hash_ids, None),
-            BLOCK_SIZE,
-            "full_blocks_cap",
-            BLOCK_SIZE,
-        )
-        for line, (arrival_ms, input_length, output_length, hash_ids) in enumerate(requests, 1)
-    )
-    steps = PromptSteps.for_groups(specs, chunk_tokens)
-    driver = ImpatientDriver(manager, Tally(report), swap=swap)
-    TraceClock(driver, make_rates(**rates), steps).run(arriving, lambda: None)
-    assert pool.get_num_free_blocks() == num_blocks
-    assert swap.swapper.host_pool.get_num_free_blocks() == num_host_blocks
-    assert swap.swapper.list_swapped_out() == []
-    invariants.check(pool)
-    invariants.check(swap.swapper.host_pool)
-    assert report.swapped_in == report.swapped_out <= report.preempted
-    assert report.bytes_moved == BLOCK_BYTES * (report.blocks_swapped_out + report.blocks_swapped_in)
-    return report
+def run(requests, num_blocks, num_host_blocks=100, **options):
+    return run_timed(requests, num_blocks, num_host_blocks=num_host_blocks, **options)[0]
 
 
 # The first request has 24 tokens and generates 24: it gets block 4 at 24, 5 at 104, 6 at 184 and ends at
@@ -123,53 +67,3 @@ def test_watermark_delays_new_requests():
     requests = [(0, 24, 0, [1, 2, 3]), (0, 24, 0, [4, 5, 6])]
     assert run(requests, 9).peak_running == 2
     assert run(requests, 9, watermark=0.4).peak_running == 1
-
-
-GROUPS = ["full", "window:9", "full,window:20", "full,mamba", "chunked:16,window:2"]
-
-
-def make_requests(rng):
-    return [
-        (
-            traced["timestamp"] if rng.random() < 0.95 else 0,
-            traced["input_length"],
-            traced["output_length"],
-            traced["hash_ids"],
-        )
-        for traced in make_random_records(rng, 80, BLOCK_SIZE, partial_ids=True)
-    ]
-
-
-def run_random(groups, seed, chunk_tokens):
-    rng = random.Random(seed)
-    requests = make_requests(rng)
-    report = run(
-        requests,
-        rng.randrange(4, 16) * len(groups.split(",")),
-        rng.choice([3, 10, 100]),
-        groups=groups,
-        chunk_tokens=chunk_tokens,
-        watermark=rng.choice([0.0, 0.1]),
-        max_running=rng.choice([2, 5, 100]),
-    )
-    return requests, report
-
-
-@pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("chunk_tokens", [None, 8, 20])
-@pytest.mark.parametrize("groups", GROUPS)
-def test_accepted_requests_generate_every_token_once(groups, chunk_tokens, seed):
-    requests, report = run_random(groups, seed, chunk_tokens)
-    assert report.requests == len(requests)
-    assert report.waiting.requests == report.requests - report.refused_requests > 0
-    if not report.refused_requests:
-        assert report.tokens_out == sum(output_length for _, _, output_length, _ in requests)
-    assert 0 < report.peak_blocks_in_use <= report.num_blocks
-
-
-@pytest.mark.parametrize("groups", GROUPS)
-def test_random_small_pools_swap(groups):
-    """Without swaps the test above would be meaningless."""
-    reports = [run_random(groups, seed, 8)[1] for seed in range(12)]
-    assert sum(report.swapped_out for report in reports) > 0
-    assert sum(report.preempted for report in reports) > sum(report.swapped_out for report in reports)

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from kv_pool import InvalidArgumentError, TraceError
-from kv_pool.replay.plot import count_capacity, draw_hit_rates
+from kv_pool.replay.pictures.hit_rates import count_capacity, draw_hit_rates
 from kv_pool.replay.report import InfiniteCache, Provenance, ReplayReport, TierReport
 
 REPORTS = [
@@ -23,18 +23,6 @@ def test_curve_is_drawn_as_png(tmp_path):
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = struct.unpack(">II", data[16:24])
     assert (width, height) == (1080, 660)
-
-
-def test_file_name_selects_svg(tmp_path):
-    path = tmp_path / "curve.svg"
-    draw_hit_rates(REPORTS, str(path))
-    assert "<svg" in path.read_text()
-
-
-def test_single_report_can_be_drawn(tmp_path):
-    path = tmp_path / "curve.png"
-    draw_hit_rates(REPORTS[:1], str(path))
-    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 def test_tiers_are_separate_lines_over_total_capacity(tmp_path):

@@ -5,10 +5,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from kv_pool import InvalidArgumentError, TraceError
-from kv_pool.replay.breakdown import BREAKDOWNS, BreakdownRow
-from kv_pool.replay.plot import draw_breakdowns
+from kv_pool import InvalidArgumentError
+from kv_pool.replay.pictures.hit_rates import draw_breakdowns
 from kv_pool.replay.report import ReplayReport
+from kv_pool.replay.request_outcomes import BREAKDOWNS, BreakdownRow
 
 
 def make_report(*kinds, num_rows=4):
@@ -63,17 +63,6 @@ def test_requests_without_a_key_have_a_bar_and_no_point(tmp_path):
     assert "<!-- none -->" in draw(tmp_path, report)
 
 
-def test_names_are_drawn_without_control_characters(tmp_path):
-    report = make_report("session")
-    report.breakdowns["session"][0].key = "$x$\x1b[31m\x00" + "y" * 100
-    assert f"<!-- $x$?[31m?{'y' * 15}... -->" in draw(tmp_path, report)
-
-
 def test_empty_reports_are_refused(tmp_path):
     with pytest.raises(InvalidArgumentError, match="replay with --by"):
         draw_breakdowns(make_report(), str(tmp_path / "picture.png"))
-
-
-def test_unwritable_picture_raises(tmp_path):
-    with pytest.raises(TraceError, match="cannot write the picture"):
-        draw_breakdowns(make_report("turn"), str(tmp_path / "nowhere" / "picture.png"))

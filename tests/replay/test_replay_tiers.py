@@ -1,7 +1,6 @@
 """Replays with lower tiers: hits and copies against a slow model, and the duration of copies.
 
-Expected times are computed by hand: blocks of 8 tokens, 1 ms to compute a prompt token, 10 ms to generate a
-token, 1 ms to copy a block between device and host, 4 ms between host and disk.
+Expected times are computed by hand from the rates in `timed_replay`.
 """
 
 import random
@@ -11,19 +10,10 @@ import pytest
 from replay.made_trace import make_random_records, record, write_trace
 from replay.slow_tiers import SlowTiers
 from replay.test_groups import MODELS
-from replay.test_trace_clock import BLOCK_SIZE, ImpatientDriver, make_rates
+from replay.timed_replay import BLOCK_BYTES, draw_requests, run_timed
 
-from kv_pool import BlockPool, KVCacheManager
-from kv_pool.replay.groups import PromptSteps, parse_groups
-from kv_pool.replay.replay_request import ReplayRequest
-from kv_pool.replay.replay_tiers import CopyLink, HostSwap, ReplayTiers, swap_always
-from kv_pool.replay.report import ReplayReport
 from kv_pool.replay.settings import TIER_WRITES, ReplaySettings
 from kv_pool.replay.simulator import run_replay
-from kv_pool.replay.tally import Tally
-from kv_pool.replay.trace import TraceRequest
-from kv_pool.replay.trace_clock import TraceClock
-from kv_pool.tiers.invariants import check as check_tiers
 
 TIERS = {
     "host": (10, 0),
@@ -99,64 +89,13 @@ def test_random_traces_hit_every_tier(tmp_path, groups):
 
 # ---- the trace clock ---------------------------------------------------------------------------
 
-BLOCK_BYTES = 1000
-
-
-class CountingTiers(ReplayTiers):
-    """Counts how often a load was aborted by a preemption."""
-
-    num_moved_out = 0
-
-    def abort(self, request):
-        super().abort(request)
-        self.num_moved_out += 1
-
-
-def run(
-    requests,
-    num_blocks,
-    capacities,
-    *,
-    groups="full",
-    chunk_tokens=None,
-    write="back",
-    swap_blocks=0,
-    **rates,
-):
-    """Replay requests (arrival_ms, input_length, output_length, hash_ids); assert that no block leaks."""
-    specs = parse_groups(groups, BLOCK_SIZE)
-    pool = BlockPool(num_blocks + 1, True, BLOCK_SIZE)
-    manager = KVCacheManager(
-        pool, groups=specs, max_in_flight_tokens=chunk_tokens and max(chunk_tokens, BLOCK_SIZE)
-    )
-    link = CopyLink(1000 * BLOCK_BYTES)
-    tiers = CountingTiers(manager, *capacities, write, BLOCK_BYTES, link, CopyLink(250 * BLOCK_BYTES))
-    report = ReplayReport(BLOCK_SIZE, num_blocks, "full_blocks_cap", "trace")
-    swap = HostSwap(manager, swap_blocks, BLOCK_BYTES, link, swap_always, report) if swap_blocks else None
-    arriving = (
-        ReplayRequest(
-            TraceRequest(line, arrival_ms, input_length, output_length, hash_ids, None),
-            BLOCK_SIZE,
-            "full_blocks_cap",
-            BLOCK_SIZE,
-        )
-        for line, (arrival_ms, input_length, output_length, hash_ids) in enumerate(requests, 1)
-    )
-    driver = ImpatientDriver(manager, Tally(report), tiers=tiers, swap=swap)
-    steps = PromptSteps.for_groups(specs, chunk_tokens)
-    TraceClock(driver, make_rates(**rates), steps).run(arriving, lambda: None)
-    assert pool.get_num_free_blocks() == num_blocks
-    check_tiers(tiers.onboarder)
-    return report, tiers
-
-
 # The first request is computed until 24. At 100 the second reuses blocks 3 and 2 of the first, tail first;
 # they are offloaded to the host. The second is computed from 102 to 126.
 TWO = [(0, 24, 0, [1, 2, 3]), (100, 24, 0, [4, 5, 6])]
 
 
 def test_step_waits_until_its_blocks_are_offloaded():
-    report, _ = run(TWO, 4, (10, 0))
+    report, _ = run_timed(TWO, 4, tiers=(10, 0))
     assert report.simulated_ms == 126
     assert report.tiers[0].blocks_written == 2
 
@@ -164,7 +103,7 @@ def test_step_waits_until_its_blocks_are_offloaded():
 def test_request_is_computed_after_its_blocks_are_loaded():
     # At 200 id 1 is on the device and id 2 on the host. Ids 6 and 5 are offloaded for id 2 and the new block:
     # two copies out, one back, 8 tokens.
-    report, _ = run([*TWO, (200, 24, 0, [1, 2, 3])], 4, (10, 0))
+    report, _ = run_timed([*TWO, (200, 24, 0, [1, 2, 3])], 4, tiers=(10, 0))
     assert report.simulated_ms == 200 + 3 + 8
     assert (report.tokens_hit, report.tiers[0].tokens_hit) == (16, 8)
     assert (report.tiers[0].blocks_written, report.tiers[0].blocks_read) == (4, 1)
@@ -173,7 +112,7 @@ def test_request_is_computed_after_its_blocks_are_loaded():
 
 def test_disk_hits_use_both_links():
     # As above, without a host tier: two writes and one read of 4 ms each.
-    report, _ = run([*TWO, (200, 24, 0, [1, 2, 3])], 4, (0, 10))
+    report, _ = run_timed([*TWO, (200, 24, 0, [1, 2, 3])], 4, tiers=(0, 10))
     assert report.simulated_ms == 200 + 12 + 8
     assert report.tiers[0].medium == "STORAGE"
 
@@ -188,7 +127,7 @@ def test_loading_request_does_not_delay_others():
         (200, 32, 0, [1, 2, 3, 8]),
         (201, 8, 0, [9]),
     ]
-    report, _ = run(requests, 5, (1, 10))
+    report, _ = run_timed(requests, 5, tiers=(1, 10))
     assert [tier.tokens_hit for tier in report.tiers] == [8, 8]
     assert report.waiting.max_ms == 0
     assert report.simulated_ms == 217
@@ -216,30 +155,24 @@ def test_serial_requests_hit_as_with_the_instant_clock(tmp_path):
     assert min(tier.tokens_hit for tier in timed.tiers) > 0
 
 
-def make_requests(rng):
-    return [
-        (traced["timestamp"], traced["input_length"], traced["output_length"], traced["hash_ids"])
-        for traced in make_random_records(rng, 80, BLOCK_SIZE, partial_ids=True)
-    ]
-
-
 def run_random(groups, seed, chunk_tokens, swap_blocks):
     rng = random.Random(seed)
-    requests = make_requests(rng)
-    report, tiers = run(
+    requests = draw_requests(rng)
+    report, tiers = run_timed(
         requests,
         rng.randrange(4, 16) * len(groups.split(",")),
-        rng.choice([(3, 0), (10, 20), (100, 0), (0, 30)]),
+        tiers=rng.choice([None, (3, 0), (10, 20), (100, 0), (0, 30)]),
         groups=groups,
         chunk_tokens=chunk_tokens,
         write=rng.choice(TIER_WRITES),
-        swap_blocks=swap_blocks,
+        watermark=rng.choice([0.0, 0.1]),
+        num_host_blocks=swap_blocks,
         max_running=rng.choice([2, 5, 100]),
     )
     return requests, report, tiers
 
 
-GROUPS = ["full", "window:9", "full,window:20", "full,mamba"]
+GROUPS = ["full", "window:9", "full,window:20", "full,mamba", "chunked:16,window:2"]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -255,7 +188,9 @@ def test_accepted_requests_generate_every_token_once(groups, chunk_tokens, swap_
 
 
 def test_random_small_pools_preempt_loading_requests():
-    """Without such preemptions the test above would be meaningless."""
+    """Without such preemptions, and without swaps, the test above would be meaningless."""
     runs = [run_random("full", seed, 8, 0) for seed in range(20)]
-    assert sum(tiers.num_moved_out for _, _, tiers in runs) > 0
-    assert sum(report.tiers[0].blocks_hit for _, report, _ in runs) > 0
+    assert sum(tiers.num_moved_out for _, _, tiers in runs if tiers) > 0
+    assert sum(report.tiers[0].blocks_hit for _, report, tiers in runs if tiers) > 0
+    for groups in GROUPS:
+        assert sum(run_random(groups, seed, 8, 20)[1].swapped_out for seed in range(8)) > 0

@@ -1,6 +1,5 @@
 """Tests of the report: summaries of times, and its file."""
 
-import json
 import random
 from array import array
 
@@ -49,12 +48,6 @@ def test_report_is_written_as_indented_json(tmp_path):
     assert text.endswith("}\n")
     assert '\n  "num_blocks": 100,\n' in text
     assert msgspec.json.decode(text, type=ReplayReport) == report
-
-
-def test_list_of_reports_keeps_its_order(tmp_path):
-    path = tmp_path / "reports.json"
-    write_json([ReplayReport(16, size, "full_blocks", "instant") for size in (30, 10, 20)], str(path))
-    assert [report["num_blocks"] for report in json.loads(path.read_text())] == [30, 10, 20]
 
 
 def test_unwritable_report_raises(tmp_path):

@@ -3,14 +3,19 @@
 import json
 import random
 from importlib import resources
+from typing import get_type_hints
 
 import jsonschema
 import msgspec
 import pytest
+from kv_pool.replay.plan.plan_report import Prices
 from replay.made_trace import make_random_records, record, write_trace
 
 from kv_pool import TraceError
 from kv_pool.replay import report
+from kv_pool.replay.compare import comparison
+from kv_pool.replay.curves import curve_report
+from kv_pool.replay.plan import plan_report
 from kv_pool.replay.report import ReplayReport, write_json
 from kv_pool.replay.request_outcomes import RequestOutcome, write_outcomes
 from kv_pool.replay.settings import EngineRates, ReplaySettings
@@ -85,9 +90,8 @@ def test_schema_rejects_invalid_reports(trace):
     assert not validator("report").is_valid(found)
 
 
-def structs():
-    """Return the structs of a report by their names in the schema."""
-    return {
+SCHEMAS = {
+    "report": {
         "report": ReplayReport,
         "call_times": report.CallTimes,
         "waits": report.Waits,
@@ -95,16 +99,51 @@ def structs():
         "infinite_cache": report.InfiniteCache,
         "breakdown_row": report.BreakdownRow,
         "provenance": report.Provenance,
-    }
+    },
+    "curve": {
+        "curve_report": curve_report.CurveReport,
+        "curve_point": curve_report.CurvePoint,
+        "curve_counts": curve_report.CurveCounts,
+        "curve_sample": curve_report.CurveSample,
+        "infinite_cache": report.InfiniteCache,
+        "provenance": report.Provenance,
+    },
+    "compare": {
+        "comparison": comparison.Comparison,
+        "compare_settings": comparison.CompareSettings,
+        "compared_trace": comparison.ComparedTrace,
+        "policy_record": comparison.PolicyRecord,
+        "trace_comparison": comparison.TraceComparison,
+        "comparison_row": comparison.ComparisonRow,
+        "infinite_cache": report.InfiniteCache,
+        "provenance": report.Provenance,
+    },
+    "plan": {
+        "plan": plan_report.CapacityPlan,
+        "prices": Prices,
+        "point": plan_report.PlanPoint,
+        "demand": plan_report.PlanDemand,
+        "tier": plan_report.PlanTier,
+        "block_size": plan_report.PlanBlockSize,
+        "check": plan_report.PlanCheck,
+        "provenance": report.Provenance,
+    },
+}
+"""Per schema, the structs of its parts."""
 
 
-def test_every_field_is_required_and_has_a_description():
-    parts = validator("report").schema["$defs"]
-    assert set(parts) == set(structs())
-    shapes = [(parts[name], struct) for name, struct in structs().items()]
-    for shape, struct in [*shapes, (validator("request").schema, RequestOutcome)]:
-        assert list(shape["properties"]) == shape["required"] == list(struct.__struct_fields__)
-        assert all(field.get("description") for field in shape["properties"].values())
+def check_shape(shape, struct):
+    assert list(shape["properties"]) == shape["required"] == list(get_type_hints(struct))
+    assert all(field.get("description") for field in shape["properties"].values())
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_every_field_is_required_and_has_a_description(name):
+    parts = validator(name).schema["$defs"]
+    assert set(parts) == set(SCHEMAS[name])
+    for part, struct in SCHEMAS[name].items():
+        check_shape(parts[part], struct)
+    check_shape(validator("request").schema, RequestOutcome)
 
 
 def test_bundled_trace_matches_the_schema():

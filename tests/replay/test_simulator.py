@@ -1,7 +1,6 @@
 """Tests of `run_replay`: refused settings, reports, events and provenance."""
 
 import hashlib
-import json
 import platform
 import random
 import sys
@@ -12,11 +11,10 @@ import pytest
 from replay.made_trace import make_random_records, record, write_trace
 
 import kv_pool
-from kv_pool import BlockRemoved, BlockStored, InvalidArgumentError, TraceError
+from kv_pool import BlockRemoved, BlockStored, InvalidArgumentError
 from kv_pool.events.event_publisher import NullEventPublisher
 from kv_pool.replay import simulator
 from kv_pool.replay.event_feed import EventFeed
-from kv_pool.replay.report import ReplayReport, write_json
 from kv_pool.replay.settings import CLOCKS, EngineRates, ReplaySettings
 from kv_pool.replay.simulator import run_replay
 
@@ -59,11 +57,6 @@ def trace(tmp_path):
 def test_invalid_settings_are_refused(trace, setting, why):
     with pytest.raises(InvalidArgumentError, match=why):
         run_replay(ReplaySettings(**{"trace": trace, "num_blocks": 10, **setting}))
-
-
-def test_missing_trace_raises(tmp_path):
-    with pytest.raises(TraceError, match="no such file"):
-        run_replay(ReplaySettings(str(tmp_path / "nowhere"), 10))
 
 
 @pytest.mark.parametrize(
@@ -153,15 +146,6 @@ def test_events_include_those_of_tiers(trace, clock):
     assert count(report) == count(run_replay(settings))
 
 
-@pytest.mark.parametrize("clock", CLOCKS)
-def test_same_settings_give_the_same_counts(trace, clock):
-    first, second = (
-        count(run_replay(ReplaySettings(trace, 12, clock=clock, trace_block_size=8))) for _ in range(2)
-    )
-    assert first == second
-    assert first["blocks_hit"] > 0
-
-
 def count(report):
     """Return the report without values that differ between runs."""
     counts = msgspec.structs.asdict(report)
@@ -193,49 +177,10 @@ def test_report_contains_its_settings(trace):
     report = run_replay(settings)
     assert (report.num_blocks, report.block_size, report.clock) == (12, 4, "trace")
     assert report.convention == "full_blocks_cap"
-    assert report.settings == {
-        "trace": trace,
-        "num_blocks": 12,
-        "block_size": 4,
-        "convention": "full_blocks_cap",
-        "clock": "trace",
-        "trace_block_size": 8,
-        "timestamp_unit": "ms",
-        "skip_broken": False,
-        "seed": "0",
-        "prefill_tokens_per_s": 123.0,
-        "decode_tokens_per_s": rates.decode_tokens_per_s,
-        "max_running": 7,
-        "speedup": 1.0,
-        "runs": False,
-        "groups": "full",
-        "states": "steps",
-        "policy": "lru",
-        "watermark": 0.0,
-        "host_blocks": 0,
-        "host_tier": 0,
-        "disk_tier": 0,
-        "tier_write": "back",
-        "block_bytes": 0,
-        "preemption": "cost",
-        "copy_bytes_per_s": 25e9,
-        "disk_bytes_per_s": 5e9,
-        "keep_session_s": 0.0,
-        "keep_prefix_tokens": 0,
-    }
-
-
-def test_report_counts_skipped_lines(tmp_path):
-    path = write_trace(tmp_path / "trace.jsonl", [record(8, [1]), "not json", record(8, [2]), "{}"])
-    report = run_replay(ReplaySettings(str(path), 10, trace_block_size=8, skip_broken=True))
-    assert (report.requests, report.broken_lines) == (2, 2)
-    assert report.first_broken.startswith(f"{path}:2: ")
-
-
-def test_broken_line_stops_the_replay(tmp_path):
-    path = write_trace(tmp_path / "trace.jsonl", [record(8, [1]), "not json"])
-    with pytest.raises(TraceError, match=r"trace\.jsonl:2: "):
-        run_replay(ReplaySettings(str(path), 10, trace_block_size=8))
+    shown = {"clock": "trace", "block_size": 4, "states": "steps", "runs": False, "max_running": 7}
+    assert report.settings.items() >= {**shown, "prefill_tokens_per_s": 123.0}.items()
+    assert report.settings.keys() == settings.describe().keys()
+    assert {"limit", "chunk_tokens", "by"}.isdisjoint(report.settings)  # they are None
 
 
 @pytest.mark.parametrize("clock", CLOCKS)
@@ -254,19 +199,6 @@ def test_hash_seed_does_not_change_hits(tmp_path, seed):
     path = write_trace(tmp_path / "trace.jsonl", [{"token_ids": list(range(40))}] * 2)
     report = run_replay(ReplaySettings(str(path), 10, block_size=4, seed=seed))
     assert (report.blocks_looked_up, report.blocks_hit) == (20, 9)
-
-
-def test_file_contains_every_field_of_the_report(tmp_path, trace):
-    report = run_replay(ReplaySettings(trace, 12, clock="trace", trace_block_size=8))
-    write_json(report, str(tmp_path / "report.json"))
-    assert json.loads((tmp_path / "report.json").read_text()) == msgspec.to_builtins(report)
-
-
-def test_report_round_trips_through_its_file(tmp_path, trace):
-    report = run_replay(ReplaySettings(trace, 12, clock="trace", trace_block_size=8))
-    write_json(report, str(tmp_path / "report.json"))
-    text = (tmp_path / "report.json").read_bytes()
-    assert msgspec.json.decode(text, type=ReplayReport) == report
 
 
 @pytest.mark.parametrize("clock", CLOCKS)

@@ -10,7 +10,7 @@ import pytest
 from made_threads import no_new_threads
 from replay.made_trace import make_random_records, write_trace
 
-from kv_pool import InvalidArgumentError, TraceError
+from kv_pool import InvalidArgumentError
 from kv_pool.errors import OutOfThreadsError
 from kv_pool.replay.settings import ReplaySettings
 from kv_pool.replay.simulator import run_replay
@@ -59,12 +59,6 @@ def test_each_capacity_is_replayed_with_each_tier(settings):
     assert without_times(alone) == without_times(reports[3])
 
 
-def test_each_disk_tier_is_replayed_with_each_host_tier(settings):
-    reports = run_sweep(settings, [6], 1, None, [0, 10], [0, 30])
-    assert [[tier.capacity for tier in report.tiers] for report in reports] == [[], [30], [10], [10, 30]]
-    assert reports[3].tokens_hit > reports[2].tokens_hit > reports[0].tokens_hit
-
-
 def test_sweep_reports_include_the_infinite_cache(settings):
     reports = run_sweep(settings, [20, 1000], 2)
     assert [report.infinite_cache for report in reports] == [count_infinite_hits(settings)] * 2
@@ -75,11 +69,6 @@ def test_too_small_capacity_stops_the_sweep(tmp_path):
     path = write_trace(tmp_path / "trace.jsonl", [{"token_ids": list(range(40))}])
     with pytest.raises(InvalidArgumentError, match="the pool has 2 blocks of 16 tokens"):
         run_sweep(ReplaySettings(str(path), 1), [2, 3], 1)
-
-
-def test_missing_trace_stops_the_sweep(tmp_path):
-    with pytest.raises(TraceError, match="no such file"):
-        run_sweep(ReplaySettings(str(tmp_path / "nowhere"), 1), [10], 1)
 
 
 def test_sweep_of_an_unguarded_script_names_the_cause(settings, tmp_path):

@@ -20,31 +20,6 @@ def make_request(line, num_tokens):
     return ReplayRequest(traced, BLOCK_SIZE, trace_block_size=BLOCK_SIZE)
 
 
-def test_smallest_refused_need_is_kept():
-    tally = make_tally(3)
-    answers = [tally.note_arrival(make_request(line, 4), need) for line, need in enumerate((5, 3, 4, 6))]
-    assert answers == [False, True, False, False]
-    assert tally.smallest_refused == 4
-    assert (tally.report.requests, tally.report.refused_requests) == (4, 3)
-
-
-def test_hit_in_a_partial_block_counts_tokens_only():
-    tally = make_tally(3)
-    request = make_request(1, 10)
-    tally.note_arrival(request, 3)
-    tally.note_hit(request, 12, 8)
-    report = tally.finish(0.0, 0)
-    assert (report.blocks_hit, report.tokens_hit) == (3, 10)
-    assert (report.token_hit_rate, report.mean_request_token_hit_rate) == (1.0, 1.0)
-
-
-def test_peak_of_blocks_in_use_is_kept():
-    tally = make_tally(10)
-    for num_blocks in (3, 5, 2):
-        tally.note_in_use(num_blocks)
-    assert tally.report.peak_blocks_in_use == 5
-
-
 def test_blocks_per_run_is_a_mean_over_all_tables():
     tally = make_tally(10)
     tally.note_table(4, 1)

@@ -1,62 +1,21 @@
 """Tests of the trace clock: requests overlap, wait, are preempted, and still finish.
 
-Expected times are computed by hand: blocks of 8 tokens, 1 ms to compute a prompt token, 10 ms to generate a
-token.
+Expected times are computed by hand from the rates in `timed_replay`.
 """
 
 import random
 from dataclasses import fields
 
 import pytest
-from replay.made_trace import make_random_records
+from replay.timed_replay import BLOCK_SIZE, draw_requests, run_timed
 
-from kv_pool import BlockPool, InvalidArgumentError, KVCacheManager
-from kv_pool.core import invariants
-from kv_pool.replay.driver import ReplayDriver
-from kv_pool.replay.replay_request import CONVENTIONS, ReplayRequest
-from kv_pool.replay.report import ReplayReport
+from kv_pool import InvalidArgumentError
+from kv_pool.replay.replay_request import CONVENTIONS
 from kv_pool.replay.settings import EngineRates
-from kv_pool.replay.tally import Tally
-from kv_pool.replay.trace import TraceRequest
-from kv_pool.replay.trace_clock import TraceClock
-
-BLOCK_SIZE = 8
-MAX_CALLS = 50_000
-
-
-class ImpatientDriver(ReplayDriver):
-    """A driver that fails the test if simulated time stops and the replay would never end."""
-
-    num_calls = 0
-
-    def allocate(self, request, num_new_tokens, prefix=None):
-        self.num_calls += 1
-        assert self.num_calls < MAX_CALLS, f"request {request.request_id} is allocated without end"
-        return super().allocate(request, num_new_tokens, prefix)
-
-
-def make_rates(**changes):
-    return EngineRates(**{"prefill_tokens_per_s": 1000.0, "decode_tokens_per_s": 100.0, **changes})
 
 
 def run(requests, num_blocks, convention="full_blocks_cap", **rates):
-    """Replay requests (arrival_ms, input_length, output_length, hash_ids); assert that no block leaks."""
-    pool = BlockPool(num_blocks + 1, True, BLOCK_SIZE)
-    tally = Tally(ReplayReport(BLOCK_SIZE, num_blocks, convention, "trace"))
-    driver = ImpatientDriver(KVCacheManager(pool), tally)
-    arriving = (
-        ReplayRequest(
-            TraceRequest(line, arrival_ms, input_length, output_length, hash_ids, None),
-            BLOCK_SIZE,
-            convention,
-            BLOCK_SIZE,
-        )
-        for line, (arrival_ms, input_length, output_length, hash_ids) in enumerate(requests, 1)
-    )
-    report = TraceClock(driver, make_rates(**rates)).run(arriving, lambda: None)
-    assert pool.get_num_free_blocks() == num_blocks
-    invariants.check(pool)
-    return report
+    return run_timed(requests, num_blocks, convention, **rates)[0]
 
 
 def test_single_request_has_its_blocks_until_its_last_token():
@@ -66,12 +25,6 @@ def test_single_request_has_its_blocks_until_its_last_token():
     assert report.peak_blocks_in_use == 3
     assert report.mean_blocks_in_use == (16 * 2 + 80 * 3) / 96
     assert report.tokens_out == 8
-
-
-def test_request_without_output_ends_after_its_prompt():
-    report = run([(0, 20, 0, [1, 2, 3])], 10)
-    assert report.simulated_ms == 20
-    assert (report.peak_blocks_in_use, report.tokens_out) == (3, 0)
 
 
 def test_overlapping_requests_have_blocks_together():
@@ -90,12 +43,6 @@ def test_peak_of_less_than_a_hundredth_is_above_the_p99():
     assert report.peak_blocks_in_use == 103
     assert report.p99_blocks_in_use == 102
     assert report.simulated_ms == 16 + 8010
-
-
-def test_separate_requests_never_have_blocks_together():
-    report = run([(0, 16, 8, [1, 2]), (100, 16, 8, [3, 4])], 10)
-    assert report.peak_blocks_in_use == 3
-    assert report.simulated_ms == 196
 
 
 def test_overlapping_requests_share_prefix_blocks():
@@ -220,27 +167,13 @@ def test_request_that_preempts_itself_waits_for_others(convention):
     assert report.tokens_out == 20
 
 
-@pytest.mark.parametrize("convention", ["full_blocks", "ids_as_blocks"])
-def test_fully_cached_request_that_preempts_itself_ends(convention):
-    report = run([(0, 16, 12, [1, 2]), (0, 16, 8, [3, 4])], 5, convention)
-    assert report.tokens_out == 20
-
-
 @pytest.mark.parametrize("seed", range(15))
 @pytest.mark.parametrize("partial_ids", [True, False])
 @pytest.mark.parametrize("convention", CONVENTIONS)
 def test_every_accepted_request_finishes(convention, partial_ids, seed):
     rng = random.Random(seed)
     num_blocks = rng.randrange(4, 16)
-    requests = [
-        (
-            traced["timestamp"] if rng.random() < 0.95 else 0,
-            traced["input_length"],
-            traced["output_length"],
-            traced["hash_ids"],
-        )
-        for traced in make_random_records(rng, 80, BLOCK_SIZE, partial_ids=partial_ids)
-    ]
+    requests = draw_requests(rng, partial_ids)
     report = run(requests, num_blocks, convention, max_running=rng.choice([2, 5, 100]))
     expected_out = num_refused = 0
     for _, input_length, output_length, hash_ids in requests:
@@ -260,11 +193,7 @@ def test_every_accepted_request_finishes(convention, partial_ids, seed):
 
 def test_random_small_pools_preempt():
     """Without preemptions the test above would be meaningless."""
-    rng = random.Random(0)
-    requests = [
-        (traced["timestamp"], traced["input_length"], traced["output_length"], traced["hash_ids"])
-        for traced in make_random_records(rng, 80, BLOCK_SIZE, partial_ids=True)
-    ]
+    requests = draw_requests(random.Random(0))
     assert run(requests, 10).preempted > 0
 
 

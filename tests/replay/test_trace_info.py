@@ -107,19 +107,6 @@ def test_token_id_traces_have_blocks_of_the_given_size(tmp_path):
     assert found.ceilings["full_blocks_cap"] == expected
 
 
-@pytest.mark.slow
-def test_shared_traces_have_the_reference_ceilings():
-    references = json.loads((DATA / "reference_hit_rates.json").read_text())["traces"]
-    paths = {"agentic_coding_a": DATA / "agentic_coding_a.jsonl.xz", "mooncake_conversation": None}
-    for name, path in paths.items():
-        found = describe(path or name)
-        for convention, capacities in references[name]["conventions"].items():
-            expected = capacities["unlimited"]
-            ceiling = found.ceilings[convention]
-            assert ceiling.token_hit_rate == pytest.approx(expected["token_hit_rate"], rel=1e-5)
-            assert ceiling.block_hit_rate == pytest.approx(expected["block_hit_rate"], rel=1e-5)
-
-
 def test_shared_traces_have_their_published_figures():
     found = describe("mooncake_conversation")
     assert (found.requests, found.tokens_in, found.tokens_out) == (12_031, 144_793_823, 4_122_048)
@@ -146,12 +133,6 @@ def test_late_requests_are_counted(tmp_path):
     found = describe(write_trace(tmp_path / "trace.jsonl", lines), block_size=8)
     assert (found.late_requests, found.span_s) == (2, 4.0)
     assert found.reuse_distance_s.max == 6.0
-
-
-def test_broken_lines_are_counted(tmp_path):
-    path = write_trace(tmp_path / "trace.jsonl", [record(8, [1]), "broken", record(8, [1])])
-    found = describe(path, block_size=8, skip_broken=True)
-    assert (found.requests, found.broken_lines, found.span_s, found.requests_per_s) == (2, 1, 0.0, 0.0)
 
 
 def test_percentiles_of_nothing_are_zero():

@@ -58,8 +58,3 @@ def test_devices_are_written_directly():
 def test_missing_folder_is_an_error(tmp_path):
     with pytest.raises(TraceError, match="cannot write the trace: there is no folder"):
         write(tmp_path / "nowhere" / "trace.jsonl")
-
-
-def test_folder_is_an_error(tmp_path):
-    with pytest.raises(TraceError, match="cannot write the trace: it is a folder"):
-        write(tmp_path)

@@ -47,36 +47,6 @@ def test_blocks_go_to_a_gpu_and_back(layout, way_name, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float8_e4m3fn"])
-@pytest.mark.parametrize("layout", ["NHD", "HND", "FLASH", "SGLANG", "TRTLLM"])
-def test_tokens_are_written_and_read_on_a_gpu(layout, dtype):
-    import torch
-
-    storage = KVStorage.allocate(6, 4, 2, 3, 8, dtype, "cuda:0", layout)
-    key = torch.randn(3, 3, 8, device="cuda:0").to(getattr(torch, dtype))
-    storage.write(1, torch.tensor([20, 23, 21], device="cuda:0"), key, key.flip(0))
-    storage.apply_moves([(5, 2)])
-    read_key, read_value = storage.read(1, [8, 11, 9])
-    assert torch.equal(read_key.view(torch.uint8), key.view(torch.uint8))
-    assert torch.equal(read_value.view(torch.uint8), key.flip(0).view(torch.uint8))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("way_name", ["gpu-torch", "gpu-triton"])
-def test_blocks_of_2_mib_are_moved_on_a_gpu(way_name, monkeypatch):
-    """The block size of Llama-3-8B, 32 layers of 64 KiB, at which the speed is measured."""
-    way = make_way(way_name, monkeypatch)
-    storage = allocate(way, "L|BNHC", 40, block_size=16, num_layers=32, heads=8, head_size=128)
-    assert storage.block_bytes == 2 * 1024 * 1024
-    before = read_all(storage)
-    moves = draw_moves(way_name, 40)
-    storage.apply_moves(moves)
-    for source, target in moves:
-        before[target] = before[source]
-    assert read_all(storage) == before
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("way_name", ["gpu-torch", "gpu-triton"])
 def test_copy_stream_is_ordered_with_the_engine_streams(way_name, monkeypatch):
     """The engine's stream is busy, then overwrites a source. The target still gets the old bytes."""

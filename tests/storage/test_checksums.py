@@ -5,7 +5,6 @@ from storage.made_storage import BLOCK_AXES, WAYS_TO_COPY, allocate, make_way
 
 from kv_pool.errors import InvalidBlockError
 from kv_pool.storage import checksums
-from kv_pool.storage.block_storage import make_host_buffer
 from kv_pool.storage.checksums import checksum_blocks
 
 
@@ -32,23 +31,6 @@ def test_blocks_of_a_gpu_pass_through_a_small_buffer(way, monkeypatch):
     for blocks in (1, 2, 7):
         monkeypatch.setattr(checksums, "_BUFFER_BYTES", blocks * storage.block_bytes)
         assert checksum_blocks(storage, range(7)).tolist() == expected
-
-
-def test_equal_blocks_of_two_layouts_have_equal_checksums(way):
-    one = allocate(way, "L|BNHC")
-    other = make_host_buffer(one.block_bytes, 7, one.block_format)
-    one.copy_to(other, [(block_id, 6 - block_id) for block_id in range(7)])
-    assert checksum_blocks(one, range(7)).tolist() == checksum_blocks(other, range(6, -1, -1)).tolist()
-
-
-def test_a_changed_byte_changes_only_its_block(way):
-    storage = allocate(way, "|BLNHC")
-    before = checksum_blocks(storage, range(7))
-    block = bytearray(storage.read_block(4))
-    block[-1] ^= 1
-    storage.write_block(4, block)
-    changed = np.flatnonzero(before != checksum_blocks(storage, range(7)))
-    assert changed.tolist() == [4]
 
 
 @pytest.mark.parametrize("block_id", [-1, 7])

@@ -15,7 +15,6 @@ from storage.made_storage import (
     to_numpy,
 )
 
-from kv_pool.ids import BlockMove
 from kv_pool.storage import BlockStorage, KVStorage, SegmentTable
 
 
@@ -57,17 +56,6 @@ def test_spans_that_are_not_a_multiple_of_16_bytes(way, head_size, dtype, alignm
     assert_moves_as_the_model(storage, "L|2BNHD", [(3, 1), (4, 2), (0, 6)])
 
 
-def test_a_single_move_and_none_at_all(way):
-    storage = allocate(way, "L|BNHC", num_blocks=2)
-    assert_moves_as_the_model(storage, "L|BNHC", [])
-    assert_moves_as_the_model(storage, "L|BNHC", [BlockMove(source=0, target=1)])
-
-
-def test_one_block_may_be_copied_to_many(way):
-    storage = allocate(way, "L|2BNHD")
-    assert_moves_as_the_model(storage, "L|2BNHD", [(3, 0), (3, 1), (3, 6), (5, 2)])
-
-
 @pytest.mark.parametrize("seed", range(2), ids=lambda seed: f"seed{seed}")
 @pytest.mark.parametrize("layout", BLOCK_AXES)
 def test_chains_and_cycles_are_applied_simultaneously(way, layout, seed):
@@ -82,15 +70,6 @@ def test_chains_and_cycles_are_applied_simultaneously(way, layout, seed):
     assert [storage.read_block(block_id) for block_id in range(storage.num_blocks)] == list(expected.values())
 
 
-def test_two_blocks_are_swapped_and_swapped_back(way):
-    storage = allocate(way, "L|2BNHD", head_size=5)
-    before = [storage.read_block(block_id) for block_id in range(storage.num_blocks)]
-    for expected in ([before[0], *before[2:0:-1], *before[3:]], before):
-        storage.apply_moves([(1, 2), (2, 1)])
-        storage.synchronize()
-        assert [storage.read_block(block_id) for block_id in range(storage.num_blocks)] == expected
-
-
 @pytest.mark.parametrize("layout", ["L|BNHC", "|BLNHC", "2L|THD"])
 def test_scratch_blocks_keep_content_between_calls(way, layout):
     storage = allocate(way, layout)
@@ -102,13 +81,6 @@ def test_scratch_blocks_keep_content_between_calls(way, layout):
     storage.synchronize()
     expected = [before[block_id] for block_id in (0, 2, 1, 3, 5, 4, 0)]
     assert [storage.read_block(block_id) for block_id in range(storage.num_blocks)] == expected
-
-
-@pytest.mark.parametrize("layout", ["L|BNHC", "|BLNHC", "L|2BNHD"])
-def test_runs_are_copied_like_single_blocks(way, layout):
-    storage = allocate(way, layout, num_blocks=24)
-    runs = [(12 + i, 1 + i) for i in range(5)] + [(20 + i, 8 + i) for i in range(3)] + [(18, 23)]
-    assert_moves_as_the_model(storage, layout, runs)
 
 
 def test_spans_longer_than_a_piece(way):

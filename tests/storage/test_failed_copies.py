@@ -37,31 +37,15 @@ TARGETS = {1, 2, 3, 4}
 def test_all_blocks_but_the_targets_are_intact(num_good):
     broken, good = make_pair(num_good)
     before = read_all(good)
-    with pytest.raises(CopyFailedError, match="copying 4 blocks from cpu to cpu failed: the device fell"):
+    with pytest.raises(
+        CopyFailedError, match="copying 4 blocks from cpu to cpu failed: the device fell"
+    ) as caught:
         broken.apply_moves(MOVES)
+    assert isinstance(caught.value.__cause__, OSError)
     after = read_all(good)
     assert [after[block_id] for block_id in range(10) if block_id not in TARGETS] == [
         before[block_id] for block_id in range(10) if block_id not in TARGETS
     ]
-
-
-def test_the_error_is_typed_and_keeps_its_cause():
-    broken, _ = make_pair(2)
-    with pytest.raises(CopyFailedError) as caught:
-        broken.apply_moves(MOVES)
-    assert isinstance(caught.value, KVPoolError)
-    assert isinstance(caught.value, RuntimeError)
-    assert isinstance(caught.value.__cause__, OSError)
-
-
-def test_the_whole_plan_can_be_repeated():
-    broken, good = make_pair(2)
-    before = read_all(good)
-    with pytest.raises(CopyFailedError):
-        broken.apply_moves(MOVES)
-    good.apply_moves(MOVES)
-    after = read_all(good)
-    assert [after[target] for _, target in MOVES] == [before[source] for source, _ in MOVES]
 
 
 def test_a_refused_plan_copies_nothing():

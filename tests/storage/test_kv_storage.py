@@ -1,6 +1,5 @@
 import numpy as np
 import pytest
-from storage.made_storage import BLOCK_AXES
 
 from kv_pool import InvalidArgumentError, InvalidBlockError, InvalidTypeError
 from kv_pool.storage import KVStorage
@@ -15,41 +14,6 @@ def make(layout="NHD", num_blocks=6, dtype="float16", **others):
 
 def draw(num_tokens, heads=HEADS, seed=0, dtype=np.float16):
     return np.random.default_rng(seed).standard_normal((num_tokens, heads, HEAD_SIZE)).astype(dtype)
-
-
-@pytest.mark.parametrize("layout", BLOCK_AXES)
-def test_written_tokens_are_read_back(layout):
-    storage = make(layout)
-    slots = np.array([23, 0, 7, 8])
-    written = {}
-    for layer in range(2):
-        key = draw(4, storage.num_kv_heads, layer)
-        value = draw(4, storage.num_kv_heads, layer + 10) if storage.has_values else None
-        storage.write(layer, slots, key, value)
-        written[layer] = key, value
-    for layer, (key, value) in written.items():
-        read_key, read_value = storage.read(layer, slots)
-        np.testing.assert_array_equal(read_key, key)
-        assert read_key.dtype == key.dtype
-        if storage.has_values:
-            np.testing.assert_array_equal(read_value, value)
-        else:
-            assert read_value is None
-    key, _ = storage.read(0, [1, 22])
-    assert not key.any()
-
-
-@pytest.mark.parametrize("layout", BLOCK_AXES)
-def test_tokens_move_with_their_block(layout):
-    storage = make(layout)
-    key = draw(4, storage.num_kv_heads)
-    storage.write(1, range(20, 24), key, -key if storage.has_values else None)
-    storage.apply_moves([(5, 2)])
-    read_key, read_value = storage.read(1, range(8, 12))
-    np.testing.assert_array_equal(read_key, key)
-    if storage.has_values:
-        np.testing.assert_array_equal(read_value, -key)
-    assert storage.read_block(2) == storage.read_block(5)
 
 
 def test_writes_show_in_the_engine_tensors():
@@ -155,12 +119,6 @@ def test_a_latent_cache_rejects_values():
         make("MLA").write(0, [0], draw(1, heads=1), draw(1, heads=1))
 
 
-def test_empty_slot_lists_are_accepted():
-    storage = make()
-    storage.write(0, [], draw(0), draw(0))
-    assert storage.read(0, [])[0].shape == (0, HEADS, HEAD_SIZE)
-
-
 def test_types_unknown_to_numpy_are_stored_as_bits():
     storage = make(dtype="bfloat16")
     bits = np.arange(HEADS * HEAD_SIZE, dtype=np.uint16).reshape(1, HEADS, HEAD_SIZE)
@@ -168,15 +126,6 @@ def test_types_unknown_to_numpy_are_stored_as_bits():
     key, value = storage.read(0, [3])
     np.testing.assert_array_equal(key, bits)
     np.testing.assert_array_equal(value, bits + 1)
-
-
-def test_a_block_is_read_and_written_as_bytes():
-    storage = make()
-    data = bytes(range(256)) * (storage.block_bytes // 256)
-    storage.write_block(3, data)
-    assert storage.read_block(3) == data
-    assert not any(storage.read_block(2))
-    assert storage.block_bytes == 2 * 2 * 4 * HEADS * HEAD_SIZE * 2
 
 
 def test_bytes_of_the_wrong_length_are_refused():
@@ -197,29 +146,16 @@ def test_blocks_with_another_byte_order_are_not_copied():
         make().copy_to(make(dtype="bfloat16"), [(0, 0)])
 
 
-@pytest.mark.parametrize("layout", BLOCK_AXES)
-def test_a_resize_keeps_the_remaining_blocks(layout):
-    storage = make(layout)
-    for block_id in range(6):
-        storage.write_block(block_id, bytes([block_id + 1]) * storage.block_bytes)
-    storage.resize(9)
-    assert (storage.num_blocks, storage.num_slots) == (9, 36)
-    assert [storage.read_block(block_id)[0] for block_id in range(9)] == [1, 2, 3, 4, 5, 6, 0, 0, 0]
-    storage.resize(2)
-    assert [storage.read_block(block_id)[-1] for block_id in range(2)] == [1, 2]
-    with pytest.raises(InvalidBlockError):
-        storage.read(0, [8])
-
-
 @pytest.mark.torch
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float8_e4m3fn", "uint8"])
 @pytest.mark.parametrize("layout", ["NHD", "HND", "FLASH", "SGLANG", "TRTLLM"])
-def test_torch_tensors_are_written_and_read(layout, dtype):
+def test_torch_tensors_are_written_and_read(layout, dtype, device):
     import torch
 
-    storage = make(layout, dtype=dtype, library="torch")
-    key = torch.from_numpy(draw(3, dtype=np.float32)).abs().to(getattr(torch, dtype))
-    storage.write(1, torch.tensor([3, 17, 5]), key, key.flip(0))
+    storage = make(layout, dtype=dtype, device=device, library="torch")
+    key = torch.from_numpy(draw(3, dtype=np.float32)).abs().to(device, getattr(torch, dtype))
+    storage.write(1, torch.tensor([3, 17, 5], device=device), key, key.flip(0))
     read_key, read_value = storage.read(1, torch.tensor([17, 3], dtype=torch.int32))
     assert read_key.dtype == getattr(torch, dtype)
     assert torch.equal(read_key.view(torch.uint8), key.view(torch.uint8)[[1, 0]])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -16,6 +16,15 @@ from kv_pool.manager.requests.request import Request
 
 ATTENTION_NAME = "kv_pool"
 """Name of the attention over blocks in transformers, for `model.set_attn_implementation`."""
+
+
+def _refuse(name: str) -> Callable[..., NoReturn]:
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise InvalidArgumentError(
+            f"{name}() is not supported for rows that share blocks: fork, free or migrate by PagedSequences"
+        )
+
+    return refuse
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[misc] # transformers has no types where it is not installed
@@ -60,28 +69,12 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc] # transformers has no t
     def get_max_length(self) -> int:
         return -1
 
-    def reset(self) -> NoReturn:
-        self._refuse("reset")
-
-    def crop(self, tokens_to_remove: int) -> NoReturn:
-        self._refuse("crop")
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> NoReturn:
-        self._refuse("reorder_cache")
-
-    def batch_repeat_interleave(self, repeats: int) -> NoReturn:
-        self._refuse("batch_repeat_interleave")
-
-    def batch_select_indices(self, indices: torch.Tensor) -> NoReturn:
-        self._refuse("batch_select_indices")
-
-    def offload(self) -> NoReturn:
-        self._refuse("offload")
-
-    def _refuse(self, what: str) -> NoReturn:
-        raise InvalidArgumentError(
-            f"{what}() is not supported for rows that share blocks: fork, free or migrate by PagedSequences"
-        )
+    reset = _refuse("reset")
+    crop = _refuse("crop")
+    reorder_cache = _refuse("reorder_cache")
+    batch_repeat_interleave = _refuse("batch_repeat_interleave")
+    batch_select_indices = _refuse("batch_select_indices")
+    offload = _refuse("offload")
 
 
 class PagedCache(Cache):  # type: ignore[misc]

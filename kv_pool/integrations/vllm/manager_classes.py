@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import RequestStatus
 
-from kv_pool.core.observer import BlockObserver
+from kv_pool.core.pool_part import BlockObserver
 from kv_pool.ids import GroupId
 from kv_pool.integrations.vllm.group_views import GroupsView, GroupView
 from kv_pool.integrations.vllm.pool_classes import BlockPool
@@ -98,16 +98,16 @@ class KVCacheManager(EngineManager):
         metrics_collector: BlockObserver | None = None,
         watermark: float = 0.0,
         enable_mamba_shared_prefix_checkpoint: bool = False,
+        enable_mamba_fine_grained_prefix_cache: bool = False,  # its name in vLLM 0.30
     ) -> None:
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-        lookahead: dict[str, Any] = {"num_hash_lookahead_tokens": num_hash_lookahead_tokens}
         pool = self.pool_class(
             num_gpu_blocks=kv_cache_config.num_blocks,
             enable_caching=enable_caching,
             hash_block_size=hash_block_size,
             enable_kv_cache_events=enable_kv_cache_events,
             metrics_collector=metrics_collector,
-            **(lookahead if num_hash_lookahead_tokens else {}),  # older pools have no such option
+            num_hash_lookahead_tokens=num_hash_lookahead_tokens,
         )
         pool.reads_options = True
         super().__init__(
@@ -121,7 +121,8 @@ class KVCacheManager(EngineManager):
                     kv_cache_config,
                     use_eagle=use_eagle,
                     num_prefill_lookahead=num_prefill_lookahead,
-                    has_junction_states=enable_mamba_shared_prefix_checkpoint,
+                    has_junction_states=enable_mamba_shared_prefix_checkpoint
+                    or enable_mamba_fine_grained_prefix_cache,
                     details=self.rule_details,
                 ),
             ),
@@ -150,7 +151,7 @@ class KVCacheManager(EngineManager):
         self.metrics_collector = metrics_collector
         self.prefix_cache_stats = PrefixCacheStats() if log_stats else None
         self.retained_hit_group_ids: tuple[GroupId, ...] = ()
-        self.mamba_shared_prefix_checkpoint = self.rules.caches_junctions
+        self.mamba_shared_prefix_checkpoint: bool = self.rules.caches_junctions
         is_hybrid = enable_caching and len(specs) > 1
         self.coordinator = (HybridGroupsView if is_hybrid else GroupsView)(
             self,

@@ -17,6 +17,8 @@ RULES_0_30 = replace(RULES_0_31, own_drafter_only=True, counts_most_states=True)
 class PartialBlocksOnly(BlockPool):
     """A pool that refuses to cache a full block as a partial one, as vLLM until 0.31 does."""
 
+    last_feature_only = False
+
     def cache_partial_block(
         self,
         request: Any,
@@ -38,6 +40,11 @@ class PartialBlocksOnly(BlockPool):
                 f"{num_tokens} tokens end at a block of {block_size} tokens, with hashes of "
                 f"{self.hash_block_size}; cache full blocks with cache_full_blocks()"
             )
+        has_features = (
+            self.enable_kv_cache_events and num_tokens > self.hash_block_size and request.mm_features
+        )
+        if self.last_feature_only and has_features:
+            request = RequestWithLastFeature(request)
         return super().cache_partial_block(
             request, block, num_tokens, kv_cache_group_id, block_size, replace_existing_hashes
         )
@@ -46,21 +53,7 @@ class PartialBlocksOnly(BlockPool):
 class LastFeatureOnly(PartialBlocksOnly):
     """A pool whose events of partial blocks name only the last multimodal input, as in vLLM 0.30."""
 
-    def cache_partial_block(
-        self,
-        request: Any,
-        block: KVCacheBlock,
-        num_tokens: int,
-        kv_cache_group_id: GroupId,
-        block_size: int,
-        replace_existing_hashes: bool = False,
-    ) -> BlockHashWithGroupId | None:
-        """Add a key for the first tokens of a block; see `PartialBlocksOnly.cache_partial_block`."""
-        if self.enable_kv_cache_events and num_tokens > self.hash_block_size and request.mm_features:
-            request = RequestWithLastFeature(request)
-        return super().cache_partial_block(
-            request, block, num_tokens, kv_cache_group_id, block_size, replace_existing_hashes
-        )
+    last_feature_only = True
 
 
 class RequestWithLastFeature:

@@ -18,10 +18,10 @@ from kv_pool.core.free_queue import FreeKVCacheBlockQueue
 from kv_pool.core.hash_map import BlockHashToBlockMap
 from kv_pool.core.kv_events import MEDIUM_GPU, KVEventTypes
 from kv_pool.core.mode import COMPILED
-from kv_pool.core.observer import BlockObserver
+from kv_pool.core.pool_part import BlockObserver
 from kv_pool.environment import LIVE_CURVE, POLICY
 from kv_pool.ids import GroupId
-from kv_pool.integrations.vllm.request_options.sent_options import warn_of_unread_options
+from kv_pool.integrations.vllm.request_options.options import warn_of_unread_options
 from kv_pool.metrics import residency
 from kv_pool.metrics.residency import BlockMetricsState
 from kv_pool.version import __version__

@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache, wraps
 from typing import Any, NoReturn, TypeVar, cast
 
-import msgspec
-
 from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH
+from kv_pool.control.controlled_manager import count_use, list_rows
 from kv_pool.control.server import ControlServer
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_pool import BlockPool
@@ -20,9 +19,8 @@ from kv_pool.environment import CONTROL, LEVEL
 from kv_pool.errors import ControlError, OutOfThreadsError
 from kv_pool.ids import GroupId, NodeName, RequestId
 from kv_pool.manager.engine.engine_manager import EngineManager
-from kv_pool.reports.layout import PoolLayout, read_layout
+from kv_pool.reports.controlled_pool import ControlledPool
 from kv_pool.reports.sequences import SequenceList, SequenceReport
-from kv_pool.reports.statistics import PoolStatistics, read_fragmentation_rate, read_statistics
 
 logger = logging.getLogger("vllm.kv_pool")
 
@@ -34,8 +32,8 @@ _NOTHING_MOVES = (
 )
 
 
-class PoolControl:
-    """The pool of a vLLM engine core, for a `ControlServer`; implements `ControlledPool`.
+class PoolControl(ControlledPool[BlockPool]):
+    """The pool of a vLLM engine core, for a `ControlServer`.
 
     Args:
         pool: referenced weakly, so that the socket does not keep a discarded engine's pool alive.
@@ -55,7 +53,7 @@ class PoolControl:
         self._num_hit_blocks = 0
 
     @property
-    def block_pool(self) -> BlockPool:
+    def block_pool(self) -> BlockPool:  # type: ignore[override]  # weak
         pool = self._pool()
         if pool is None:
             raise ControlError("the engine of this pool is gone; retry after the next one has started")
@@ -68,17 +66,26 @@ class PoolControl:
     def _get_manager(self) -> EngineManager | None:
         return None if self._manager is None else self._manager()
 
-    def _list_tables(self) -> dict[RequestId, list[list[KVCacheBlock]]]:
-        """Return the block tables by request; {} if vLLM's own manager has them."""
+    @property
+    def block_size(self) -> int:  # type: ignore[override]  # of the engine's pool
+        return self.block_pool.hash_block_size
+
+    def _list_rows(self) -> dict[RequestId, list[list[KVCacheBlock]]]:
+        """Return the rows of each request, in the order of admission; {} if vLLM's own manager has them."""
         manager = self._get_manager()
-        if manager is None:
-            return {}
-        group_ids = [GroupId(group_id) for group_id in range(manager.num_kv_cache_groups)]
-        found = manager.manager
-        return {
-            request_id: [found.get_table(request_id, group_id).blocks for group_id in group_ids]
-            for request_id in found.list_request_ids()
+        return {} if manager is None else list_rows(manager.manager)
+
+    def _report_sequence(self, sequence_id: RequestId, num_blocks: int, num_immovable: int) -> SequenceReport:
+        return SequenceReport(sequence_id, num_blocks, None, None, False, num_immovable_blocks=num_immovable)
+
+    def _count_more(self) -> dict[str, Any]:
+        manager = self._get_manager()
+        own = {
+            "taken_events": dict(self._num_taken_events),
+            "looked_up_blocks": self._num_looked_up_blocks,
+            "hit_blocks": self._num_hit_blocks,
         }
+        return own if manager is None else own | count_use(manager.manager)
 
     def note_lookup(self, num_blocks: int, num_hits: int) -> None:
         """Count blocks that a request has looked up, and those of them that it hit."""
@@ -101,37 +108,6 @@ class PoolControl:
         """Count events that vLLM has taken, by class name."""
         self._num_taken_events.update(type(event).__name__ for event in events)
 
-    def get_statistics(self) -> PoolStatistics:
-        """Return the pool's statistics; for requests and latencies see vLLM's metrics. O(blocks)."""
-        with self.lock:
-            pool = self.block_pool
-            known = read_statistics(pool, block_size=pool.hash_block_size, run_length=self.run_length)
-            known = msgspec.structs.replace(
-                known,
-                taken_events=dict(self._num_taken_events),
-                looked_up_blocks=self._num_looked_up_blocks,
-                hit_blocks=self._num_hit_blocks,
-            )
-            manager = self._get_manager()
-            if manager is None:
-                return known
-            retention = manager.manager.retention
-            return msgspec.structs.replace(
-                known,
-                pinned_blocks=0 if retention is None else retention.num_pins,
-                reserved_blocks=manager.watermark_blocks,
-                num_sequences=len(self._list_tables()),
-            )
-
-    def get_layout(self) -> PoolLayout:
-        """Return the states of the blocks, at level `manager` with the runs of requests. O(blocks)."""
-        with self.lock:
-            pool = self.block_pool
-            rows = [row for tables in self._list_tables().values() for row in tables]
-            return read_layout(
-                pool, rows, block_size=pool.hash_block_size, run_length=self.run_length, device_id=0
-            )
-
     def describe_sequences(self) -> SequenceList:
         """Return a report of each request with blocks, in the order of admission.
 
@@ -143,27 +119,7 @@ class PoolControl:
                 "the block tables of requests are in vLLM's scheduler, not in the pool; use stats, layout or "
                 f"sequences --holds, set {LEVEL}=manager, or read vLLM's metrics"
             )
-        with self.lock:
-            immovable_ids = set(self.block_pool.holds.list_immovable_ids())
-            reports = []
-            for request_id, tables in self._list_tables().items():
-                ids = [block.block_id for row in tables for block in row if not block.is_null]
-                reports.append(
-                    SequenceReport(
-                        sequence_id=request_id,
-                        num_blocks=len(ids),
-                        priority=None,
-                        idle_s=None,
-                        is_in_transit=False,
-                        num_immovable_blocks=sum(block_id in immovable_ids for block_id in ids),
-                    )
-                )
-            return SequenceList(reports)
-
-    def get_fragmentation_rate(self) -> float:
-        """Return the fraction of possible runs of `run_length` that is lost to fragmentation, 0 to 1."""
-        with self.lock:
-            return read_fragmentation_rate(self.block_pool, self.run_length)
+        return super().describe_sequences()
 
     def defragment(
         self, max_evictions: int = 0, max_moves: int | None = None, goal: float | None = None

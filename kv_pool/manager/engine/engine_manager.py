@@ -9,8 +9,8 @@ from kv_pool.core.arguments import refuse_interrupted
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.pool_core import BlockPoolCore
+from kv_pool.core.stored_events import add_kinds
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.events.event_filter import add_kinds
 from kv_pool.ids import BlockHash, BlockId, BlockMove, GroupId, RequestId
 from kv_pool.manager.admission import count_full_sequence, count_surplus, plan_step
 from kv_pool.manager.allocating import allocate_step, cache_written, free_skipped_blocks

@@ -8,6 +8,7 @@ from kv_pool.core.arguments import (
     as_list_of,
     check_number,
     check_type,
+    get_request_id,
     refuse_copy,
     refuse_type,
 )
@@ -18,7 +19,6 @@ from kv_pool.errors import InvalidArgumentError, PinLimitError
 from kv_pool.ids import GroupId, RequestId
 from kv_pool.manager.block_groups.block_table import BlockTable, TableListener
 from kv_pool.manager.requests.request import SchedulableRequest
-from kv_pool.manager.requests.request_checks import get_request_id
 from kv_pool.manager.retention.claims import (
     NO_CLAIMS,
     NOTHING,

@@ -21,9 +21,8 @@ from kv_pool.errors import (
 )
 from kv_pool.foreign_bytes import UNDECODABLE
 from kv_pool.ids import BlockId, NodeName, TransferId
-from kv_pool.migration.calls import describe_failure, raise_failure
 from kv_pool.migration.channel import Channel
-from kv_pool.migration.messages import CallFailed
+from kv_pool.migration.messages import CallFailed, describe_failure, raise_failure
 from kv_pool.migration.transfer_backend import BlockReader, ReadCount, TransferBackend
 from kv_pool.storage.block_storage import BlockStorage, make_host_buffer
 from kv_pool.storage.segments import IntArray, SegmentTable, split_alike

@@ -9,8 +9,7 @@ from kv_pool.errors import TraceError
 from kv_pool.replay.compare.comparison import ComparedTrace
 from kv_pool.replay.compare.policy_run import Origin, pack
 from kv_pool.replay.curves.estimates import Estimates
-from kv_pool.replay.curves.prompt_keys import find_key_bytes, read_prompt_keys
-from kv_pool.replay.curves.reuse import ReuseRecorder
+from kv_pool.replay.curves.reuse import ReuseRecorder, find_key_bytes, read_prompt_keys
 from kv_pool.replay.curves.sampling import UnitFinder
 from kv_pool.replay.report import InfiniteCache
 from kv_pool.replay.settings import ReplaySettings, find_block_size

@@ -11,8 +11,7 @@ from itertools import islice
 import xxhash
 
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.replay.curves.prompt_keys import PromptKeys, find_key_bytes, read_prompt_keys
-from kv_pool.replay.curves.reuse import Reuse, ReuseRecorder
+from kv_pool.replay.curves.reuse import PromptKeys, Reuse, ReuseRecorder, find_key_bytes, read_prompt_keys
 from kv_pool.replay.settings import ReplaySettings
 from kv_pool.replay.trace import Trace
 

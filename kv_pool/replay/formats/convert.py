@@ -1,30 +1,34 @@
 """`convert_trace`: from one format of traces and request logs to another."""
 
 import heapq
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from kv_pool.core.block_hash import BlockHasher
 from kv_pool.errors import InvalidArgumentError, TraceError
-from kv_pool.replay.formats import dynamo, kv_cache_tester, lmcache, mooncake, vllm_log
 from kv_pool.replay.formats.csv_lengths import CsvReader
+from kv_pool.replay.formats.dynamo import DynamoReader
 from kv_pool.replay.formats.event_lines import EventLineReader
 from kv_pool.replay.formats.foreign_request import ForeignReader, ForeignRequest
+from kv_pool.replay.formats.kv_cache_tester import KVCacheTesterReader, begin_session, make_session_request
+from kv_pool.replay.formats.lmcache import LMCacheReader
+from kv_pool.replay.formats.mooncake import MooncakeReader
 from kv_pool.replay.formats.qwen_bailian import QwenBailianReader
-from kv_pool.replay.option import Option, describe_options
+from kv_pool.replay.formats.vllm_log import VLLMLogReader
+from kv_pool.replay.option import Option, describe_options, setting
 from kv_pool.replay.settings import TIME_UNIT, TRACE_BLOCK_SIZE
 from kv_pool.replay.trace import MS_PER_UNIT, Trace, describe_suspicious_times, find_ms_per_unit
 from kv_pool.replay.trace_writer import open_parts, open_trace_writer
 
 _READERS: dict[str, type[ForeignReader]] = {
-    "mooncake": mooncake.MooncakeReader,
-    "kv-cache-tester": kv_cache_tester.KVCacheTesterReader,
-    "lmcache": lmcache.LMCacheReader,
-    "vllm": vllm_log.VLLMLogReader,
-    "dynamo": dynamo.DynamoReader,
+    "mooncake": MooncakeReader,
+    "kv-cache-tester": KVCacheTesterReader,
+    "lmcache": LMCacheReader,
+    "vllm": VLLMLogReader,
+    "dynamo": DynamoReader,
     "qwen-bailian": QwenBailianReader,
     "csv": CsvReader,
     "events": EventLineReader,
@@ -33,27 +37,8 @@ _READERS: dict[str, type[ForeignReader]] = {
 READ_LOSSES = {name: reader.losses for name, reader in _READERS.items()}
 """The formats that can be read, each with what is lost or unknown."""
 
-WRITE_LOSSES = {
-    "mooncake": mooncake.WRITE_LOSSES,
-    "kv-cache-tester": kv_cache_tester.WRITE_LOSSES,
-    "lmcache": lmcache.WRITE_LOSSES,
-    "vllm": vllm_log.WRITE_LOSSES,
-    "dynamo": dynamo.WRITE_LOSSES,
-}
+WRITE_LOSSES = {name: reader.write_losses for name, reader in _READERS.items() if reader.write_losses}
 """The formats that can be written, each with what is lost."""
-
-_MakeLines = Callable[[ForeignRequest, int, int | None], list[dict[str, Any]]]
-
-_MAKE_LINES: dict[str, _MakeLines] = {
-    "mooncake": mooncake.make_mooncake_lines,
-    "lmcache": lmcache.make_lmcache_lines,
-    "vllm": vllm_log.make_vllm_lines,
-    "dynamo": dynamo.make_dynamo_lines,
-}
-"""By format: the function that makes a request's lines from the request, its number and the tokens per id.
-
-A file of kv-cache-tester holds a whole session: `_write_sessions` writes these.
-"""
 
 DEFAULT_BLOCK_SIZE = 16
 MAX_REORDERED = 10_000
@@ -70,39 +55,34 @@ class ConvertSettings:
 
     source: Annotated[str, Option("The file or folder to read.", metavar="INPUT", is_argument=True)]
     source_format: Annotated[
-        str,
-        Option(f"Format of the input: {', '.join(READ_LOSSES)}.", name="source_format", flags=("--from",)),
+        str, Option(f"Format of the input: {', '.join(READ_LOSSES)}.", flags=("--from",))
     ]
-    target_format: Annotated[
-        str,
-        Option(f"Format of the output: {', '.join(WRITE_LOSSES)}.", name="target_format", flags=("--to",)),
-    ] = "mooncake"
-    trace_block_size: Annotated[int | None, TRACE_BLOCK_SIZE] = None
-    block_size: Annotated[
-        int | None,
-        Option(
-            "Tokens per block, to turn token ids and lengths into hash ids. Default: token ids stay token "
-            f"ids where the output can hold them, otherwise {DEFAULT_BLOCK_SIZE}.",
-            min=1,
-        ),
-    ] = None
-    session_gap_s: Annotated[
-        float,
-        Option(
-            "Seconds between the starts of two sessions, for --from kv-cache-tester.",
-            name="session_gap",
-            metavar="SECONDS",
-            min=0.0,
-        ),
-    ] = 0.0
-    timestamp_unit: Annotated[
-        str | None,
-        Option(
-            f"Unit of the input's times: {', '.join(MS_PER_UNIT)}. Default: the format's.",
-            flags=TIME_UNIT.flags,
-        ),
-    ] = None
-    skip_broken: Annotated[bool, Option("Skip broken lines and count them, instead of stopping.")] = False
+    target_format: str = setting(
+        f"Format of the output: {', '.join(WRITE_LOSSES)}.",
+        default="mooncake",
+        name="target_format",
+        flags=("--to",),
+    )
+    trace_block_size: int | None = setting(TRACE_BLOCK_SIZE, default=None)
+    block_size: int | None = setting(
+        "Tokens per block, to turn token ids and lengths into hash ids. Default: token ids stay token "
+        f"ids where the output can hold them, otherwise {DEFAULT_BLOCK_SIZE}.",
+        default=None,
+        min=1,
+    )
+    session_gap_s: float = setting(
+        "Seconds between the starts of two sessions, for --from kv-cache-tester.",
+        default=0.0,
+        name="session_gap",
+        metavar="SECONDS",
+        min=0.0,
+    )
+    timestamp_unit: str | None = setting(
+        f"Unit of the input's times: {', '.join(MS_PER_UNIT)}. Default: the format's.",
+        default=None,
+        flags=TIME_UNIT.flags,
+    )
+    skip_broken: bool = setting("Skip broken lines and count them, instead of stopping.", default=False)
 
     def check(self) -> None:
         """Raise InvalidArgumentError if a format or unit is unknown, or cannot be written or given."""
@@ -127,7 +107,7 @@ class ConvertSettings:
             )
 
 
-@dataclass(frozen=True)
+@dataclass
 class ConvertReport:
     """The result of a conversion.
 
@@ -141,11 +121,11 @@ class ConvertReport:
             times that look like another unit.
     """
 
-    num_requests: int
-    num_late: int
-    block_size: int | None
-    num_broken: int
-    first_broken: str | None
+    num_requests: int = 0
+    num_late: int = 0
+    block_size: int | None = None
+    num_broken: int = 0
+    first_broken: str | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -153,7 +133,7 @@ def open_reader(settings: ConvertSettings) -> ForeignReader:
     """Return the reader of the settings' input. Raises TraceError."""
     unit, block_size, skip_broken = settings.timestamp_unit, settings.trace_block_size, settings.skip_broken
     if settings.source_format == "mooncake":
-        return mooncake.MooncakeReader(
+        return MooncakeReader(
             Trace(
                 settings.source, block_size=block_size, timestamp_unit=unit or "ms", skip_broken=skip_broken
             )
@@ -190,40 +170,29 @@ def convert_trace(settings: ConvertSettings, output: str) -> ConvertReport:
     """
     settings.check()
     reader = open_reader(settings)
-    counts = _Counts()
-    renumbered = _Renumbering(settings, reader)
-    requests = _start_at_zero(renumbered.apply(_sort(reader, counts)), counts)
+    report = ConvertReport()
+    first_arrivals_ms: list[float] = []
+    renumbered = _Renumbering(settings, reader, report)
+    requests = _start_at_zero(renumbered.apply(_sort(reader, report)), report, first_arrivals_ms)
     if settings.target_format == "kv-cache-tester":
-        _write_sessions(requests, renumbered, output)
+        _write_sessions(requests, report, output)
     else:
-        _write_lines(settings, requests, renumbered, output)
+        _write_lines(settings, requests, report, output)
+    report.num_broken, report.first_broken = reader.num_broken, reader.first_broken
     notes = list(reader.notes)
     if renumbered.num_lengths:
         notes.append(
             f"only lengths are known of {renumbered.num_lengths:,} requests: each has blocks of its own, and "
             "none is hit"
         )
-    why = describe_suspicious_times(counts.first_arrivals_ms)
+    why = describe_suspicious_times(first_arrivals_ms)
     if why is not None and settings.source_format != "mooncake":  # of which `Trace` warns
         notes.append(why)
-    return ConvertReport(
-        counts.num_requests,
-        counts.num_late,
-        renumbered.block_size,
-        reader.num_broken,
-        reader.first_broken,
-        tuple(notes),
-    )
+    report.notes = tuple(notes)
+    return report
 
 
-class _Counts:
-    def __init__(self) -> None:
-        self.num_requests = 0
-        self.num_late = 0
-        self.first_arrivals_ms: list[float] = []
-
-
-def _sort(requests: Iterable[ForeignRequest], counts: _Counts) -> Iterator[ForeignRequest]:
+def _sort(requests: Iterable[ForeignRequest], report: ConvertReport) -> Iterator[ForeignRequest]:
     """Yield requests by arrival, as far as `MAX_REORDERED` requests tell."""
     pending: list[tuple[float, int, ForeignRequest]] = []
     last_ms = float("-inf")
@@ -235,37 +204,41 @@ def _sort(requests: Iterable[ForeignRequest], counts: _Counts) -> Iterator[Forei
         elif not pending:
             return
         arrival_ms, _, found = heapq.heappop(pending)
-        counts.num_late += arrival_ms < last_ms
+        report.num_late += arrival_ms < last_ms
         last_ms = max(last_ms, arrival_ms)
         yield found
 
 
-def _start_at_zero(requests: Iterable[ForeignRequest], counts: _Counts) -> Iterator[ForeignRequest]:
+def _start_at_zero(
+    requests: Iterable[ForeignRequest], report: ConvertReport, first_arrivals_ms: list[float]
+) -> Iterator[ForeignRequest]:
     first_ms: float | None = None
     for request in requests:
-        counts.num_requests += 1
+        report.num_requests += 1
         if first_ms is None:
             first_ms = request.arrival_ms
         # Rounded to microseconds: times since 1970 have no more.
         arrival_ms = round(max(0.0, request.arrival_ms - first_ms), 3)
-        if len(counts.first_arrivals_ms) < 1000:
-            counts.first_arrivals_ms.append(arrival_ms)
+        if len(first_arrivals_ms) < 1000:
+            first_arrivals_ms.append(arrival_ms)
         yield replace(request, arrival_ms=arrival_ms)
 
 
 class _Renumbering:
     """Turns keys into ids numbered by first appearance, and tokens into keys if wanted.
 
+    Args:
+        report: receives the tokens per id.
+
     Attributes:
-        block_size: tokens per id; None for token ids.
         num_lengths: requests of which only lengths are known, whose blocks are new ones.
     """
 
-    def __init__(self, settings: ConvertSettings, reader: ForeignReader) -> None:
-        self.block_size: int | None = None
+    def __init__(self, settings: ConvertSettings, reader: ForeignReader, report: ConvertReport) -> None:
         self.num_lengths = 0
         self._settings = settings
         self._reader = reader
+        self._report = report
         self._ids: dict[Hashable, int] = {}
         self._num_ids = 0
 
@@ -277,15 +250,16 @@ class _Renumbering:
         for request in requests:
             blocks = request.blocks
             if blocks is not None:
-                self.block_size = self._reader.block_size
+                self._report.block_size = self._reader.block_size
             elif request.token_ids is None:
-                self.block_size = self._reader.block_size or size or DEFAULT_BLOCK_SIZE
-                yield replace(request, blocks=self._make_ids(-(-request.input_length // self.block_size)))
+                block_size = self._reader.block_size or size or DEFAULT_BLOCK_SIZE
+                self._report.block_size = block_size
+                yield replace(request, blocks=self._make_ids(-(-request.input_length // block_size)))
                 continue
             elif size is not None:
                 hasher = hasher or BlockHasher("xxh3_128", "0", size)
                 blocks = hasher.hash_blocks(request.token_ids)
-                self.block_size = size
+                self._report.block_size = size
             if blocks is None:
                 yield request
             else:
@@ -307,14 +281,14 @@ class _Renumbering:
 def _write_lines(
     settings: ConvertSettings,
     requests: Iterable[ForeignRequest],
-    renumbered: _Renumbering,
+    report: ConvertReport,
     output: str,
 ) -> None:
     number = 0
     with open_trace_writer(output) as write:
         for number, request in enumerate(requests, 1):
             try:
-                lines = _MAKE_LINES[settings.target_format](request, number, renumbered.block_size)
+                lines = _READERS[settings.target_format].make_lines(request, number, report.block_size)
             except ValueError as error:
                 raise TraceError(f"{settings.source}:{request.line}: {error}") from error
             for line in lines:
@@ -323,7 +297,7 @@ def _write_lines(
             raise TraceError(f"{output}: not written: the input contains no request")
 
 
-def _write_sessions(requests: Iterable[ForeignRequest], renumbered: _Renumbering, pattern: str) -> None:
+def _write_sessions(requests: Iterable[ForeignRequest], report: ConvertReport, pattern: str) -> None:
     """Write each session to a file of its own; requests without a session are sessions of one request.
 
     Args:
@@ -335,7 +309,7 @@ def _write_sessions(requests: Iterable[ForeignRequest], renumbered: _Renumbering
     sessions: dict[tuple[str | None, str | None, int], tuple[str, float]] = {}
     with open_parts(pattern) as parts:
         for request in requests:
-            block_size = renumbered.block_size or DEFAULT_BLOCK_SIZE
+            block_size = report.block_size or DEFAULT_BLOCK_SIZE
             number = request.line if request.session_id is None else 0
             key = (request.tenant, request.session_id, number)
             found = sessions.get(key)
@@ -343,10 +317,10 @@ def _write_sessions(requests: Iterable[ForeignRequest], renumbered: _Renumbering
                 part = f"{len(sessions) + 1:04}"
                 sessions[key] = found = (part, request.arrival_ms)
                 name = request.session_id if request.session_id is not None else f"request-{request.line}"
-                parts.append(part, request.line, kv_cache_tester.begin_session(name, block_size))
+                parts.append(part, request.line, begin_session(name, block_size))
             else:
                 parts.append(found[0], request.line, b",\n")
-            line = kv_cache_tester.make_session_request(request, found[1], block_size)
+            line = make_session_request(request, found[1], block_size)
             parts.append(found[0], request.line, parts.encode(line))
         if not sessions:
             raise TraceError(f"{pattern}: not written: the input contains no request")

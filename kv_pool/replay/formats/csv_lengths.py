@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 
 from kv_pool.replay.formats.foreign_request import ForeignReader, ForeignRequest
-from kv_pool.replay.trace import check_lengths
 
 MAX_PROMPT_TOKENS = 4_000_000
 """Bound on a prompt, whose blocks are made for a number in the file."""
@@ -93,7 +92,6 @@ class CsvReader(ForeignReader):
         if input_length > MAX_PROMPT_TOKENS:
             raise ValueError(f"the prompt has {input_length:,} tokens; it may have {MAX_PROMPT_TOKENS:,}")
         arrival_ms = self._read_time(time)
-        check_lengths(input_length, output_length, arrival_ms)
         return ForeignRequest(line, arrival_ms, input_length, output_length, session_id=session or None)
 
     def _read_header(self, names: list[str], line: int) -> None:

@@ -38,17 +38,12 @@ import msgspec
 
 from kv_pool.replay.formats.foreign_request import ForeignReader, ForeignRequest, check_block_size
 from kv_pool.replay.line_reader import LineReader
-from kv_pool.replay.trace import check_blocks, check_lengths
+from kv_pool.replay.trace import check_lengths
 
 SCHEMA = "dynamo.request.trace.v1"
 SCHEMAS = (SCHEMA, "dynamo.agent.trace.v1")
 ROWS_SCHEMA = "dynamo.agentic_mooncake"
 ROWS_VERSION = 2
-WRITE_LOSSES = (
-    "durations: each request ends when it arrives",
-    "tenants",
-    "a partial last block without an id gets a hash of its own",
-)
 
 _MASK = (1 << 64) - 1
 _Number = TypeVar("_Number", int, float)
@@ -153,6 +148,11 @@ class DynamoReader(ForeignReader):
         "how long requests take: a row that waits for others arrives its delay after their arrivals, unless "
         "its timestamp is later",
     )
+    write_losses = (
+        "durations: each request ends when it arrives",
+        "tenants",
+        "a partial last block without an id gets a hash of its own",
+    )
 
     log_names = (r".*\.jsonl", "*.jsonl")
     default_ms_per_unit = 1.0
@@ -200,21 +200,16 @@ class DynamoReader(ForeignReader):
         if arrival_ms is None:
             arrival_ms = (event.event_time_unix_ms or 0.0) - (request.total_time_ms or 0.0)
         replay = request.replay
-        hashes = [one & _MASK for one in replay.input_sequence_hashes]
-        block_size = check_block_size(replay.trace_block_size, self.block_size)
-        check_lengths(replay.input_length, request.output_tokens or 0, arrival_ms)
-        check_blocks(replay.input_length, len(hashes), block_size)
-        self.block_size = block_size
         context = event.agent_context or _Context()
-        session_id = context.trajectory_id or context.session_id
-        return ForeignRequest(
+        found = ForeignRequest(
             line,
             arrival_ms,
             replay.input_length,
             request.output_tokens or 0,
-            blocks=hashes,
-            session_id=session_id,
+            blocks=[one & _MASK for one in replay.input_sequence_hashes],
+            session_id=context.trajectory_id or context.session_id,
         )
+        return self._check_blocks(found, replay.trace_block_size)
 
     def _parse_header(self, record: _Line) -> None:
         if record.version != ROWS_VERSION:
@@ -228,7 +223,6 @@ class DynamoReader(ForeignReader):
         block_size = self._row_block_size
         if block_size is None:
             raise ValueError("Mooncake-style lines do not contain their block size; give --trace-block-size")
-        self.block_size = check_block_size(block_size, self.block_size)
         input_length = _take_one("input_length", record.input_length, "input_tokens", record.input_tokens)
         if input_length is None:
             input_length = len(hash_ids) * block_size
@@ -238,8 +232,6 @@ class DynamoReader(ForeignReader):
         delay_ms = _take_one("delay", record.delay, "delay_ms", record.delay_ms) or 0.0
         delay_ms += record.tool_wait_ms or 0.0
         arrival_ms = 0.0 if timestamp is None else timestamp * self._ms_per_unit
-        check_lengths(input_length, output_length, arrival_ms)
-        check_blocks(input_length, len(hash_ids), block_size)
         session_id = None if record.session_id is None else str(record.session_id)
         needed: list[tuple[_Key, bool, float]]
         needed = [(("request", str(one)), True, delay_ms) for one in record.wait_for or ()]
@@ -266,6 +258,7 @@ class DynamoReader(ForeignReader):
         request = ForeignRequest(
             line, arrival_ms, input_length, output_length, blocks=blocks, session_id=session_id
         )
+        self._check_blocks(request, block_size)
         return _Row(request, reader, name, needed, max(0.0, record.recorded_api_time_ms or 0.0))
 
     def _place(self, row: _Row) -> Iterator[ForeignRequest]:
@@ -290,38 +283,38 @@ class DynamoReader(ForeignReader):
                 self._times[row.name] = (request.arrival_ms, request.arrival_ms + row.duration_ms)
                 ready += self._waiting.pop(row.name, [])
 
+    @staticmethod
+    def make_lines(request: ForeignRequest, number: int, block_size: int | None) -> list[dict[str, Any]]:
+        """Return the `request_end` record of a request."""
+        assert block_size is not None, "token ids are hashed for this format"
+        hashes = list(request.blocks or ())
+        if len(hashes) * block_size < request.input_length:
+            hashes.append((1 << 63) + number)
+        arrival_ms = int(request.arrival_ms)
+        event: dict[str, Any] = {
+            "schema": SCHEMA,
+            "event_type": "request_end",
+            "event_time_unix_ms": arrival_ms,
+            "event_source": "dynamo",
+            "request": {
+                "request_id": f"request-{number}",
+                "request_received_ms": arrival_ms,
+                "input_tokens": request.input_length,
+                "output_tokens": request.output_length,
+                "replay": {
+                    "trace_block_size": block_size,
+                    "input_length": request.input_length,
+                    "input_sequence_hashes": hashes,
+                },
+            },
+        }
+        if request.session_id is not None:
+            event["agent_context"] = {"session_id": request.session_id}
+        return [{"timestamp": arrival_ms, "event": event}]
+
 
 def _take_one(name: str, value: _Number | None, other: str, other_value: _Number | None) -> _Number | None:
     """Return the value of a field with two names. Raises ValueError if they have different values."""
     if value is not None and other_value is not None and value != other_value:
         raise ValueError(f"{name} is {value} and {other} is {other_value}; they are names of one field")
     return other_value if value is None else value
-
-
-def make_dynamo_lines(request: ForeignRequest, number: int, block_size: int | None) -> list[dict[str, Any]]:
-    """Return the `request_end` record of a request with integer keys."""
-    assert block_size is not None, "token ids are hashed for this format"
-    hashes = list(request.blocks or ())
-    if len(hashes) * block_size < request.input_length:
-        hashes.append((1 << 63) + number)
-    arrival_ms = int(request.arrival_ms)
-    event: dict[str, Any] = {
-        "schema": SCHEMA,
-        "event_type": "request_end",
-        "event_time_unix_ms": arrival_ms,
-        "event_source": "dynamo",
-        "request": {
-            "request_id": f"request-{number}",
-            "request_received_ms": arrival_ms,
-            "input_tokens": request.input_length,
-            "output_tokens": request.output_length,
-            "replay": {
-                "trace_block_size": block_size,
-                "input_length": request.input_length,
-                "input_sequence_hashes": hashes,
-            },
-        },
-    }
-    if request.session_id is not None:
-        event["agent_context"] = {"session_id": request.session_id}
-    return [{"timestamp": arrival_ms, "event": event}]

@@ -83,26 +83,30 @@ class EventLineReader(ForeignReader):
             raise ValueError("stored blocks without hashes or block_size")
         if min(hashes) < 0 or max(hashes) >= 2**64:
             raise ValueError("a block hash is not in 0..2**64-1")
-        check_lengths(1, 0, ts * 1000)
         block_size = check_block_size(record.block_size, self.block_size)
         parent = record.parent_block_hash
         if parent is not None and parent not in self._parents:
             raise ValueError(f"the parent {parent:016x} was not recorded")
         if parent in hashes or len(set(hashes)) != len(hashes):
             raise ValueError("blocks are their own parents")
-        self.block_size = block_size
         # A hash always has the same parent; the first one counts, so that there are no cycles.
         for one in hashes:
             self._parents.setdefault(one, parent)
             parent = one
-        self._add(ts, line, record.parent_block_hash, hashes)
+        self._add(ts, line, record.parent_block_hash, hashes, block_size)
+        self.block_size = block_size
         return ts
 
-    def _add(self, ts: float, line: int, parent: int | None, hashes: list[int]) -> None:
-        access = None if parent is None else self._open.pop(parent, None)
-        if access is None or ts - access.last_ts > CONTINUES_WITHIN_S:
+    def _add(self, ts: float, line: int, parent: int | None, hashes: list[int], block_size: int) -> None:
+        access = None if parent is None else self._open.get(parent)
+        is_new = access is None or ts - access.last_ts > CONTINUES_WITHIN_S
+        if access is None or is_new:
             access = _Access(line, ts, ts, [] if parent is None else self._list_ancestors(parent))
+        check_lengths((len(access.blocks) + len(hashes)) * block_size, 0, ts * 1000)
+        if is_new:
             self._accesses.append(access)
+        if parent is not None:
+            self._open.pop(parent, None)
         access.blocks += hashes
         access.last_ts = max(access.last_ts, ts)
         self._open[hashes[-1]] = access

@@ -5,10 +5,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from kv_pool.errors import TraceError
 from kv_pool.replay.line_reader import MAX_LINE_BYTES, LineReader
+from kv_pool.replay.trace import check_blocks, check_lengths
 
 _COMPRESSED = r"(\.gz|\.xz|\.zst)?"
 _Item = TypeVar("_Item")
@@ -26,6 +27,9 @@ class ForeignRequest:
             Equal keys mean that the prompts are equal up to the end of the block. None for token ids.
         token_ids: the prompt's tokens, instead of blocks. If both are None, only lengths are known.
         session_id, tenant: as in a trace, or None.
+
+    Raises:
+        ValueError: a length or the arrival is out of range.
     """
 
     line: int
@@ -37,9 +41,12 @@ class ForeignRequest:
     session_id: str | None = None
     tenant: str | None = None
 
+    def __post_init__(self) -> None:
+        check_lengths(self.input_length, self.output_length, self.arrival_ms)
+
 
 class ForeignReader(ABC):
-    """Reads the requests of a file, or of a folder of log files, in its order.
+    """A format: reads the requests of a file, or of a folder of log files, in its order, and makes its lines.
 
     Args:
         path: the file; or, of formats with `log_names`, a folder, whose files are read in the order of their
@@ -53,6 +60,7 @@ class ForeignReader(ABC):
 
     Attributes:
         losses: what is lost or unknown of such files.
+        write_losses: what is lost in written files; empty for a format that is read only.
         log_names: a regular expression for the names of log files in a folder, without the suffix of a
             compression, and such names in words; None if only a file can be read.
         default_ms_per_unit: milliseconds per unit of the format's times.
@@ -63,6 +71,7 @@ class ForeignReader(ABC):
     """
 
     losses: ClassVar[tuple[str, ...]]
+    write_losses: ClassVar[tuple[str, ...]] = ()
     log_names: ClassVar[tuple[str, str] | None] = None
     default_ms_per_unit: ClassVar[float] = 1000.0
     max_line_bytes: ClassVar[int] = MAX_LINE_BYTES
@@ -99,12 +108,31 @@ class ForeignReader(ABC):
     @abstractmethod
     def __iter__(self) -> Iterator[ForeignRequest]: ...
 
+    @staticmethod
+    def make_lines(request: ForeignRequest, number: int, block_size: int | None) -> list[dict[str, Any]]:
+        """Return the lines of a request with integer keys or token ids.
+
+        Args:
+            number: of the request, counted from 1.
+            block_size: tokens per key; None for token ids.
+        Raises:
+            ValueError: the format cannot hold the request.
+        """
+        raise NotImplementedError
+
     def _read(self, parse: Callable[[bytes, int], _Item | None]) -> Iterator[_Item]:
         """Yield what `parse` returns for the lines of all files, except None."""
         for file in self._files:
             for found in file.read(parse):
                 if found is not None:
                     yield found
+
+    def _check_blocks(self, request: ForeignRequest, block_size: int) -> ForeignRequest:
+        """Return the request. Raise ValueError if its keys do not fit the block size, or that has changed."""
+        check_block_size(block_size, self.block_size)
+        check_blocks(request.input_length, len(request.blocks or ()), block_size)
+        self.block_size = block_size
+        return request
 
 
 def list_log_files(folder: Path, pattern: str, description: str) -> tuple[list[Path], list[str]]:

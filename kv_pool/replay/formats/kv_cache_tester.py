@@ -26,15 +26,10 @@ import msgspec
 
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.foreign_bytes import BYTE_ORDER_MARK
-from kv_pool.replay.decompression import decompress
 from kv_pool.replay.formats.foreign_request import ForeignReader, ForeignRequest, check_block_size
-from kv_pool.replay.trace import check_blocks, check_lengths
+from kv_pool.replay.line_reader import decompress
+from kv_pool.replay.trace import check_blocks
 
-WRITE_LOSSES = (
-    "when sessions start, and how they overlap",
-    "tenants",
-    "ids of partial last blocks",
-)
 MAX_FILE_BYTES = 1 << 30
 """Maximum decompressed size of a session, which is read as a whole."""
 
@@ -76,6 +71,11 @@ class KVCacheTesterReader(ForeignReader):
     losses = (
         "how sessions overlap: the format has none; --session-gap places them",
         "models, types, stop reasons, api_time, think_time, and which requests are a sub-agent's",
+    )
+    write_losses = (
+        "when sessions start, and how they overlap",
+        "tenants",
+        "ids of partial last blocks",
     )
 
     log_names = (r"(trace_.*\.json|.*\.jsonl)", "trace_*.json or *.jsonl")
@@ -177,7 +177,6 @@ def _make_request(
     if num_in is None:
         raise ValueError("a request has no `in`")
     hash_ids = request.hash_ids or []  # short prompts may have none
-    check_lengths(num_in, num_out, arrival_ms)
     check_blocks(num_in, len(hash_ids), block_size)
     return ForeignRequest(
         line,

@@ -11,14 +11,7 @@ from typing import Any
 
 import msgspec
 
-from kv_pool.replay.formats.foreign_request import ForeignReader, ForeignRequest, check_block_size
-from kv_pool.replay.trace import check_blocks, check_lengths
-
-WRITE_LOSSES = (
-    "generated tokens, sessions and tenants",
-    "ids of partial last blocks",
-    "shapes and dtypes of the KV cache, which are empty: LMCache's simulator needs --kv-bytes-per-chunk",
-)
+from kv_pool.replay.formats.foreign_request import ForeignReader, ForeignRequest
 
 _MODEL = "unknown"
 
@@ -45,6 +38,11 @@ class LMCacheReader(ForeignReader):
         "sessions: the log has none",
         "a lookup that is tried again is a request of its own",
     )
+    write_losses = (
+        "generated tokens, sessions and tenants",
+        "ids of partial last blocks",
+        "shapes and dtypes of the KV cache, which are empty: LMCache's simulator needs --kv-bytes-per-chunk",
+    )
 
     log_names = (r"lookup_hashes_.*\.jsonl", "lookup_hashes_*.jsonl")
 
@@ -54,31 +52,27 @@ class LMCacheReader(ForeignReader):
 
     def _parse(self, text: bytes, line: int) -> ForeignRequest:
         record = self._decode(text)
-        arrival_ms = record.timestamp * self._ms_per_unit
-        check_lengths(record.seq_len, 0, arrival_ms)
-        self.block_size = check_block_size(record.chunk_size, self.block_size)
-        check_blocks(record.seq_len, len(record.chunk_hashes), record.chunk_size)
         model = record.model_name or _MODEL
-        return ForeignRequest(
+        request = ForeignRequest(
             line,
-            arrival_ms,
+            record.timestamp * self._ms_per_unit,
             record.seq_len,
             blocks=[(model, one if isinstance(one, int) else int(one, 16)) for one in record.chunk_hashes],
         )
+        return self._check_blocks(request, record.chunk_size)
 
-
-def make_lmcache_lines(request: ForeignRequest, number: int, block_size: int | None) -> list[dict[str, Any]]:
-    """Return the line of a lookup log for a request with integer keys."""
-    assert block_size is not None, "token ids are hashed for this format"
-    num_full = request.input_length // block_size
-    line = {
-        "timestamp": request.arrival_ms / 1000,
-        "request_id": f"request-{number}",
-        "model_name": _MODEL,
-        "chunk_size": block_size,
-        "seq_len": request.input_length,
-        "dtypes": [],
-        "shapes": [],
-        "chunk_hashes": [f"0x{key:016x}" for key in (request.blocks or ())[:num_full]],
-    }
-    return [line]
+    @staticmethod
+    def make_lines(request: ForeignRequest, number: int, block_size: int | None) -> list[dict[str, Any]]:
+        assert block_size is not None, "token ids are hashed for this format"
+        num_full = request.input_length // block_size
+        line = {
+            "timestamp": request.arrival_ms / 1000,
+            "request_id": f"request-{number}",
+            "model_name": _MODEL,
+            "chunk_size": block_size,
+            "seq_len": request.input_length,
+            "dtypes": [],
+            "shapes": [],
+            "chunk_hashes": [f"0x{key:016x}" for key in (request.blocks or ())[:num_full]],
+        }
+        return [line]

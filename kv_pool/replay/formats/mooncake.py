@@ -11,13 +11,12 @@ from typing import Any
 from kv_pool.replay.formats.foreign_request import ForeignReader, ForeignRequest
 from kv_pool.replay.trace import Trace
 
-WRITE_LOSSES = ("the ids themselves: they are numbered by first appearance",)
-
 
 class MooncakeReader(ForeignReader):
     """Reads a trace."""
 
     losses = ("fields other than those of a trace line",)
+    write_losses = ("the ids themselves: they are numbered by first appearance",)
 
     def __init__(self, trace: Trace) -> None:
         self.block_size = trace.block_size
@@ -41,21 +40,20 @@ class MooncakeReader(ForeignReader):
                 request.tenant,
             )
 
-
-def make_mooncake_lines(request: ForeignRequest, number: int, block_size: int | None) -> list[dict[str, Any]]:
-    """Return the trace line of a request with integer keys or token ids."""
-    arrival_ms = request.arrival_ms
-    line: dict[str, Any] = {
-        "timestamp": int(arrival_ms) if arrival_ms == int(arrival_ms) else arrival_ms,
-        "input_length": request.input_length,
-        "output_length": request.output_length,
-    }
-    if request.blocks is None:
-        line["token_ids"] = request.token_ids
-    else:
-        line["hash_ids"] = request.blocks
-    if request.session_id is not None:
-        line["session_id"] = request.session_id
-    if request.tenant is not None:
-        line["tenant"] = request.tenant
-    return [line]
+    @staticmethod
+    def make_lines(request: ForeignRequest, number: int, block_size: int | None) -> list[dict[str, Any]]:
+        arrival_ms = request.arrival_ms
+        line: dict[str, Any] = {
+            "timestamp": int(arrival_ms) if arrival_ms == int(arrival_ms) else arrival_ms,
+            "input_length": request.input_length,
+            "output_length": request.output_length,
+        }
+        if request.blocks is None:
+            line["token_ids"] = request.token_ids
+        else:
+            line["hash_ids"] = request.blocks
+        if request.session_id is not None:
+            line["session_id"] = request.session_id
+        if request.tenant is not None:
+            line["tenant"] = request.tenant
+        return [line]

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 import msgspec
 
 from kv_pool.replay.formats.foreign_request import ForeignReader, ForeignRequest
-from kv_pool.replay.trace import check_blocks, check_lengths
 
 BLOCK_SIZE = 16
 
@@ -49,25 +48,23 @@ class QwenBailianReader(ForeignReader):
 
     def _parse(self, text: bytes, line: int) -> ForeignRequest:
         record = self._decode(text)
-        arrival_ms = (record.timestamp or 0.0) * self._ms_per_unit
-        check_lengths(record.input_length, record.output_length or 0, arrival_ms)
-        blocks = None
-        if record.hash_ids is not None:
-            check_blocks(record.input_length, len(record.hash_ids), self.block_size or BLOCK_SIZE)
-            blocks = self._number_prefixes(record.hash_ids)
         parent = record.parent_chat_id
         first = record.chat_id
         if parent is not None and parent != -1:
             first = self._first_of.get(parent, parent)
-        self._first_of[record.chat_id] = first
-        return ForeignRequest(
+        request = ForeignRequest(
             line,
-            arrival_ms,
+            (record.timestamp or 0.0) * self._ms_per_unit,
             record.input_length,
             record.output_length or 0,
-            blocks=blocks,
+            blocks=record.hash_ids,
             session_id=str(first),
         )
+        if record.hash_ids is not None:
+            self._check_blocks(request, self.block_size or BLOCK_SIZE)
+            request.blocks = self._number_prefixes(record.hash_ids)
+        self._first_of[record.chat_id] = first
+        return request
 
     def _number_prefixes(self, hash_ids: list[int]) -> list[int]:
         prefixes = self._prefixes

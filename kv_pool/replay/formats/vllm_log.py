@@ -21,13 +21,6 @@ import msgspec
 from kv_pool.foreign_bytes import UNDECODABLE
 from kv_pool.replay.formats.foreign_request import ForeignReader, ForeignRequest
 
-WRITE_LOSSES = (
-    "fractions of milliseconds",
-    "sessions and tenants",
-    "the text of prompts and outputs",
-    "hash ids: a block's tokens are all equal to its id; a partial block without an id has one of its own",
-)
-
 MAX_WRITTEN_TOKENS = 4_000_000
 """Bound on tokens that are written for a number in the input. The longest contexts have a quarter of it."""
 
@@ -73,6 +66,12 @@ class VLLMLogReader(ForeignReader):
         "the end of prompts that --max-log-len cut, and prompts given as embeddings",
         "adapters, salts and multimodal inputs, which make equal tokens different blocks",
     )
+    write_losses = (
+        "fractions of milliseconds",
+        "sessions and tenants",
+        "the text of prompts and outputs",
+        "hash ids: a block's tokens all equal its id; a partial block without an id has one of its own",
+    )
 
     def __iter__(self) -> Iterator[ForeignRequest]:
         # An id may occur again, as those of clients do: a response belongs to the request before it.
@@ -93,6 +92,41 @@ class VLLMLogReader(ForeignReader):
             last_ms = request.arrival_ms
             request.output_length = num_outputs.get(request.line, 0)
             yield request
+
+    @staticmethod
+    def make_lines(request: ForeignRequest, number: int, block_size: int | None) -> list[dict[str, Any]]:
+        """Return the two lines of a request that ends when it arrives.
+
+        Raises:
+            ValueError: the prompt or the output has more than `MAX_WRITTEN_TOKENS` that are not in the input,
+                or the arrival is beyond the year 9999.
+        """
+        tokens = request.token_ids
+        if tokens is None:
+            _check_written("prompt", request.input_length)
+            tokens = []
+            keys: list[Any] = [*(request.blocks or ()), (1 << 63) + number]
+            for key in keys:
+                tokens += [key] * min(block_size or 1, request.input_length - len(tokens))
+        _check_written("output", request.output_length)
+        if request.arrival_ms > _MAX_WRITTEN_MS:
+            raise ValueError(
+                f"the request arrives {request.arrival_ms:g} ms after the first one, beyond all dates"
+            )
+        when = _START + timedelta(milliseconds=request.arrival_ms)
+        record = {
+            "asctime": f"{when:%Y-%m-%d %H:%M:%S},{when.microsecond // 1000:03}",
+            "levelname": "DEBUG",
+            "name": "vllm.entrypoints.serve.utils.request_logger",
+            "processName": "MainProcess",
+            "process": 1,
+        }
+        prompt = f"prompt: None, prompt_token_ids: {tokens}, prompt_embeds shape: None."
+        messages = (
+            f"Request cmpl-{number} details: {prompt}",
+            f"Generated response cmpl-{number} details: output_token_ids: {[0] * request.output_length}",
+        )
+        return [record | {"message": message} for message in messages]
 
 
 def _read_message(text: bytes) -> tuple[str, str]:
@@ -168,47 +202,6 @@ def _read_time(text: str) -> float:
         month, day, hour, minute, second = (int(one) for one in found.groups())
         when = datetime(_START.year, month, day, hour, minute, second, tzinfo=UTC)
     return (when - _START) / timedelta(milliseconds=1)
-
-
-def make_vllm_lines(request: ForeignRequest, number: int, block_size: int | None) -> list[dict[str, Any]]:
-    """Return the two JSON lines of a log for a request with integer keys that ends when it arrives.
-
-    Raises:
-        ValueError: the prompt or the output has more than `MAX_WRITTEN_TOKENS` that are not in the input, or
-            the arrival is beyond the year 9999.
-    """
-    tokens = request.token_ids
-    if tokens is None:
-        _check_written("prompt", request.input_length)
-        tokens = []
-        keys: list[Any] = [*(request.blocks or ()), (1 << 63) + number]
-        for key in keys:
-            tokens += [key] * min(block_size or 1, request.input_length - len(tokens))
-    _check_written("output", request.output_length)
-    if request.arrival_ms > _MAX_WRITTEN_MS:
-        raise ValueError(
-            f"the request arrives {request.arrival_ms:g} ms after the first one, beyond all dates"
-        )
-    when = _START + timedelta(milliseconds=request.arrival_ms)
-    record = {
-        "asctime": f"{when:%Y-%m-%d %H:%M:%S},{when.microsecond // 1000:03}",
-        "levelname": "DEBUG",
-        "name": "vllm.entrypoints.serve.utils.request_logger",
-        "processName": "MainProcess",
-        "process": 1,
-    }
-    name = f"cmpl-{number}"
-    return [
-        record
-        | {
-            "message": f"Request {name} details: prompt: None, prompt_token_ids: {tokens}, prompt_embeds "
-            "shape: None."
-        },
-        record
-        | {
-            "message": f"Generated response {name} details: output_token_ids: {[0] * request.output_length}",
-        },
-    ]
 
 
 def _check_written(name: str, num_tokens: int) -> None:

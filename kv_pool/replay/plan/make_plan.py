@@ -5,17 +5,17 @@ from dataclasses import replace
 
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.capacity import ModelKV, count_blocks
-from kv_pool.replay.plan.goals import PlanGoal
 from kv_pool.replay.plan.plan_curve import PlanCurve, grow, shrink
 from kv_pool.replay.plan.plan_report import (
     CapacityPlan,
     PlanBlockSize,
     PlanCheck,
     PlanDemand,
+    PlanGoal,
     PlanTier,
 )
-from kv_pool.replay.plan.prefill_cost import ModelCompute, PrefillTally
 from kv_pool.replay.report import ReplayReport, make_provenance
+from kv_pool.replay.request_outcomes import RequestOutcome
 from kv_pool.replay.settings import ReplaySettings, find_block_size
 from kv_pool.replay.simulator import Progress, run_replay
 from kv_pool.replay.trace import Trace
@@ -55,7 +55,6 @@ def plan_capacity(
     host_bytes: int | None = None,
     disk_bytes: int | None = None,
     block_sizes: Sequence[int] = BLOCK_SIZES,
-    compute: ModelCompute | None = None,
     on_progress: PlanProgress | None = None,
 ) -> CapacityPlan:
     """Recommend a capacity for a trace, from its LRU curve, and replay what is recommended.
@@ -63,11 +62,10 @@ def plan_capacity(
     Args:
         settings: the trace, how it is read, and the engine. `clock` decides whether requests overlap and
             generate. `num_blocks` and `block_bytes` are ignored. The model is that of full attention.
-        model: for the bytes of a block.
+        model: for the bytes of a block and the FLOPs of prompts.
         goal: None for the knee of the curve.
         host_bytes, disk_bytes: memory of the tiers; 0 for none. None: 4 and 16 times the pool, or by price.
         block_sizes: to compare. Of a trace of hash ids, only multiples of its block size are compared.
-        compute: for the FLOPs of prompts.
         on_progress: called with what is done now and the share of it that is done.
     Raises:
         TraceError: the trace cannot be read, or its ids do not identify prefixes.
@@ -83,9 +81,8 @@ def plan_capacity(
             "tiers itself; leave the default"
         )
     replace(settings, num_blocks=1, block_bytes=0).check()
-    return _Planner(
-        settings, model, goal or PlanGoal(), compute, on_progress or (lambda doing, share: None)
-    ).plan(host_bytes, disk_bytes, block_sizes)
+    planner = _Planner(settings, model, goal or PlanGoal(), on_progress or (lambda doing, share: None))
+    return planner.plan(host_bytes, disk_bytes, block_sizes)
 
 
 class _Planner:
@@ -96,13 +93,11 @@ class _Planner:
         settings: ReplaySettings,
         model: ModelKV,
         goal: PlanGoal,
-        compute: ModelCompute | None,
         on_progress: PlanProgress,
     ) -> None:
         self._settings = settings
         self._model = model
         self._goal = goal
-        self._compute = compute
         self._notify = on_progress
         self._trace = settings.open_trace()
         self._block_size = find_block_size(settings.block_size, self._trace)
@@ -170,13 +165,13 @@ class _Planner:
             self._settings, trace, block_size, self._model, lambda share: self._notify(doing, share)
         )
 
-    def _measure_demand(self) -> tuple[PlanDemand | None, tuple[ReplayReport, PrefillTally] | None]:
+    def _measure_demand(self) -> tuple[PlanDemand | None, tuple[ReplayReport, float | None] | None]:
         """Replay the trace in a pool for all its blocks, up to a limit. None with the instant clock."""
         if self._settings.clock != "trace":
             return None, None
         curve = self._curve
         num_blocks = max(min(curve.num_distinct, _MOST_DEMAND_BLOCKS), curve.largest_request)
-        report, tally = self._replay("the demand of running requests", self._block_size, num_blocks)
+        report, by_flops = self._replay("the demand of running requests", self._block_size, num_blocks)
         found = PlanDemand(
             num_blocks=num_blocks,
             mean_blocks=report.mean_blocks_in_use,
@@ -185,7 +180,7 @@ class _Planner:
             mean_running=report.mean_running,
             peak_running=report.peak_running,
         )
-        return found, (report, tally)
+        return found, (report, by_flops)
 
     def _plan_tiers(self, num_blocks: int, host_bytes: int | None, disk_bytes: int | None) -> list[PlanTier]:
         curve, prices = self._curve, self._goal.prices
@@ -245,14 +240,21 @@ class _Planner:
     def _check(
         self, name: str, block_size: int, curve: PlanCurve, num_blocks: int, host: int = 0, disk: int = 0
     ) -> None:
-        report, tally = self._replay(name, block_size, num_blocks, host, disk)
-        self._add_check(name, curve, report, tally)
+        self._add_check(name, curve, *self._replay(name, block_size, num_blocks, host, disk))
 
     def _replay(
         self, name: str, block_size: int, num_blocks: int, host: int = 0, disk: int = 0
-    ) -> tuple[ReplayReport, PrefillTally]:
+    ) -> tuple[ReplayReport, float | None]:
+        """Return the report of a replay, and the FLOPs of its prompts divided by those that it computes."""
+        num_flops = num_saved = 0
+
         def show(progress: Progress) -> None:
             self._notify(f"replaying: {name}", progress.share)
+
+        def note(outcome: RequestOutcome) -> None:
+            nonlocal num_flops, num_saved
+            num_flops += self._model.count_flops(outcome.input_length)
+            num_saved += self._model.count_flops(outcome.tokens_hit)
 
         settings = replace(
             self._settings,
@@ -262,10 +264,10 @@ class _Planner:
             disk_tier=disk,
             block_bytes=self._model.count_block_bytes(block_size),
         )
-        tally = PrefillTally(self._model, self._compute)
-        return run_replay(settings, show, on_outcome=tally.add), tally
+        report = run_replay(settings, show, on_outcome=note)
+        return report, _divide(num_flops, num_saved)
 
-    def _add_check(self, name: str, curve: PlanCurve, report: ReplayReport, tally: PrefillTally) -> None:
+    def _add_check(self, name: str, curve: PlanCurve, report: ReplayReport, by_flops: float | None) -> None:
         sizes = {tier.medium: tier.capacity for tier in report.tiers}
         combined = curve.combine(report.num_blocks, list(sizes.values()))
         predicted = curve.count_tokens(combined)
@@ -286,7 +288,12 @@ class _Planner:
                 waited_ms=report.waiting.mean_ms,
                 preempted=report.preempted,
                 refused=report.refused_requests,
-                speedup_by_tokens=tally.divide_tokens(),
-                speedup_by_flops=tally.divide_flops(),
+                speedup_by_tokens=_divide(report.tokens_in, report.tokens_hit),
+                speedup_by_flops=by_flops,
             )
         )
+
+
+def _divide(total: int, saved: int) -> float | None:
+    """Return the total divided by what is left of it; None if nothing is left."""
+    return total / (total - saved) if total > saved else None

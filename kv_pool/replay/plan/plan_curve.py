@@ -9,8 +9,7 @@ from kv_pool.replay.curves.curve_report import locate_knee
 from kv_pool.replay.curves.lru_curve import LruCurve
 from kv_pool.replay.curves.measure import choose_capacities
 from kv_pool.replay.curves.sampling import read_prompts
-from kv_pool.replay.plan.goals import PlanGoal, Prices
-from kv_pool.replay.plan.plan_report import PlanPoint
+from kv_pool.replay.plan.plan_report import PlanGoal, PlanPoint, Prices
 from kv_pool.replay.settings import ReplaySettings
 from kv_pool.replay.trace import Trace
 

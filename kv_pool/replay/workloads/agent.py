@@ -2,11 +2,9 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated
 
-from kv_pool.replay.option import Option, describe_options
-from kv_pool.replay.workloads.distributions import Distribution
-from kv_pool.replay.workloads.random_stream import RandomStream
+from kv_pool.replay.option import describe_options, setting
+from kv_pool.replay.workloads.distributions import Distribution, RandomStream
 from kv_pool.replay.workloads.workload import (
     GeneratedRequest,
     SystemPrompts,
@@ -27,77 +25,60 @@ class AgentSettings(WorkloadSettings):
     Attributes:
     """
 
-    max_tokens: Annotated[
-        int,
-        Option(
-            "Maximum length of a prompt. A longer one is compacted: it continues with the system prompt and "
-            "a summary. Default: measured, 9 of 10 compactions come before 163,000 tokens.",
-            min=1,
-        ),
-    ] = 160_000
-    sessions_per_s: Annotated[
-        float,
-        Option("Sessions that start per second, on average. Default: the trace's 80 in two hours."),
-    ] = 80 / 7200
-    system_tokens: Annotated[
-        Distribution,
-        distribute("Tokens of tool definitions and system prompt. Default: the trace's README, 15,000."),
-    ] = Distribution("fixed", 15_000)
-    task_tokens: Annotated[
-        Distribution,
-        distribute(
-            "Tokens of the first message of a session. Default: measured, median 21,360 with the system "
-            "prompt; the deviation is a choice."
-        ),
-    ] = Distribution("lognormal", 6_400, 1.0)
-    turns: Annotated[
-        Distribution,
-        distribute("User turns of a session. Default: measured, mean 57 requests in 6.4 steps per turn."),
-    ] = Distribution("geometric", 9)
-    steps: Annotated[
-        Distribution,
-        distribute(
-            "Requests of a user turn: one, and one per tool call. Default: measured, 15.6 % of the gaps are "
-            "a minute or longer."
-        ),
-    ] = Distribution("geometric", 6.4)
-    tool_pause: Annotated[
-        Distribution,
-        distribute(
-            "Seconds from a request to the next one of the same user turn: answer and tool call. Default: "
-            "measured, mean of the logarithm 2.71, deviation 0.56."
-        ),
-    ] = Distribution("lognormal", 15, 0.56)
-    think_time: Annotated[
-        Distribution,
-        distribute(
-            "Seconds from the last request of a user turn to the next user turn. Default: measured, mean of "
-            "the logarithm 5.12, deviation 0.88."
-        ),
-    ] = Distribution("lognormal", 167, 0.88)
-    tool_tokens: Annotated[
-        Distribution,
-        distribute(
-            "Tokens of a tool's result. Default: measured, mean of the logarithm 5.78, deviation 1.8."
-        ),
-    ] = Distribution("lognormal", 323, 1.8)
-    message_tokens: Annotated[
-        Distribution,
-        distribute(
-            "Tokens of a user's later message. Default: measured, mean of the logarithm 6.02, deviation 2.0."
-        ),
-    ] = Distribution("lognormal", 412, 2.0)
-    output_tokens: Annotated[
-        Distribution,
-        distribute("Tokens of an answer. Default: measured, mean of the logarithm 5.53, deviation 0.85."),
-    ] = Distribution("lognormal", 251, 0.85)
-    summary_tokens: Annotated[
-        Distribution,
-        distribute(
-            "Tokens of the summary that replaces a compacted context. Default: measured, median 29,980 with "
-            "the system prompt; the deviation is a choice."
-        ),
-    ] = Distribution("lognormal", 15_000, 0.4)
+    max_tokens: int = setting(
+        "Maximum length of a prompt. A longer one is compacted: it continues with the system prompt and "
+        "a summary. Default: measured, 9 of 10 compactions come before 163,000 tokens.",
+        default=160_000,
+        min=1,
+    )
+    sessions_per_s: float = setting(
+        "Sessions that start per second, on average. Default: the trace's 80 in two hours.", default=80 / 7200
+    )
+    system_tokens: Distribution = distribute(
+        "Tokens of tool definitions and system prompt. Default: the trace's README, 15,000.",
+        default=Distribution("fixed", 15_000),
+    )
+    task_tokens: Distribution = distribute(
+        "Tokens of the first message of a session. Default: measured, median 21,360 with the system "
+        "prompt; the deviation is a choice.",
+        default=Distribution("lognormal", 6_400, 1.0),
+    )
+    turns: Distribution = distribute(
+        "User turns of a session. Default: measured, mean 57 requests in 6.4 steps per turn.",
+        default=Distribution("geometric", 9),
+    )
+    steps: Distribution = distribute(
+        "Requests of a user turn: one, and one per tool call. Default: measured, 15.6 % of the gaps are "
+        "a minute or longer.",
+        default=Distribution("geometric", 6.4),
+    )
+    tool_pause: Distribution = distribute(
+        "Seconds from a request to the next one of the same user turn: answer and tool call. Default: "
+        "measured, mean of the logarithm 2.71, deviation 0.56.",
+        default=Distribution("lognormal", 15, 0.56),
+    )
+    think_time: Distribution = distribute(
+        "Seconds from the last request of a user turn to the next user turn. Default: measured, mean of "
+        "the logarithm 5.12, deviation 0.88.",
+        default=Distribution("lognormal", 167, 0.88),
+    )
+    tool_tokens: Distribution = distribute(
+        "Tokens of a tool's result. Default: measured, mean of the logarithm 5.78, deviation 1.8.",
+        default=Distribution("lognormal", 323, 1.8),
+    )
+    message_tokens: Distribution = distribute(
+        "Tokens of a user's later message. Default: measured, mean of the logarithm 6.02, deviation 2.0.",
+        default=Distribution("lognormal", 412, 2.0),
+    )
+    output_tokens: Distribution = distribute(
+        "Tokens of an answer. Default: measured, mean of the logarithm 5.53, deviation 0.85.",
+        default=Distribution("lognormal", 251, 0.85),
+    )
+    summary_tokens: Distribution = distribute(
+        "Tokens of the summary that replaces a compacted context. Default: measured, median 29,980 with "
+        "the system prompt; the deviation is a choice.",
+        default=Distribution("lognormal", 15_000, 0.4),
+    )
 
 
 def generate_agent(settings: AgentSettings) -> Iterator[GeneratedRequest]:

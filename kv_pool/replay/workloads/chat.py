@@ -2,11 +2,9 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated
 
-from kv_pool.replay.option import Option, describe_options
-from kv_pool.replay.workloads.distributions import Distribution
-from kv_pool.replay.workloads.random_stream import RandomStream
+from kv_pool.replay.option import describe_options, setting
+from kv_pool.replay.workloads.distributions import Distribution, RandomStream
 from kv_pool.replay.workloads.workload import (
     GeneratedRequest,
     GrowingPrompt,
@@ -27,54 +25,39 @@ class ChatSettings(WorkloadSettings):
     Attributes:
     """
 
-    sessions_per_s: Annotated[
-        float,
-        Option(
-            "Conversations that start per second, on average. Default: measured, 3.4 requests per "
-            "second, divided by 2.5 turns."
-        ),
-    ] = 1.36
-    system_tokens: Annotated[
-        Distribution,
-        distribute(
-            "Tokens of a system prompt. Default: measured, 512 to 900 tokens that all requests share."
-        ),
-    ] = Distribution("fixed", 768)
-    turns: Annotated[
-        Distribution,
-        distribute(
-            "Requests of a conversation. Default: mean 2.54 in WildChat (Zhao et al., ICLR 2024: 2,639,415 "
-            "turns of 1,039,785 conversations)."
-        ),
-    ] = Distribution("geometric", 2.5)
-    think_time: Annotated[
-        Distribution,
-        distribute(
-            "Seconds from one turn's arrival to the next. Default: measured, median 126, mean of the "
-            "logarithm 4.88, deviation 0.98; 80 % within 10 minutes also in Wang et al., ATC 2025, trace A."
-        ),
-    ] = Distribution("lognormal", 126, 1.0)
-    first_tokens: Annotated[
-        Distribution,
-        distribute(
-            "Tokens of a conversation's first message, with pasted text and files. Default: measured, median "
-            "5,933 with the system prompt, deviation of the logarithm 1.26."
-        ),
-    ] = Distribution("lognormal", 5200, 1.3)
-    message_tokens: Annotated[
-        Distribution,
-        distribute(
-            "Tokens of later messages. Default: measured, growth of the prompt without the last answer, mean "
-            "of the logarithm 4.53, deviation 2.45."
-        ),
-    ] = Distribution("lognormal", 93, 2.4)
-    output_tokens: Annotated[
-        Distribution,
-        distribute(
-            "Tokens of an answer. Default: measured, mean 343; exponential as in Xiang et al., ServeGen, "
-            "2025."
-        ),
-    ] = Distribution("exponential", 343)
+    sessions_per_s: float = setting(
+        "Conversations that start per second, on average. Default: measured, 3.4 requests per "
+        "second, divided by 2.5 turns.",
+        default=1.36,
+    )
+    system_tokens: Distribution = distribute(
+        "Tokens of a system prompt. Default: measured, 512 to 900 tokens that all requests share.",
+        default=Distribution("fixed", 768),
+    )
+    turns: Distribution = distribute(
+        "Requests of a conversation. Default: mean 2.54 in WildChat (Zhao et al., ICLR 2024: 2,639,415 "
+        "turns of 1,039,785 conversations).",
+        default=Distribution("geometric", 2.5),
+    )
+    think_time: Distribution = distribute(
+        "Seconds from one turn's arrival to the next. Default: measured, median 126, mean of the "
+        "logarithm 4.88, deviation 0.98; 80 % within 10 minutes also in Wang et al., ATC 2025, trace A.",
+        default=Distribution("lognormal", 126, 1.0),
+    )
+    first_tokens: Distribution = distribute(
+        "Tokens of a conversation's first message, with pasted text and files. Default: measured, median "
+        "5,933 with the system prompt, deviation of the logarithm 1.26.",
+        default=Distribution("lognormal", 5200, 1.3),
+    )
+    message_tokens: Distribution = distribute(
+        "Tokens of later messages. Default: measured, growth of the prompt without the last answer, mean "
+        "of the logarithm 4.53, deviation 2.45.",
+        default=Distribution("lognormal", 93, 2.4),
+    )
+    output_tokens: Distribution = distribute(
+        "Tokens of an answer. Default: measured, mean 343; exponential as in Xiang et al., ServeGen, 2025.",
+        default=Distribution("exponential", 343),
+    )
 
 
 def generate_chat(settings: ChatSettings) -> Iterator[GeneratedRequest]:

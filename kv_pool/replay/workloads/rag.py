@@ -4,15 +4,13 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from struct import Struct
-from typing import Annotated
 
 import xxhash
 
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.replay.option import Option, describe_options
+from kv_pool.replay.option import describe_options, setting
 from kv_pool.replay.workloads.chat import ChatSettings, Conversation
-from kv_pool.replay.workloads.distributions import Distribution
-from kv_pool.replay.workloads.random_stream import RandomStream, ZipfSampler
+from kv_pool.replay.workloads.distributions import Distribution, RandomStream, ZipfSampler
 from kv_pool.replay.workloads.workload import (
     MAX_TOKENS,
     GeneratedRequest,
@@ -40,40 +38,35 @@ class RAGSettings(ChatSettings):
     Attributes:
     """
 
-    sessions_per_s: Annotated[
-        float, Option("Conversations that start per second, on average. Default: a choice.")
-    ] = 1.0
-    system_tokens: Annotated[Distribution, distribute("Tokens of a system prompt. Default: a choice.")] = (
-        Distribution("fixed", 256)
+    sessions_per_s: float = setting(
+        "Conversations that start per second, on average. Default: a choice.", default=1.0
     )
-    documents: Annotated[int, Option("Number of documents in the corpus. Default: a choice.", min=1)] = 10_000
-    document_skew: Annotated[
-        float,
-        Option(
-            "Zipf exponent of the popularity of documents. Default: the most popular 3 % get 60 % of the "
-            "retrievals, as in Jin et al., RAGCache, 2024.",
-            min=0.0,
-        ),
-    ] = 0.96
-    retrieved: Annotated[
-        Distribution,
-        distribute("Documents of a question, all different. Default: a choice, top 2."),
-    ] = Distribution("fixed", 2)
-    document_tokens: Annotated[
-        Distribution,
-        distribute(
-            "Tokens of a document, drawn once for each. Default: documents add 1,000 tokens or more in "
-            "RAGCache; the deviation is a choice."
-        ),
-    ] = Distribution("lognormal", 1_000, 0.5)
-    turns: Annotated[
-        Distribution,
-        distribute("Requests of a conversation. Default: a choice, questions without follow-up."),
-    ] = Distribution("fixed", 1)
-    first_tokens: Annotated[
-        Distribution,
-        distribute("Tokens of a question. Default: RAGCache's 100; the deviation is a choice."),
-    ] = Distribution("lognormal", 100, 0.5)
+    system_tokens: Distribution = distribute(
+        "Tokens of a system prompt. Default: a choice.", default=Distribution("fixed", 256)
+    )
+    documents: int = setting("Number of documents in the corpus. Default: a choice.", default=10_000, min=1)
+    document_skew: float = setting(
+        "Zipf exponent of the popularity of documents. Default: the most popular 3 % get 60 % of the "
+        "retrievals, as in Jin et al., RAGCache, 2024.",
+        default=0.96,
+        min=0.0,
+    )
+    retrieved: Distribution = distribute(
+        "Documents of a question, all different. Default: a choice, top 2.", default=Distribution("fixed", 2)
+    )
+    document_tokens: Distribution = distribute(
+        "Tokens of a document, drawn once for each. Default: documents add 1,000 tokens or more in "
+        "RAGCache; the deviation is a choice.",
+        default=Distribution("lognormal", 1_000, 0.5),
+    )
+    turns: Distribution = distribute(
+        "Requests of a conversation. Default: a choice, questions without follow-up.",
+        default=Distribution("fixed", 1),
+    )
+    first_tokens: Distribution = distribute(
+        "Tokens of a question. Default: RAGCache's 100; the deviation is a choice.",
+        default=Distribution("lognormal", 100, 0.5),
+    )
 
     def check(self) -> None:
         """Raise InvalidArgumentError if a value is out of range."""

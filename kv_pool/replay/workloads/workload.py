@@ -3,14 +3,14 @@
 import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Protocol
+from typing import Annotated, Any, Protocol
 
 import msgspec
 
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.replay.option import Option, check_options, describe_options
-from kv_pool.replay.workloads.distributions import Distribution
-from kv_pool.replay.workloads.random_stream import (
+from kv_pool.replay.option import Option, check_options, describe_options, setting
+from kv_pool.replay.workloads.distributions import (
+    Distribution,
     RandomStream,
     ZipfSampler,
     portable_exp,
@@ -22,9 +22,9 @@ SIZE_PANEL = "Size"
 MAX_TOKENS = 16_000_000
 
 
-def distribute(text: str, panel: str | None = None) -> Option:
-    """Return the option of a setting that is a distribution."""
-    return Option(text, metavar="DISTRIBUTION", parse=Distribution.parse, panel=panel)
+def distribute(text: str, *, default: Distribution) -> Any:
+    """Return a field of settings that is a distribution."""
+    return setting(text, default=default, metavar="DISTRIBUTION", parse=Distribution.parse)
 
 
 class GeneratedRequest(msgspec.Struct, frozen=True):
@@ -48,35 +48,29 @@ class WorkloadSettings:
     num_requests: Annotated[
         int, Option("Number of requests.", name="requests", min=1, metavar="N", panel=SIZE_PANEL)
     ]
-    seed: Annotated[int, Option("The same seed gives the same trace.", metavar="N", panel=SIZE_PANEL)] = 0
-    block_size: Annotated[int, Option("Tokens per hash id.", min=1, panel=SIZE_PANEL)] = 64
-    max_tokens: Annotated[
-        int,
-        Option(
-            "Maximum length of a prompt. A conversation that would exceed it ends, or is compacted. "
-            "Default: the longest prompts of the shared chat trace have 126,195 tokens.",
-            min=1,
-            panel=SIZE_PANEL,
-        ),
-    ] = 128_000
-    sessions_per_s: Annotated[float, Option("Sessions that start per second, on average.")] = 1.0
-    arrival_shape: Annotated[
-        float,
-        Option(
-            "Shape of the Weibull distribution of the gaps between the starts of sessions: 1 is a Poisson "
-            "process, and less is more bursty; gaps of production traffic are Weibull or Gamma (Xiang et "
-            "al., ServeGen, 2025). Default: a choice."
-        ),
-    ] = 1.0
-    system_prompts: Annotated[
-        int, Option("Number of system prompts. Default: all requests of a service share one.", min=1)
-    ] = 1
-    system_skew: Annotated[
-        float, Option("Zipf exponent of the popularity of system prompts. Default: a choice.", min=0.0)
-    ] = 1.0
-    system_tokens: Annotated[Distribution, distribute("Tokens of a system prompt.")] = Distribution(
-        "fixed", 768
+    seed: int = setting("The same seed gives the same trace.", default=0, metavar="N", panel=SIZE_PANEL)
+    block_size: int = setting("Tokens per hash id.", default=64, min=1, panel=SIZE_PANEL)
+    max_tokens: int = setting(
+        "Maximum length of a prompt. A conversation that would exceed it ends, or is compacted. "
+        "Default: the longest prompts of the shared chat trace have 126,195 tokens.",
+        default=128_000,
+        min=1,
+        panel=SIZE_PANEL,
     )
+    sessions_per_s: float = setting("Sessions that start per second, on average.", default=1.0)
+    arrival_shape: float = setting(
+        "Shape of the Weibull distribution of the gaps between the starts of sessions: 1 is a Poisson "
+        "process, and less is more bursty; gaps of production traffic are Weibull or Gamma (Xiang et "
+        "al., ServeGen, 2025). Default: a choice.",
+        default=1.0,
+    )
+    system_prompts: int = setting(
+        "Number of system prompts. Default: all requests of a service share one.", default=1, min=1
+    )
+    system_skew: float = setting(
+        "Zipf exponent of the popularity of system prompts. Default: a choice.", default=1.0, min=0.0
+    )
+    system_tokens: Distribution = distribute("Tokens of a system prompt.", default=Distribution("fixed", 768))
 
     def check(self) -> None:
         """Raise InvalidArgumentError if a value is out of range."""

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.storage.tensors import DTYPE_BYTES
@@ -51,42 +48,27 @@ class LowRankFormat(ChunkedFormat):
                 f"a matrix of {tokens} tokens and {head_size} elements takes {tokens * head_size} elements, "
                 f"and two factors of rank {self.rank} take {(tokens + head_size) * self.rank}"
             )
-        places = [axes.letters.index(letter) for letter in "L2HND"]
-        self._order = (0, *(1 + place for place in places))
-        self._ordered_shape = tuple(axes.shape[place] for place in places)
-        self._num_matrices = axes.num_elements // (tokens * head_size)
-        self._left, self._right = (tokens, self.rank), (self.rank, head_size)
-        num_elements = self._num_matrices * (tokens + head_size) * self.rank
+        num_elements = axes.num_elements // (tokens * head_size) * (tokens + head_size) * self.rank
         self.encoded_bytes = num_elements * DTYPE_BYTES[axes.dtype]
+        self._order = (0, *(1 + axes.letters.index(letter) for letter in "L2HND"))
 
     def _encode_chunk(self, blocks: ByteArray, encoded: ByteArray) -> None:
-        matrices = self.axes.to_floats(blocks).transpose(self._order)
-        left, right = self._factorise(matrices.reshape(-1, self._left[0], self._right[1]))
-        shape = (len(blocks), -1)
-        factors = np.concatenate([left.reshape(shape), right.reshape(shape)], axis=1)
-        encoded[:] = from_floats(factors, self.axes.dtype)
+        """Store (m, N, rank) and (m, rank, D) of m matrices; each factor takes the roots of the values."""
+        matrices = self.axes.to_floats(blocks).transpose(self._order).astype(np.float64)
+        is_finite = np.isfinite(matrices).all((-2, -1), keepdims=True)
+        left, values, right = np.linalg.svd(np.where(is_finite, matrices, 0), full_matrices=False)
+        roots = np.where(is_finite, np.sqrt(values[..., None, : self.rank]), np.nan)
+        left, right = left[..., : self.rank] * roots, right[..., : self.rank, :] * roots.swapaxes(-2, -1)
+        factors = np.concatenate([left.reshape(len(blocks), -1), right.reshape(len(blocks), -1)], axis=1)
+        encoded[:] = from_floats(factors.astype(np.float32), self.axes.dtype)
 
     def _decode_chunk(self, encoded: ByteArray) -> ByteArray:
         factors = to_floats(encoded, self.axes.dtype).astype(np.float64)
-        split = self._num_matrices * self._left[0] * self.rank
-        left = factors[:, :split].reshape(-1, *self._left)
-        right = factors[:, split:].reshape(-1, *self._right)
+        outer = (len(encoded), *(self.axes.get_size(letter) for letter in "L2H"))
+        tokens, head_size = self.axes.get_size("N"), self.axes.get_size("D")
+        split = factors.shape[1] // (tokens + head_size) * tokens
+        left = factors[:, :split].reshape(*outer, tokens, self.rank)
+        right = factors[:, split:].reshape(*outer, self.rank, head_size)
         limit = FLOATS[self.axes.dtype]
         matrices = np.clip(left @ right, -limit, limit).astype(np.float32)
-        ordered = matrices.reshape(-1, *self._ordered_shape)
-        return self.axes.from_floats(ordered.transpose(np.argsort(self._order)))
-
-    def _factorise(self, matrices: npt.NDArray[np.float32]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        """Split (m, N, D) into (m, N, rank) and (m, rank, D); each takes the root of the singular values."""
-        is_finite = np.isfinite(matrices).all((1, 2), keepdims=True)
-        finite = np.where(is_finite, matrices, 0)
-        # Without scaling, numbers near the largest would overflow.
-        largest = np.abs(finite).max((1, 2), keepdims=True)
-        largest = np.where(largest > 0, largest, np.float32(1))
-        left, values, right = np.linalg.svd(finite / largest, full_matrices=False)
-        roots = np.sqrt(values[:, : self.rank]) * np.sqrt(largest[:, 0])
-        poison = np.where(is_finite, np.float32(0), np.float32(np.nan))
-        return (
-            left[:, :, : self.rank] * roots[:, None, :] + poison,
-            right[:, : self.rank] * roots[:, :, None] + poison,
-        )
+        return self.axes.from_floats(matrices.transpose(np.argsort(self._order)))

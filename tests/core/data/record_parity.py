@@ -5,8 +5,8 @@ PYTHONPATH=tests:. python tests/core/data/record_parity.py tests/core/data/parit
 
 First line: where the recording comes from. Then one line a run, with the operations that a random schedule
 decided, and what vLLM's classes answered to each: the result, the digest of everything observable after it
-(`plain_operations.digest`), and at the end the picture itself. The last argument is the number of runs with
-pools. The same command makes the same runs.
+(`plain_operations.digest`), and at the end the picture itself. The last argument is the number of runs. The
+same command makes the same runs. The recordings also have runs of a queue and a map, which are not replayed.
 """
 
 import datetime
@@ -17,8 +17,6 @@ import sys
 
 import vllm
 from core import vllm_classes
-from core.part_operations import PartSide
-from core.part_schedule import PartSchedule
 from core.plain_operations import digest, run
 from core.pool_operations import PoolSide
 from core.pool_schedule import PoolSchedule
@@ -29,17 +27,8 @@ NUM_STEPS = 200
 FIRST_SEED = 5000
 
 
-def make_schedules(num_pools):
-    """Yield the subject, seed, driver and schedule of each run; one run in seven is with parts of a pool."""
-    release = find_release(vllm.__version__)
-    for seed in range(FIRST_SEED, FIRST_SEED + num_pools):
-        yield "pool", seed, PoolSide, PoolSchedule(seed, release.number)
-    for seed in range(FIRST_SEED, FIRST_SEED + num_pools // 6):
-        yield "parts", seed, PartSide, PartSchedule(seed)
-
-
-def record(side_class, schedule):
-    side = side_class(vllm_classes, schedule.options)
+def record(schedule):
+    side = PoolSide(vllm_classes, schedule.options)
     operations, answers, digests = [], [], []
     for operation, (answer,) in run(schedule, side, num_steps=NUM_STEPS):
         # The schedule goes on changing its block tables, so what it decided is written down at once.
@@ -57,19 +46,17 @@ def record(side_class, schedule):
 
 def make_lines(num_pools):
     yield {
-        "recorded": "answers of vLLM's block pool, free queue, prefix map and block to random operations",
+        "recorded": "answers of vLLM's block pool to random operations",
         "recipe": "tests/core/data/record_parity.py",
         "vllm": vllm.__version__,
         "python": platform.python_version(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "seeds": {
-            "pool": [FIRST_SEED, FIRST_SEED + num_pools],
-            "parts": [FIRST_SEED, FIRST_SEED + num_pools // 6],
-        },
+        "seeds": {"pool": [FIRST_SEED, FIRST_SEED + num_pools]},
         "num_steps": NUM_STEPS,
     }
-    for subject, seed, side_class, schedule in make_schedules(num_pools):
-        yield {"subject": subject, "seed": seed, **record(side_class, schedule)}
+    release = find_release(vllm.__version__)
+    for seed in range(FIRST_SEED, FIRST_SEED + num_pools):
+        yield {"subject": "pool", "seed": seed, **record(PoolSchedule(seed, release.number))}
 
 
 def main(path, num_pools):

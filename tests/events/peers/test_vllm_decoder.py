@@ -7,8 +7,7 @@ from events.made_publisher import make_publisher
 from events.peers.busy_pool import BusyPool
 from events.stream_readers import Requester
 
-from kv_pool.events.batch import decode_batch
-from kv_pool.events.sequence_frames import END_OF_REPLAY
+from kv_pool.events.batch import END_OF_REPLAY, decode_batch
 from kv_pool.events.stream_state import StreamState
 
 pytestmark = pytest.mark.vllm

@@ -20,8 +20,7 @@ def _small_pieces(monkeypatch):
     from kv_pool.integrations.attention import gathered_attention
 
     monkeypatch.setattr(gathered_attention, "TILE_TOKENS", 8)
-    monkeypatch.setattr(gathered_attention, "BATCH_ELEMENTS", 512)
-    monkeypatch.setattr(gathered_attention, "MERGE_ELEMENTS", 300)
+    monkeypatch.setattr(gathered_attention, "CHUNK_ELEMENTS", 512)
 
 
 @pytest.mark.parametrize("device", DEVICES)

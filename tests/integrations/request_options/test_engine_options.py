@@ -12,7 +12,7 @@ from kv_pool.integrations.vllm.request_options.engine_options import (
     EngineOptions,
     read_max_pinned_blocks,
 )
-from kv_pool.integrations.vllm.request_options.sent_options import ABSENT, find_in_body, find_options
+from kv_pool.integrations.vllm.request_options.options import ABSENT, find_in_body, find_options
 
 HASHER = BlockHasher("sha256", "s", 4)
 RETAIN = {"token_range_retention_configs": [{"token_end": 8, "priority": 80}]}

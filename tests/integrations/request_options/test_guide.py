@@ -7,10 +7,14 @@ from pathlib import Path
 import pytest
 
 import kv_pool
-from kv_pool.integrations.request_options.handler import RequestReport
-from kv_pool.integrations.request_options.options import RequestOptions, read_options
+from kv_pool.integrations.vllm.request_options.handler import RequestReport
 from kv_pool.integrations.vllm.request_options.http_check import find_refusal
-from kv_pool.integrations.vllm.request_options.sent_options import ABSENT, find_in_body
+from kv_pool.integrations.vllm.request_options.options import (
+    ABSENT,
+    RequestOptions,
+    find_in_body,
+    read_options,
+)
 
 GUIDE = Path(kv_pool.__file__).parent / "integrations/vllm/request_options/README.md"
 TEXT = GUIDE.read_text()

@@ -14,7 +14,7 @@ from kv_pool import (
     SlidingWindowSpec,
 )
 from kv_pool.core import invariants
-from kv_pool.integrations.request_options.handler import RequestOptionsHandler
+from kv_pool.integrations.vllm.request_options.handler import RequestOptionsHandler
 from kv_pool.manager.retention.invariants import check_retention
 
 HASHER = BlockHasher("sha256", "s", 4)

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from kv_pool import InvalidArgumentError, RetentionDirective
-from kv_pool.integrations.request_options.options import (
+from kv_pool.integrations.vllm.request_options.options import (
     MAX_DURATION_MS,
     MAX_RANGES,
     MAX_TEXT,

@@ -3,7 +3,6 @@
 import random
 
 import pytest
-from interrupting import interrupt_everywhere
 
 from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request
 from kv_pool.errors import InvalidArgumentError, PoolInterruptedError
@@ -188,15 +187,6 @@ def test_unknown_requests_have_no_blocks():
     assert engine.estimate_cached_tokens(request) == 0
 
 
-def test_blocks_of_a_freed_request_can_still_be_read():
-    engine = make_engine()
-    request = EngineRequest("r", range(6))
-    engine.allocate_slots(request, 6)
-    blocks = engine.get_blocks("r")
-    engine.free(request)
-    assert blocks.get_block_ids() == ([1, 2],)
-
-
 @pytest.mark.parametrize("groups", list(GROUPS))
 def test_blocks_that_were_read_follow_the_request(groups):
     engine = make_engine(groups)
@@ -208,21 +198,6 @@ def test_blocks_that_were_read_follow_the_request(groups):
         engine.allocate_slots(request, num_new)
         request.num_computed_tokens += num_new
         assert blocks.get_block_ids() == engine.get_block_ids("r")
-
-
-def test_a_step_without_tokens_is_an_error():
-    engine = make_engine()
-    with pytest.raises(InvalidArgumentError, match="neither new tokens nor computed tokens"):
-        engine.allocate_slots(EngineRequest("r", range(6)), 0)
-
-
-def test_requests_may_skip_reading_the_prefix_cache():
-    engine = make_engine()
-    first, second = (EngineRequest(name, range(9)) for name in ("first", "second"))
-    engine.allocate_slots(first, 9)
-    assert engine.get_computed_blocks(second)[1] == 8
-    second.skip_reading_prefix_cache = True
-    assert engine.get_computed_blocks(second) == (engine.empty_kv_cache_blocks, 0, 0)
 
 
 @pytest.mark.parametrize("call", ["cache_blocks", "allocate_slots"])
@@ -251,13 +226,6 @@ def test_end_of_a_prompt_is_cached_when_a_step_makes_it_final(call):
     else:
         engine.allocate_slots(first, 1)
     assert engine.get_computed_blocks(second)[1] == 8
-
-
-def test_watermark_applies_to_waiting_requests_beside_others():
-    engine = make_engine(num_blocks=11, watermark=0.3)
-    request = EngineRequest("r", range(32))
-    assert engine.allocate_slots(request, 32) is None
-    assert engine.allocate_slots(request, 32, has_scheduled_reqs=False) is not None
 
 
 @pytest.mark.parametrize("sequence_must_fit", [False, True])
@@ -293,48 +261,6 @@ def test_a_hit_without_its_state_takes_no_block_for_the_state(num_blocks, is_adm
     assert (added is not None) == is_admitted
 
 
-def test_new_blocks_are_listed_for_zeroing_once():
-    engine = make_engine()
-    request = EngineRequest("r", range(10))
-    engine.allocate_slots(request, 5, num_external_computed_tokens=5, delay_cache_blocks=True)
-    assert engine.take_new_block_ids() == [1, 2, 3]
-    assert engine.take_new_block_ids() == []
-    engine.record_blocks_for_zeroing("r", 4)
-    assert engine.take_new_block_ids() == [2, 3]
-
-
-def test_delayed_blocks_are_cached_when_they_have_arrived():
-    engine = make_engine()
-    first, second = (EngineRequest(name, range(9)) for name in ("first", "second"))
-    engine.allocate_slots(first, 0, num_external_computed_tokens=8, delay_cache_blocks=True)
-    assert engine.get_computed_blocks(second)[1] == 0
-    first.num_computed_tokens = 8
-    engine.cache_blocks(first, 8)
-    assert engine.get_computed_blocks(second)[1] == 8
-    assert engine.estimate_cached_tokens(first) == 8
-
-
-def test_events_state_the_kind_of_their_group():
-    engine = make_engine("full and window")
-    engine.allocate_slots(EngineRequest("r", range(8)), 8)
-    labels = [
-        (event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window) for event in engine.take_events()
-    ]
-    assert labels == [("full_attention", None), ("sliding_window", 9)]
-
-
-def test_look_up_can_be_cut_at_a_block():
-    engine = make_engine()
-    first, second = (EngineRequest(name, range(9)) for name in ("first", "second"))
-    engine.allocate_slots(first, 9)
-    blocks, num_tokens, _ = engine.get_computed_blocks(second)
-    assert num_tokens == 8
-    assert engine.truncate_computed_blocks(blocks, 4).get_block_ids() == ([1],)
-    assert engine.truncate_computed_blocks(blocks, 0) is engine.empty_kv_cache_blocks
-    with pytest.raises(InvalidArgumentError, match="cannot cut a prefix of 2 blocks"):
-        engine.truncate_computed_blocks(blocks, 5)
-
-
 def test_a_manager_without_rules_is_refused():
     with pytest.raises(InvalidArgumentError, match="needs a manager with prefix_rules"):
         EngineManager(KVCacheManager(BlockPool(4, True, 4)), event_labels=[("full_attention", None)])
@@ -349,30 +275,6 @@ def test_blocks_compare_and_add_by_group():
     assert (blocks + blocks).get_block_ids(group_ids=[1]) == ([3, 4, 3, 4],)
     # Block 4 of the window cannot serve a hit of the whole prompt, whose last token is computed again.
     assert blocks.get_unhashed_block_ids_all_groups() == [[], [4]]
-
-
-def make_admission():
-    engine = make_engine("full and window", num_blocks=20)
-    old = EngineRequest("old", range(24))
-    engine.allocate_slots(old, 24)
-    engine.free(old)
-    return engine, EngineRequest("new", range(30))
-
-
-def test_an_interrupt_leaves_a_request_all_blocks_or_none():
-    def admit(made):
-        engine, request = made
-        blocks, num_hits, _ = engine.get_computed_blocks(request)
-        engine.allocate_slots(request, 30 - num_hits, num_hits, blocks)
-
-    def check(made):
-        engine, request = made
-        invariants.check_references(engine.manager)
-        assert len(engine.get_block_ids("new")[0]) in (0, 8)
-        engine.free(request)
-        assert engine.block_pool.get_num_free_blocks() == 19
-
-    interrupt_everywhere(make_admission, admit, check)
 
 
 @pytest.mark.parametrize("groups", list(GROUPS))

@@ -4,13 +4,6 @@ import pytest
 from kv_pool import BlockHasher, InvalidArgumentError, InvalidTypeError, LoRARequest, Request
 
 
-def test_a_request_hashes_its_full_blocks():
-    hasher = BlockHasher("sha256", "s", 4)
-    request = Request("r", range(10), hasher)
-    assert request.block_hashes == hasher.hash_blocks(range(8))
-    assert (request.num_tokens, request.num_prompt_tokens, request.num_computed_tokens) == (10, 10, 0)
-
-
 def test_generated_tokens_complete_blocks():
     hasher = BlockHasher("sha256", "s", 4)
     request = Request("r", [0, 1], hasher, cache_salt="tenant")
@@ -29,13 +22,6 @@ def test_tokens_that_cannot_be_hashed_are_not_appended(wrong, error):
         request.append_output_token_ids([4, 5, wrong])
     assert request.all_token_ids == [1, 2, 3]
     assert request.block_hashes == hashes
-
-
-def test_salts_and_adapters_keep_requests_apart():
-    hasher = BlockHasher("sha256", "s", 2)
-    plain = Request("r", range(4), hasher)
-    salted = Request("r", range(4), hasher, cache_salt="a")
-    assert not set(plain.block_hashes) & set(salted.block_hashes)
 
 
 def test_an_invalid_token_is_refused_before_its_block_is_full():

@@ -1,12 +1,11 @@
 import pytest
-from drawing import ids, state
+from drawing import state
 
 from kv_pool import (
     BlockHasher,
     BlockPool,
     BlockRetention,
     InvalidArgumentError,
-    InvalidBlockError,
     KVCacheManager,
     PinLimitError,
     Request,
@@ -81,180 +80,6 @@ def prompt(number, num_blocks):
     return [number] * (4 * num_blocks)
 
 
-def test_a_high_priority_block_outlives_younger_blocks():
-    bench = Bench(4)
-    bench.run("old", prompt(1, 2), RetentionDirective(priority=80))
-    bench.run("young", prompt(2, 2))
-    assert state(bench.pool) == "free: 4* 3* 2* 1*"
-    assert bench.retention.num_retained == 2
-    assert bench.manager.get_num_free_blocks() == 4
-    bench.run("next", prompt(3, 2))
-    assert bench.count_hits(prompt(1, 2)) == 8
-    assert bench.count_hits(prompt(2, 2)) == 0
-
-
-def test_kept_blocks_are_evicted_when_no_others_are_left():
-    bench = Bench(4)
-    bench.run("old", prompt(1, 3), RetentionDirective(0, 4, priority=90), RetentionDirective(4, priority=80))
-    assert bench.start("big", prompt(2, 3)) is not None
-    assert bench.count_hits(prompt(1, 3)) == 4
-    assert bench.retention.num_retained == 1
-    assert bench.start("more", prompt(3, 2)) is None
-    assert bench.start("last", prompt(3, 1)) is not None
-    assert bench.retention.num_retained == 0
-
-
-def test_low_priority_is_evicted_before_default_after_empty():
-    bench = Bench(4)
-    bench.run("old", prompt(1, 1))
-    bench.run("low", prompt(2, 1), RetentionDirective(priority=10))
-    first = bench.start("first", prompt(3, 2))
-    assert bench.count_hits(prompt(2, 1)) == 4
-    second = bench.start("second", prompt(4, 1))
-    assert bench.count_hits(prompt(2, 1)) == 0
-    assert bench.count_hits(prompt(1, 1)) == 4
-    for request in (first, second):
-        bench.manager.free(request)
-    bench.check()
-
-
-def test_a_block_with_an_expired_directive_is_evicted_first():
-    bench = Bench(4)
-    bench.run("timed", prompt(1, 2), RetentionDirective(priority=90, duration_s=5))
-    bench.run("plain", prompt(2, 2))
-    bench.clock.now += 4.5
-    bench.run("next", prompt(3, 1))
-    assert bench.count_hits(prompt(1, 2)) == 8
-    bench.clock.now += 0.5
-    bench.run("after", prompt(4, 1))
-    assert bench.count_hits(prompt(1, 2)) == 4
-    assert bench.count_hits(prompt(3, 1)) == 4
-
-
-def test_a_duration_starts_when_the_block_becomes_free():
-    bench = Bench(4)
-    request = bench.start("timed", prompt(1, 2), RetentionDirective(priority=90, duration_s=5))
-    bench.clock.now += 50
-    bench.manager.free(request)
-    bench.clock.now += 4
-    again = bench.start("again", [*prompt(1, 2), 0])
-    bench.clock.now += 50
-    bench.manager.free(again)
-    bench.clock.now += 4
-    bench.run("other", prompt(2, 2))
-    assert bench.count_hits(prompt(1, 2)) == 8
-    bench.clock.now += 1
-    bench.run("another", prompt(3, 2))
-    assert bench.count_hits(prompt(1, 2)) == 0
-
-
-def test_a_weaker_directive_applies_after_the_stronger_ends():
-    bench = Bench(4)
-    bench.run(
-        "a", prompt(1, 1), RetentionDirective(priority=90, duration_s=5), RetentionDirective(priority=50)
-    )
-    bench.run("b", prompt(2, 1), RetentionDirective(priority=60))
-    bench.clock.now += 5
-    bench.run("c", prompt(3, 3))
-    assert bench.count_hits(prompt(1, 1)) == 0
-    assert bench.count_hits(prompt(2, 1)) == 4
-
-
-def test_a_shared_block_has_its_strongest_directive():
-    bench = Bench(4)
-    shared = bench.start("a", prompt(1, 1), RetentionDirective(priority=90))
-    bench.run("b", [*prompt(1, 1), 0], RetentionDirective(priority=40))
-    assert bench.retention.num_retained == 0
-    bench.manager.free(shared)
-    bench.run("c", prompt(2, 1), RetentionDirective(priority=60))
-    bench.run("d", prompt(3, 3))
-    assert bench.count_hits(prompt(1, 1)) == 4
-    assert bench.count_hits(prompt(2, 1)) == 0
-
-
-def test_an_evicted_block_loses_its_directive():
-    bench = Bench(4)
-    bench.run("a", prompt(1, 1), RetentionDirective(priority=90))
-    bench.manager.evict_blocks([1])
-    bench.check()
-    assert state(bench.pool) == "free: 2 3 4 1"
-    assert not bench.retention.is_active
-    request = bench.start("b", prompt(2, 1), RetentionDirective(priority=90))
-    bench.manager.evict_blocks([2])
-    bench.manager.free(request)
-    assert state(bench.pool) == "free: 2 3 4 1"
-    assert not bench.retention.is_active
-
-
-def test_blocks_without_a_hash_are_never_kept():
-    bench = Bench(4)
-    bench.run("a", [1] * 6, RetentionDirective(priority=90), RetentionDirective(0, 6, pin=True))
-    assert bench.retention.num_pinned == 1
-    assert state(bench.pool) == "free: 2 3 4 | in use: 1*"
-
-
-def test_default_priority_alone_has_no_effect():
-    bench = Bench(4)
-    bench.run("a", prompt(1, 2), RetentionDirective(0, 8))
-    assert not bench.retention.is_active
-    assert state(bench.pool) == "free: 3 4 2* 1*"
-
-
-def test_directives_can_change_until_the_request_is_freed():
-    bench = Bench(4)
-    request = bench.start("a", prompt(1, 2), RetentionDirective(priority=90))
-    bench.retention.set_directives("a", [RetentionDirective(0, 4, priority=90)])
-    bench.manager.free(request)
-    assert bench.retention.num_retained == 1
-    bench.run("a", prompt(2, 1))
-    assert bench.retention.num_retained == 1
-    bench.retention.set_directives("never started", [RetentionDirective(0, 8, pin=True)])
-    assert bench.retention.num_pins == 2
-    bench.retention.set_directives("never started", [])
-    assert bench.retention.num_pins == 0
-
-
-def test_directives_of_free_blocks_are_changed_by_prefix():
-    bench = Bench(6)
-    request = bench.run("a", prompt(1, 3))
-    assert bench.retention.change_directives(request, [RetentionDirective(0, 8, priority=90)]) == 2
-    bench.check()
-    assert state(bench.pool) == "free: 4 5 6 3* 2* 1*"
-    bench.clock.now += 50
-    assert bench.retention.change_directives(request, [RetentionDirective(4, 8, duration_s=5)]) == 1
-    bench.clock.now += 4
-    assert bench.retention.num_retained == 2
-    bench.clock.now += 1
-    bench.run("b", prompt(2, 4))
-    assert bench.count_hits(prompt(1, 2)) == 4
-    assert bench.retention.change_directives(request, [RetentionDirective(0, 12)]) == 2
-    assert not bench.retention.is_active
-    bench.check()
-    assert bench.retention.change_directives(Request("x", prompt(9, 3), HASHER), [RetentionDirective()]) == 0
-
-
-def test_pinned_blocks_are_never_reused_nor_counted_as_free():
-    bench = Bench(4)
-    bench.run("a", prompt(1, 2), RetentionDirective(0, 8, pin=True, duration_s=5))
-    assert (bench.retention.num_retained, bench.retention.num_pinned, bench.retention.num_pins) == (0, 2, 2)
-    assert bench.manager.get_num_free_blocks() == 2
-    assert bench.start("b", prompt(2, 3)) is None
-    assert bench.count_hits(prompt(1, 2)) == 8
-    bench.clock.now += 5
-    assert (bench.retention.num_retained, bench.retention.num_pinned, bench.retention.num_pins) == (0, 0, 0)
-    assert bench.manager.get_num_free_blocks() == 4
-    assert bench.start("b", prompt(2, 3)) is not None
-    assert bench.count_hits(prompt(1, 2)) == 4
-
-
-def test_a_hit_on_a_pinned_block_needs_no_free_block():
-    bench = Bench(3)
-    bench.run("a", prompt(1, 2), RetentionDirective(0, 8, pin=True))
-    assert bench.start("b", [*prompt(1, 2), 7]) is not None
-    assert bench.retention.num_pins == 2
-    assert bench.manager.get_num_free_blocks() == 0
-
-
 def test_pinned_blocks_are_listed_by_the_end_of_their_pins():
     """They are one hold of the pool, whose list showed no end, and the age of the retention."""
     bench = Bench(8)
@@ -314,40 +139,6 @@ def test_an_invalid_directive_is_refused(words):
         RetentionDirective(**words)
 
 
-def test_a_session_is_kept_until_its_next_turn():
-    bench = Bench(6)
-    first = bench.start("turn 1", prompt(1, 3), session_id="chat")
-    assert bench.retention.keep_session("chat", first, until=160) == 3
-    bench.manager.free(first)
-    bench.run("other", prompt(2, 3))
-    bench.run("another", prompt(3, 3))
-    assert bench.retention.num_retained == 3
-    second = bench.start("turn 2", prompt(1, 2) + [5] * 8, session_id="chat")
-    assert second.num_computed_tokens == 16
-    assert bench.retention.num_sessions == 0
-    assert bench.retention.num_retained == 0
-    bench.manager.free(second)
-    assert not bench.retention.is_active
-
-
-def test_a_session_of_a_running_request_keeps_the_hit_blocks():
-    bench = Bench(8)
-    first = bench.start("first", prompt(1, 2))
-    twin = Request("twin", prompt(1, 2), HASHER)
-    bench.manager.allocate_slots(twin, twin.num_tokens)  # without a lookup
-    other = bench.start("other", prompt(2, 2))
-    assert bench.retention.keep_session("chat", twin, until=200.0) == 2
-    assert bench.retention.keep_session("more", other, until=200.0) == 2
-    for request in (first, twin, other):
-        bench.manager.free(request)
-        bench.check()
-    assert state(bench.pool) == "free: 7 8 4* 3* 2* 1* 6* 5*"
-    assert bench.retention.num_retained == 4
-    assert bench.retention.end_session("chat")
-    assert bench.retention.num_retained == 2
-    bench.check()
-
-
 def test_a_session_is_bound_to_tokens_not_to_the_request_id():
     bench = Bench(8)
     bench.run("gone", prompt(1, 2))
@@ -362,35 +153,6 @@ def test_a_session_is_bound_to_tokens_not_to_the_request_id():
     bench.manager.free(grown)
     assert bench.retention.num_retained == 5
     bench.check()
-
-
-def test_a_session_ends_at_its_deadline_or_on_end_session():
-    bench = Bench(6)
-    first = bench.run("a", prompt(1, 2))
-    second = bench.run("b", prompt(2, 2))
-    assert bench.retention.keep_session("first", first, until=110) == 2
-    assert bench.retention.keep_session("second", second, until=120) == 2
-    assert bench.retention.list_sessions() == [("first", 110), ("second", 120)]
-    assert bench.retention.end_session("second")
-    assert not bench.retention.end_session("second")
-    assert state(bench.pool) == "free: 5 6 4* 3* 2* 1*"
-    bench.clock.now = 110
-    assert bench.retention.list_sessions() == []
-    bench.run("c", prompt(3, 3))
-    assert bench.count_hits(prompt(1, 2)) == 4
-    assert bench.count_hits(prompt(2, 2)) == 8
-    bench.check()
-
-
-def test_a_session_above_the_limit_ends_the_next_to_end():
-    bench = Bench(8, max_sessions=2)
-    for number, until in ((1, 150), (2, 130), (3, 140)):
-        request = bench.run(f"r{number}", prompt(number, 2))
-        bench.retention.keep_session(f"s{number}", request, until)
-        bench.check()
-    assert bench.retention.list_sessions() == [("s3", 140), ("s1", 150)]
-    assert bench.retention.keep_session("s4", Request("none", [1], HASHER), 150) == 0
-    assert bench.retention.num_sessions == 2
 
 
 def test_an_invalid_session_changes_nothing():
@@ -411,40 +173,6 @@ def test_sessions_do_not_pile_up_on_a_block_in_use():
         bench.retention.keep_session(f"s{number}", request, bench.clock.now + 1)
         bench.clock.now += 1
     assert {len(record.claims) for record in bench.retention._records.list_records()} == {1}
-
-
-def test_kept_blocks_that_are_freed_once_more_are_refused():
-    bench = Bench(4)
-    request = bench.start("a", prompt(1, 2), RetentionDirective(priority=90))
-    blocks = list(bench.manager.get_table("a").blocks)
-    bench.manager.free(request)
-    before = bench.snapshot()
-    with pytest.raises(InvalidBlockError, match="is free"):
-        bench.manager.free_blocks(blocks)
-    assert bench.snapshot() == before
-
-
-def test_a_reset_releases_pins_unless_blocks_are_in_use(caplog):
-    bench = Bench(6)
-    running = bench.start("a", prompt(1, 1))
-    bench.run("b", prompt(2, 2), RetentionDirective(0, 4, pin=True), RetentionDirective(4, priority=90))
-    before = bench.snapshot()
-    assert not bench.manager.reset_prefix_cache()
-    assert bench.snapshot() == before
-    bench.manager.free(running)
-    assert bench.manager.reset_prefix_cache()
-    assert bench.pool.get_num_free_blocks() == 6
-    assert not bench.retention.is_active
-    bench.check()
-
-
-def test_eviction_of_kept_blocks_publishes_events():
-    bench = Bench(3, events=True)
-    bench.run("a", prompt(1, 3), RetentionDirective(priority=90))
-    bench.manager.take_events()
-    bench.run("b", prompt(2, 2))
-    kinds = [type(event).__name__ for event in bench.manager.take_events()]
-    assert kinds == ["BlockRemoved", "BlockRemoved", "BlockStored"]
 
 
 def test_all_groups_keep_blocks_also_outside_the_window():
@@ -487,41 +215,6 @@ def test_a_pool_has_at_most_one_retention():
     bench = Bench(4)
     with pytest.raises(InvalidArgumentError, match="already has a band policy"):
         BlockRetention(bench.pool, bench.clock)
-
-
-def test_claims_on_a_block_are_void_after_it_gets_another_hash():
-    bench = Bench(4, max_pinned_blocks=2)
-    shared = bench.start("a", prompt(1, 1))
-    bench.run("b", [*prompt(1, 1), 0], RetentionDirective(0, 4, pin=True))
-    assert bench.retention.num_pins == 1
-    bench.pool.evict_blocks([1])
-    (block,) = bench.manager.get_table("a").blocks
-    bench.pool.cache_full_blocks(shared, [block], 0, 1, 4, 0)
-    bench.check()
-    bench.manager.free(shared)
-    assert state(bench.pool) == "free: 2 3 4 1*"
-    assert bench.retention.num_pins == 0
-    assert not bench.retention.is_active
-
-
-def test_each_block_of_a_table_is_kept_by_its_own_claims():
-    bench = Bench(8)
-    bench.run("a", prompt(1, 2), RetentionDirective(priority=90))
-    both = bench.start("b", [*prompt(1, 2), *[7] * 8], RetentionDirective(4, 12, priority=60, duration_s=5))
-    bench.retention.keep_session("chat", both, until=110, priority=40)
-    bench.check()
-    bench.manager.free(both)
-    bench.check()
-    assert state(bench.pool) == "free: 5 6 7 8 4* 3* 2* 1*"
-    assert [block.block_id for block in bench.pool.get_new_blocks(8)] == [5, 6, 7, 8, 4, 3, 2, 1]
-
-
-def test_without_directives_the_retention_is_never_called():
-    bench = Bench(6)
-    request = bench.start("a", prompt(1, 2))
-    assert not bench.retention.is_active
-    bench.manager.free(request)
-    assert ids(bench.pool.free_block_queue.get_all_free_blocks()) == [3, 4, 5, 6, 2, 1]
 
 
 def test_deadlines_of_evicted_blocks_do_not_pile_up():

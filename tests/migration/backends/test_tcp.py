@@ -16,8 +16,7 @@ from kv_pool.errors import (
 )
 from kv_pool.migration.backends.tcp import PieceHeader, ReadRuns, Rows, TcpBackend
 from kv_pool.migration.call_server import CallServer
-from kv_pool.migration.calls import describe_failure
-from kv_pool.migration.messages import DescribeNode
+from kv_pool.migration.messages import DescribeNode, describe_failure
 from kv_pool.migration.remote_calls import RemoteCalls
 
 encode = msgspec.msgpack.encode

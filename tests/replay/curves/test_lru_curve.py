@@ -2,11 +2,12 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from replay.curves.made_reuse import make_repeating_records, read_reuse
-from replay.made_trace import make_random_records, record, write_trace
+from replay.made_trace import make_random_records, write_trace
 from replay.slow_cache import SlowCache
 
 from kv_pool import InvalidArgumentError
@@ -14,7 +15,6 @@ from kv_pool.replay.curves.lru_curve import LruCurve
 from kv_pool.replay.replay_request import CONVENTIONS
 from kv_pool.replay.settings import ReplaySettings
 from kv_pool.replay.simulator import run_replay
-from kv_pool.replay.sweep import count_infinite_hits
 
 DATA = Path(__file__).parent.parent / "data"
 REFERENCE = json.loads((DATA / "reference_hit_rates.json").read_text())["traces"]
@@ -69,16 +69,7 @@ def test_any_block_size_equals_a_replay(tmp_path, convention, block_size):
     curve = LruCurve(reuse)
     for capacity in random.Random(2).sample(range(1, reuse.num_distinct + 20), 6):
         try:
-            report = run_replay(
-                ReplaySettings(
-                    str(path),
-                    capacity,
-                    block_size=block_size,
-                    trace_block_size=12,
-                    convention=convention,
-                    limit=50,
-                )
-            )
+            report = run_replay(replace(settings, num_blocks=capacity))
             expected = (report.blocks_hit, report.tokens_hit)
         except InvalidArgumentError:  # no request fits
             expected = (0, 0)
@@ -114,18 +105,6 @@ def draw_capacities(num_distinct, number):
     return [int(num_distinct ** rng.uniform(0.4, 1.02)) for _ in range(number)]
 
 
-@pytest.mark.parametrize("convention", ["full_blocks_cap", "ids_as_blocks_cap"])
-def test_random_capacities_equal_a_replay(convention):
-    settings = ReplaySettings("mooncake_conversation", 1, convention=convention, limit=3000)
-    reuse = read_reuse(settings)
-    curve = LruCurve(reuse)
-    for capacity in draw_capacities(reuse.num_distinct, 4):
-        report = run_replay(
-            ReplaySettings("mooncake_conversation", capacity, convention=convention, limit=3000)
-        )
-        assert curve.count_hits(capacity) == (report.blocks_hit, report.tokens_hit)
-
-
 @pytest.mark.night
 @pytest.mark.parametrize("part", range(5))
 @pytest.mark.parametrize("convention", CONVENTIONS)
@@ -136,17 +115,3 @@ def test_twenty_capacities_equal_a_replay(name, convention, part):
     for capacity in draw_capacities(reuse.num_distinct, 20)[part::5]:
         report = run_replay(ReplaySettings(PATHS[name], capacity, convention=convention))
         assert curve.count_hits(capacity) == (report.blocks_hit, report.tokens_hit), capacity
-
-
-def test_large_capacities_reach_the_infinite_cache(tmp_path):
-    path = write_trace(tmp_path / "trace.jsonl", make_repeating_records(1, 90, 8))
-    settings = ReplaySettings(str(path), 1, trace_block_size=8)
-    bound = count_infinite_hits(settings)
-    counts = LruCurve(read_reuse(settings)).count_hits(10**6)
-    assert counts == (bound.blocks_hit, bound.tokens_hit)
-
-
-def test_capacity_below_every_request_hits_nothing(tmp_path):
-    path = write_trace(tmp_path / "trace.jsonl", [record(24, [1, 2, 3])] * 3)
-    curve = LruCurve(read_reuse(ReplaySettings(str(path), 1, trace_block_size=8)))
-    assert [curve.count_hits(capacity)[0] for capacity in (1, 2, 3, 4)] == [0, 0, 4, 4]

@@ -116,17 +116,6 @@ def test_every_capacity_equals_the_replayed_optimum(tmp_path, convention, seed):
         assert counts.refused_requests == sum(prompt.num_blocks > capacity for prompt in prompts)
 
 
-@pytest.mark.parametrize("convention", ["full_blocks_cap", "ids_as_blocks"])
-def test_real_trace_equals_the_replayed_optimum(convention):
-    settings = ReplaySettings("mooncake_conversation", 1, convention=convention, limit=2000)
-    prompts, block_size, key_bytes = read_prompts(settings)
-    curve = OptimumCurve(record_reuse(prompts, block_size, key_bytes))
-    for capacity in (100, 1234, 7654, 30_000):
-        counts = replay_optimum(prompts, capacity, block_size, key_bytes)
-        assert curve.count_hits(capacity) == (counts.blocks_hit, counts.tokens_hit)
-        assert counts.blocks_hit > 0
-
-
 AGENTIC = str(Path(__file__).parent.parent / "data" / "agentic_coding_a.jsonl.xz")
 
 
@@ -194,11 +183,3 @@ def test_optimum_is_refused_where_it_is_none(setting):
         InvalidArgumentError, match="optimal for the instant clock, full attention and no lower"
     ):
         run_replay(settings)
-
-
-def test_optimum_of_a_real_trace_equals_the_curve():
-    settings = ReplaySettings("mooncake_conversation", 1234, limit=2000)
-    report = run_replay(replace(settings, policy="optimum"))
-    curve = OptimumCurve(read_reuse(settings))
-    assert (report.blocks_hit, report.tokens_hit) == curve.count_hits(1234)
-    assert report.blocks_hit > run_replay(settings).blocks_hit

@@ -10,7 +10,7 @@ from replay.test_schemas import validator
 
 from kv_pool import InvalidArgumentError
 from kv_pool.replay.curves.measure import measure_curves
-from kv_pool.replay.curves.prompt_keys import read_prompt_keys
+from kv_pool.replay.curves.reuse import read_prompt_keys
 from kv_pool.replay.curves.sampling import NUM_GROUPS, Sampler
 from kv_pool.replay.report import write_json
 from kv_pool.replay.settings import ReplaySettings

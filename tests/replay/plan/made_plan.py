@@ -3,8 +3,8 @@
 from replay.made_trace import write_trace
 
 from kv_pool.replay.capacity import ModelKV
-from kv_pool.replay.plan.goals import PlanGoal
 from kv_pool.replay.plan.make_plan import BLOCK_SIZES, plan_capacity
+from kv_pool.replay.plan.plan_report import PlanGoal
 from kv_pool.replay.settings import ReplaySettings
 
 MODEL = ModelKV(1, 1, 2)

@@ -3,7 +3,7 @@
 import pytest
 
 from kv_pool import InvalidArgumentError
-from kv_pool.replay.plan.goals import PlanGoal, Prices, parse_prices, parse_share
+from kv_pool.replay.plan.plan_report import PlanGoal, Prices, parse_prices, parse_share
 
 
 @pytest.mark.parametrize(("text", "share"), [("0.35", 0.35), ("35%", 0.35), (" .5 ", 0.5), ("33.3 %", 0.333)])

@@ -7,10 +7,9 @@ from replay.made_trace import record
 from replay.plan.made_plan import MODEL, make_settings
 from replay.plan.test_make_plan import TURNS, make_conversations
 
-from kv_pool import TraceError
-from kv_pool.replay.plan.goals import PlanGoal, Prices
+from kv_pool.replay.pictures.hit_rates import draw_plan
 from kv_pool.replay.plan.make_plan import plan_capacity
-from kv_pool.replay.plan.plan_plot import draw_plan
+from kv_pool.replay.plan.plan_report import PlanGoal, Prices
 from kv_pool.replay.plan.plan_words import describe_plan, format_bytes
 from kv_pool.replay.settings import EngineRates
 
@@ -78,9 +77,3 @@ def test_picture_is_drawn(tmp_path, name):
         text = (tmp_path / name).read_text()
         for label in ("recommended", "replayed, with its tiers", "demand of running requests"):
             assert f"<!-- {label} -->" in text, label
-
-
-def test_picture_that_cannot_be_written_is_an_error(tmp_path):
-    plan = plan_capacity(make_settings(tmp_path, TURNS, clock="instant"), MODEL)
-    with pytest.raises(TraceError, match="cannot write the picture"):
-        draw_plan(plan, str(tmp_path / "nowhere" / "plan.png"))

@@ -6,8 +6,7 @@ import random
 import pytest
 
 from kv_pool import InvalidArgumentError
-from kv_pool.replay.workloads.distributions import Distribution
-from kv_pool.replay.workloads.random_stream import RandomStream, ZipfSampler
+from kv_pool.replay.workloads.distributions import Distribution, RandomStream, ZipfSampler
 
 NUM_SAMPLES = 20_000
 # The Kolmogorov-Smirnov distance of correct samples exceeds this with a probability of 2e-6.

@@ -6,7 +6,7 @@ import struct
 
 import pytest
 
-from kv_pool.replay.workloads.random_stream import portable_exp, portable_gamma, portable_log
+from kv_pool.replay.workloads.distributions import portable_exp, portable_gamma, portable_log
 
 
 def count_ulps(found, exact):

@@ -1,1 +1,1 @@
-"""The `kv_pool` objects of requests to vLLM: found, checked in the API server, applied in the engine."""
+"""The `kv_pool` object of a request: decoded strictly, applied to a manager, reported back to the client."""

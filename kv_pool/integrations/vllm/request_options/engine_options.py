@@ -8,10 +8,10 @@ from typing import Any
 
 from kv_pool.environment import MAX_PINNED_BLOCKS
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.events.rare_warnings import is_worth_logging
+from kv_pool.events.event_publisher import is_worth_logging
 from kv_pool.ids import RequestId
-from kv_pool.integrations.request_options.handler import OpenOptions, RequestOptionsHandler
-from kv_pool.integrations.vllm.request_options.sent_options import (
+from kv_pool.integrations.vllm.request_options.handler import OpenOptions, RequestOptionsHandler
+from kv_pool.integrations.vllm.request_options.options import (
     ABSENT,
     NO_MANAGER,
     find_options,

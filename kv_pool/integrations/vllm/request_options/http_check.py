@@ -8,8 +8,13 @@ import msgspec
 from kv_pool.environment import LEVEL, has_level_manager
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.foreign_bytes import UNDECODABLE
-from kv_pool.integrations.request_options.options import make_refusal, read_options
-from kv_pool.integrations.vllm.request_options.sent_options import ABSENT, FIELD, find_in_body
+from kv_pool.integrations.vllm.request_options.options import (
+    ABSENT,
+    FIELD,
+    find_in_body,
+    make_refusal,
+    read_options,
+)
 from kv_pool.integrations.vllm_warnings import warn_if_unused
 
 Message = MutableMapping[str, Any]

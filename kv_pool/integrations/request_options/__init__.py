@@ -1,1 +1,0 @@
-"""The `kv_pool` object of a request: decoded strictly, applied to a manager, reported back to the client."""

@@ -1,0 +1,387 @@
+"""`Victims`: chooses and evicts sequences when too few blocks are free, by an `EvictionPolicy`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from heapq import merge
+from typing import Protocol
+
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.ids import BlockId, SequenceId
+from kv_pool.manager.sequences.holdings import Holder, Holdings
+from kv_pool.protocol import NO_SEQUENCE, Eviction
+
+_NUM_PRIORITIES = 3
+
+Rank = Callable[[Sequence[Holder]], list[Holder]]
+"""Returns the sequences in the order of a policy, without those that it leaves out."""
+Run = list[tuple[Holder, int]]
+"""Ranked sequences, last first, with their tickets: an entry with an old ticket has changed since."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceInfo:
+    """A sequence that may be evicted.
+
+    Attributes:
+        num_blocks: blocks that it holds, including shared ones.
+        last_access_time: seconds of the pool's clock.
+    """
+
+    sequence_id: SequenceId
+    num_blocks: int
+    priority: int
+    last_access_time: float
+
+
+class EvictionPolicy(Protocol):
+    """The order in which sequences are evicted.
+
+    The pool evicts as few whole sequences as suffice, and none if evicting all would not suffice. It never
+    evicts one with a pinned block, of higher priority than the request that needs blocks, or the request's
+    own, wherever the policy ranks it.
+
+    The order of two sequences must follow from their `SequenceInfo`: the pool keeps it, and ranks again only
+    sequences that have changed, together with some of the others. A policy that depends on more, such as the
+    time, has an attribute `ranks_each_time` that is True; it ranks all sequences for each eviction.
+    """
+
+    def rank(self, sequences: Sequence[SequenceInfo]) -> Iterable[SequenceId]:
+        """Return the ids of these sequences in the order in which to evict them.
+
+        A sequence that is left out is not evicted, until it is ranked again: if it has changed, or if all
+        others do not suffice. `sequences` is ordered by last access, least recent first. Called while the
+        pool is locked.
+        """
+
+
+@dataclass(frozen=True)
+class LRUEviction:
+    """Evicts lower priority first; within a priority, the least recently accessed first."""
+
+    def rank(self, sequences: Sequence[SequenceInfo]) -> Iterable[SequenceId]:
+        ranked = sorted(sequences, key=lambda sequence: (sequence.priority, sequence.last_access_time))
+        return [sequence.sequence_id for sequence in ranked]
+
+
+class Victims:
+    """Chooses and evicts sequences.
+
+    Args:
+        policy: None for the LRU policy, used by `GPUKVPool.evict` only.
+        on_evicted: called with a sequence's id and its block ids before it loses them. Without it
+            `Holdings.evictions` keeps the eviction until the owner is notified.
+
+    Attributes:
+        has_policy: whether a policy was given.
+        order: the sequences in the order of eviction; also `Holdings.order`.
+        num_evicted: number of sequences evicted so far.
+    """
+
+    def __init__(
+        self,
+        holdings: Holdings,
+        policy: EvictionPolicy | None,
+        on_evicted: Callable[[SequenceId, list[BlockId]], object] | None,
+    ) -> None:
+        self._holdings = holdings
+        self.has_policy = policy is not None
+        self.order: AccessOrder | RankedOrder = AccessOrder(holdings)
+        if policy is not None and type(policy) is not LRUEviction:
+            ranks_each_time = bool(getattr(policy, "ranks_each_time", False))
+            self.order = RankedOrder(holdings, partial(_rank_holders, policy), ranks_each_time)
+        holdings.order = self.order
+        self._on_evicted = on_evicted
+        self.num_evicted = 0
+
+    def choose(
+        self,
+        priority: int,
+        spared: Collection[SequenceId],
+        num_blocks: int,
+        has_run: Callable[[list[BlockId]], bool] | None = None,
+    ) -> list[Holder] | None:
+        """Return the first sequences in the policy's order that free `num_blocks`; None if all do not.
+
+        Args:
+            priority: sequences of higher priority are not evicted.
+            spared: sequences that are not evicted.
+            has_run: called with the ids that would become free; evict more sequences while it returns False.
+        """
+        if num_blocks <= 0 and has_run is None:
+            return []
+        for is_again in (False, True):
+            victims: list[Holder] = []
+            freed_ids: list[BlockId] = []
+            left: dict[KVCacheBlock, int] = {}
+            # Closed here: an error in a generator that Python drops would be lost.
+            with closing(self.order.rank(priority, spared)) as ranked:
+                for holder in ranked:
+                    victims.append(holder)
+                    for position, block in enumerate(holder.blocks):
+                        left[block] = left.get(block, block.ref_cnt) - 1
+                        if left[block] == 0 and not self._holdings.will_pin(holder, position, block):
+                            freed_ids.append(block.block_id)
+                    if len(freed_ids) >= num_blocks and (has_run is None or has_run(freed_ids)):
+                        return victims
+            if is_again or not self.order.has_excluded:
+                break
+            self.order.rebuild(self._holdings.holders.values())
+        return None
+
+    def evict(self, victims: Sequence[Holder], for_sequence_id: SequenceId = NO_SEQUENCE) -> list[SequenceId]:
+        """Evict these sequences, one after the other.
+
+        Args:
+            for_sequence_id: the sequence that needs blocks; NO_SEQUENCE: the caller notifies the owners.
+        Returns:
+            The ids of the evicted sequences.
+        """
+        pool = self._holdings.block_pool
+        for holder in victims:
+            block_ids = [block.block_id for block in holder.blocks]
+            if self._on_evicted is not None:
+                self._on_evicted(holder.sequence_id, block_ids)
+            blocks = list(holder.blocks)
+            pool.is_changing = True
+            self._holdings.evictions.note(
+                Eviction(holder.sequence_id, tuple(block_ids), for_sequence_id),
+                is_notified=self._on_evicted is not None or for_sequence_id == NO_SEQUENCE,
+            )
+            self._holdings.drop(blocks, {holder: blocks})
+            self.num_evicted += 1
+            pool.is_changing = False
+        return [holder.sequence_id for holder in victims]
+
+
+def _rank_holders(policy: EvictionPolicy, holders: Sequence[Holder]) -> list[Holder]:
+    """Return these sequences, least recently accessed first, in the order of a policy."""
+    by_id = {holder.sequence_id: holder for holder in holders}
+    infos = [
+        SequenceInfo(holder.sequence_id, len(holder.blocks), holder.priority, holder.last_access_time)
+        for holder in holders
+    ]
+    return [by_id[one] for one in dict.fromkeys(policy.rank(infos)) if one in by_id]
+
+
+class _KeptOrder(ABC):
+    """The base of both orders of eviction: queues; a sequence is in at most one of them.
+
+    `_aside` has the sequences that had a pinned block when they were next, until one of their blocks is
+    unpinned: a search passes each of them once.
+    """
+
+    def __init__(self, holdings: Holdings) -> None:
+        self._holdings = holdings
+        self._aside: OrderedDict[SequenceId, Holder] = OrderedDict()
+
+    def rank(self, priority: int, spared: Collection[SequenceId]) -> Generator[Holder, None, None]:
+        """Yield the sequences that may be evicted, in the policy's order. Change none meanwhile.
+
+        Excludes sequences of higher priority, with a pinned block, spared, or frozen by a migration. Each
+        sequence with pinned blocks is passed once since they were pinned.
+        """
+        self._return(self._find_unpinned())
+        pins = self._holdings.pins
+        frozen = self._holdings.frozen
+        pinned: list[Holder] = []
+        try:
+            for holder in self._iterate(priority):
+                if pins.is_any_pinned(holder.blocks):
+                    pinned.append(holder)
+                elif holder.sequence_id not in spared and holder.sequence_id not in frozen:
+                    yield holder
+        finally:
+            for holder in pinned:
+                self._move(holder, self._aside)
+
+    @abstractmethod
+    def _return(self, unpinned: list[Holder]) -> None:
+        """Let sequences that were aside take their places again."""
+
+    @abstractmethod
+    def _iterate(self, priority: int) -> Iterator[Holder]:
+        """Yield the sequences of at most this priority, without those aside, in the order of eviction."""
+
+    def remove(self, holder: Holder) -> None:
+        holder.ticket = 0
+        if holder.queue is not None:
+            holder.queue.pop(holder.sequence_id, None)
+            holder.queue = None
+
+    def _move(self, holder: Holder, queue: OrderedDict[SequenceId, Holder]) -> None:
+        """Move a sequence to the end of a queue."""
+        holder.ticket = 0
+        if holder.queue is not None:
+            holder.queue.pop(holder.sequence_id, None)
+        queue[holder.sequence_id] = holder
+        holder.queue = queue
+
+    def _find_unpinned(self) -> list[Holder]:
+        """Return the sequences in `_aside` of which a block was unpinned since the last call."""
+        unpinned = self._holdings.pins.unpinned
+        found: list[Holder] = []
+        while unpinned:
+            block, _ = unpinned.popitem()
+            found += [one for one in self._holdings.holders_of.get(block, ()) if one.queue is self._aside]
+        return found
+
+
+class AccessOrder(_KeptOrder):
+    """The sequences by priority, least recently accessed first, for an LRU policy.
+
+        queues      one for each priority: all sequences, except those aside, and
+        returned    those that came back from there, by the time of their last access
+
+    So a search finds the next sequence at once, however many there are and however many are pinned.
+    """
+
+    has_excluded = False
+
+    def __init__(self, holdings: Holdings) -> None:
+        super().__init__(holdings)
+        self._queues: list[OrderedDict[SequenceId, Holder]] = [OrderedDict() for _ in range(_NUM_PRIORITIES)]
+        self._returned: list[OrderedDict[SequenceId, Holder]] = [
+            OrderedDict() for _ in range(_NUM_PRIORITIES)
+        ]
+
+    def note_access(self, holder: Holder) -> None:
+        queue = self._queues[holder.priority]
+        if holder.queue is queue:
+            queue.move_to_end(holder.sequence_id)
+        else:
+            self._move(holder, queue)
+
+    def note_change(self, holder: Holder) -> None:
+        """Other blocks do not change this order."""
+
+    def rebuild(self, holders: Iterable[Holder]) -> None:
+        for queue in (self._aside, *self._queues, *self._returned):
+            queue.clear()
+        for holder in holders:
+            holder.queue = None
+            self.note_access(holder)
+
+    def _return(self, unpinned: list[Holder]) -> None:
+        for holder in unpinned:
+            self._move(holder, self._returned[holder.priority])
+        for number in {holder.priority for holder in unpinned}:
+            returned = self._returned[number]
+            for holder in sorted(returned.values(), key=_get_access_time):
+                returned.move_to_end(holder.sequence_id)
+
+    def _iterate(self, priority: int) -> Iterator[Holder]:
+        for number in range(priority + 1):
+            holders: Iterable[Holder] = self._queues[number].values()
+            if self._returned[number]:
+                holders = merge(self._returned[number].values(), holders, key=_get_access_time)
+            yield from holders
+
+
+class RankedOrder(_KeptOrder):
+    """The sequences by priority, in runs that a policy has ranked.
+
+        changed    accessed, or with other blocks, since they were ranked
+        runs       for each priority, each more than twice as long as the next one
+
+    A search ranks the changed sequences as a new run, and merges runs of similar length by ranking them
+    together. The next sequence is the first of the heads of all runs. So a change costs O(log sequences) on
+    average, and a search one ranking of O(log sequences) heads for each sequence that it finds.
+
+    Attributes:
+        has_excluded: whether the policy has left out a sequence, which another ranking may include.
+    """
+
+    def __init__(self, holdings: Holdings, rank: Rank, ranks_each_time: bool) -> None:
+        super().__init__(holdings)
+        self._rank = rank
+        self._ranks_each_time = ranks_each_time
+        self._changed: OrderedDict[SequenceId, Holder] = OrderedDict()  # by last access
+        self._runs: list[list[Run]] = [[] for _ in range(_NUM_PRIORITIES)]
+        self._num_tickets = 0
+        self.has_excluded = False
+
+    def note_access(self, holder: Holder) -> None:
+        self._move(holder, self._changed)
+
+    note_change = note_access
+
+    def rebuild(self, holders: Iterable[Holder]) -> None:
+        self._aside.clear()
+        self._changed.clear()
+        self.has_excluded = False
+        for runs in self._runs:
+            runs.clear()
+        for holder in list(holders):
+            holder.queue = None
+            self.note_access(holder)
+
+    def _return(self, unpinned: list[Holder]) -> None:
+        for holder in unpinned:
+            self.note_access(holder)
+
+    def _iterate(self, priority: int) -> Iterator[Holder]:
+        self._settle()
+        runs: list[Run] = []
+        for number in range(priority + 1):
+            for run in self._runs[number]:
+                while run and run[-1][0].ticket != run[-1][1]:
+                    run.pop()
+                runs.append(run)
+        next_of = {number: len(run) - 1 for number, run in enumerate(runs) if run}
+        while next_of:
+            heads = {runs[number][at][0]: number for number, at in next_of.items()}
+            first = next(iter(heads))
+            if len(heads) > 1:
+                by_access = sorted(heads, key=_get_access_time)
+                first = next(iter(self._rank(by_access)), first)
+            number = heads[first]
+            run, at = runs[number], next_of[number] - 1
+            while at >= 0 and run[at][0].ticket != run[at][1]:
+                at -= 1
+            if at >= 0:
+                next_of[number] = at
+            else:
+                del next_of[number]
+            yield first
+
+    def _settle(self) -> None:
+        """Rank the sequences that have changed."""
+        if self._ranks_each_time:
+            self.rebuild(self._holdings.holders.values())
+        for number in range(_NUM_PRIORITIES):
+            changed = [holder for holder in self._changed.values() if holder.priority == number]
+            if changed:
+                self._add_run(number, changed)
+
+    def _add_run(self, number: int, changed: list[Holder]) -> None:
+        """Rank changed sequences, together with the runs that are not much longer."""
+        runs = self._runs[number]
+        num_merged = 0
+        together = changed
+        while num_merged < len(runs) and len(runs[-1 - num_merged]) <= 2 * len(together):
+            num_merged += 1
+            older = [holder for holder, ticket in reversed(runs[-num_merged]) if holder.ticket == ticket]
+            together = older + together
+        ranked = self._rank(sorted(together, key=_get_access_time))
+        # Nothing has changed until here, where the policy may raise.
+        del runs[len(runs) - num_merged :]
+        self._num_tickets += 1
+        for holder in together:
+            self.remove(holder)
+        run: Run = []
+        for holder in reversed(ranked):
+            holder.ticket = self._num_tickets
+            run.append((holder, holder.ticket))
+        self.has_excluded = self.has_excluded or len(run) < len(together)
+        if run:
+            runs.append(run)
+
+
+def _get_access_time(holder: Holder) -> float:
+    return holder.last_access_time

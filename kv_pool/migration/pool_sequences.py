@@ -1,0 +1,179 @@
+"""`PoolSequences`: the sequences of a `GPUKVPool`, for migration by a `PoolSite`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from kv_pool.contiguous.run_pool import RunBlockPool
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.taking import take, touch_listed
+from kv_pool.errors import InvalidArgumentError, PinnedBlockError
+from kv_pool.foreign_bytes import UNDECODABLE
+from kv_pool.ids import BlockHash, BlockId, RequestId, SequenceId
+from kv_pool.manager.block_groups.block_table import BlockTable
+from kv_pool.manager.invalid_blocks import evict_invalid_blocks
+from kv_pool.manager.sequences.holdings import Holder, Holdings, as_new_id
+from kv_pool.protocol import NORMAL, URGENT
+
+if TYPE_CHECKING:  # at run time only a pool with a storage or a migrator imports them
+    from kv_pool.storage.block_storage import BlockStorage
+
+_decoder = msgspec.msgpack.Decoder(dict[SequenceId, int])
+
+
+class SitePool(Protocol):
+    """The sequences of a `GPUKVPool`, as migration reads and changes them."""
+
+    block_pool: RunBlockPool
+    block_size: int
+    device_id: int
+    holdings: Holdings
+    storage: BlockStorage | None
+
+    @property
+    def lock(self) -> AbstractContextManager[object]:
+        """Held during each call; reentrant."""
+
+    def count_available(self, priority: int) -> int:
+        """Return how many blocks a request of this priority can take."""
+
+    def get_time(self) -> float:
+        """Return the time of the pool's clock in seconds."""
+
+
+class PoolSequences:
+    """The sequences of a pool. See `Sequences`.
+
+    Blocks that migrate by id are appended to the same sequences. Priority 0 cannot use the reserve.
+
+    Raises:
+        InvalidArgumentError: the pool has no storage.
+    """
+
+    kind = "sequences of a GPUKVPool"
+
+    def __init__(self, pool: SitePool) -> None:
+        if pool.storage is None:
+            raise InvalidArgumentError(
+                f"the pool of device {pool.device_id} has no storage, so its blocks cannot migrate; create "
+                f"it with storage=, such as kv_pool.storage.KVStorage.allocate(total_blocks + 1, ...)"
+            )
+        self.gpu_pool = pool
+        self.pool = pool.block_pool
+        self.lock = pool.lock
+        self.storage = pool.storage
+        self.block_size = pool.block_size
+        self.frozen = pool.holdings.frozen
+        self._holdings = pool.holdings
+
+    # ---- queries ---------------------------------------------------------------------------------
+
+    def describe_groups(self) -> tuple[str, ...]:
+        return ()
+
+    def list_block_sizes(self) -> list[int]:
+        return [self.block_size]
+
+    def as_id(self, sequence_id: SequenceId | RequestId) -> SequenceId:
+        if isinstance(sequence_id, str):
+            raise InvalidArgumentError(
+                f"{sequence_id!r} is not a sequence id of a GPUKVPool; give a number, or newest"
+            )
+        return as_new_id("sequence_id", sequence_id)
+
+    def list_rows(self, sequence_id: SequenceId) -> list[list[KVCacheBlock]]:
+        return [list(self._holdings.find(sequence_id).blocks)]
+
+    def find_holder(self, block: KVCacheBlock) -> SequenceId | None:
+        holders = self._holdings.holders_of.get(block)
+        return None if holders is None else next(iter(holders)).sequence_id
+
+    def find_prefix(self, block_hashes: list[BlockHash]) -> list[list[KVCacheBlock]]:
+        return [self.pool.find_cached_prefix(block_hashes, len(block_hashes))]
+
+    def evict_invalid(self, block_ids: list[BlockId]) -> None:
+        evict_invalid_blocks(self.pool, block_ids)
+
+    def check_movable(self, blocks: Sequence[KVCacheBlock]) -> None:
+        pins = self._holdings.pins
+        if pins.is_any_pinned(blocks):
+            pinned = next(block for block in blocks if block in pins)
+            raise PinnedBlockError(f"block {pinned.block_id} is pinned and cannot migrate; unpin it first")
+
+    def describe(self, sequence_ids: list[SequenceId]) -> bytes:
+        holders = self._holdings.holders
+        return msgspec.msgpack.encode({one: holders[one].priority for one in sequence_ids})
+
+    # ---- arriving --------------------------------------------------------------------------------
+
+    def read_details(
+        self, details: bytes, sequence_ids: Sequence[SequenceId], num_blocks: int, is_whole: bool
+    ) -> dict[SequenceId, int]:
+        try:
+            priorities = _decoder.decode(details) if details else {}
+        except UNDECODABLE as error:
+            raise InvalidArgumentError(
+                f"the source's sequence details are not valid priorities: {error}"
+            ) from error
+        if not all(NORMAL <= priority <= URGENT for priority in priorities.values()):
+            raise InvalidArgumentError(f"the priorities {sorted(priorities.values())[:10]} are not 0 to 2")
+        if is_whole and sequence_ids[0] in self._holdings.holders:
+            raise InvalidArgumentError(
+                f"sequence {sequence_ids[0]} already holds blocks on device {self.gpu_pool.device_id}"
+            )
+        return priorities
+
+    def count_available(self, arriving: dict[SequenceId, int] | None) -> int:
+        return self.gpu_pool.count_available(min((arriving or {}).values(), default=NORMAL))
+
+    def add_references(self, blocks: list[KVCacheBlock]) -> None:
+        touch_listed(self.pool, blocks)
+
+    def take(self, num_blocks: int) -> list[KVCacheBlock]:
+        return self.pool.run_index.take_run(self.pool, num_blocks, True) or take(self.pool, num_blocks)
+
+    def make_join(
+        self, sequence_id: SequenceId, blocks: list[KVCacheBlock], arriving: dict[SequenceId, int]
+    ) -> tuple[Callable[[], object], list[list[KVCacheBlock]]]:
+        joining = self._holdings.holders.get(sequence_id) or Holder(
+            sequence_id, arriving.get(sequence_id, NORMAL), self.gpu_pool.get_time()
+        )
+
+        def join() -> None:
+            self._holdings.evictions.forget(sequence_id)
+            self._holdings.hold(joining, blocks)
+
+        return join, [blocks]
+
+    # ---- leaving ---------------------------------------------------------------------------------
+
+    def list_tables(self, sequence_id: SequenceId) -> list[BlockTable]:
+        return []
+
+    def detach(self, sequence_id: SequenceId, tables: list[BlockTable]) -> None:
+        pass
+
+    def attach(self, sequence_id: SequenceId, tables: list[BlockTable]) -> bool:
+        return True
+
+    def free(self, sequence_id: SequenceId, rows: list[list[KVCacheBlock]]) -> None:
+        for holder, blocks in self._list_held(sequence_id, rows):
+            self._holdings.drop(blocks, {holder: blocks})
+
+    def forget(self, sequence_id: SequenceId, rows: list[list[KVCacheBlock]]) -> None:
+        for holder, blocks in self._list_held(sequence_id, rows):
+            self._holdings.part(holder, blocks)
+
+    def _list_held(
+        self, sequence_id: SequenceId, rows: list[list[KVCacheBlock]]
+    ) -> list[tuple[Holder, list[KVCacheBlock]]]:
+        """Return the sequence with those of the blocks that it still holds; [] if there are none."""
+        holder = self._holdings.holders.get(sequence_id)
+        if holder is None:
+            return []
+        held = [block for row in rows for block in row if block in holder.blocks]
+        return [(holder, held)] if held else []

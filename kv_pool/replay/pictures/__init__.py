@@ -1,0 +1,1 @@
+"""Pictures of reports: hit rates over capacity, and the breakdowns of a replay."""
