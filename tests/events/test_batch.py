@@ -111,11 +111,6 @@ def test_event_without_array_form_is_rejected():
         encode_batch_positional(KVEventBatch(TS, [3], 0))
 
 
-def test_every_field_survives_a_round_trip():
-    batch = decode_batch(encode_batch(KVEventBatch(TS, [EVERY_FIELD], 0)))
-    assert batch.events == [EVERY_FIELD]
-
-
 TEXT_HASHES = ["12345678901234567890", "84b146b151d55111", "1", ""]
 
 STORED_MAP = {
@@ -296,11 +291,3 @@ def test_stores_with_grouped_tokens_keep_their_hashes(form, is_large, tokens):
     mirror.apply("again", batch.events)
     assert mirror.find_prefix([11])["again"] == 1
     assert mirror.find_prefix_of_tokens([100, 101, 102, 103]) == {}
-
-
-def test_store_with_invalid_tokens_is_dropped_on_first_access():
-    event = BlockStored([1], None, ["x"], 4, None, "GPU", None)
-    batch = decode_lazily(encode_batch(KVEventBatch(TS, [event, AllBlocksCleared()], 0)))
-    assert batch.num_dropped == 0
-    assert batch.events == [AllBlocksCleared()]
-    assert (batch.num_dropped, "token_ids" in batch.first_drop_reason) == (1, True)

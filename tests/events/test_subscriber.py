@@ -10,7 +10,6 @@ import pytest
 import zmq
 from events.followed_stream import (
     LIMIT_S,
-    DroppingSocket,
     losses,
     our_publisher,
     read_to_the_end,
@@ -375,40 +374,6 @@ def test_mirror_matches_the_pool_after_drops_and_restarts(first_sequence):
     assert num_snapshots + subscriber.get_statistics().counts.num_snapshots <= 1 + fault
     subscriber.close()
     publisher.close()
-
-
-@pytest.mark.parametrize("buffer_steps", [10_000, 3])
-def test_mirror_matches_the_pool_with_1_percent_loss(buffer_steps):
-    life = LivingPool()
-    mirror = PrefixMirror(learns_tokens=True)
-    with our_publisher(buffer_steps=buffer_steps) as publisher, subscribe(publisher) as subscriber:
-        dropping = DroppingSocket(publisher._sockets.live, random.Random(1), 0.01)
-        publisher._sockets.live = dropping
-        items = []
-
-        def note(item):
-            apply_item(mirror, item, "pool")
-
-        published = 0
-        while published < 2000:
-            publisher.publish(life.step())
-            published += 1
-            if published % 20 == 0:
-                for item in subscriber.poll():
-                    items.append(item)
-                    note(item)
-        wait_until_sent(publisher, published)
-        dropping.share = 0.0
-        publisher.publish(life.step())
-        items += read_to_the_end(subscriber, publisher, published + 1, mirror)
-        assert dropping.num_dropped > 5
-        assert losses(items) == []
-        assert mirror.get_blocks("pool") == pool_map(life.pool)
-        counts = subscriber.get_statistics().counts
-        assert counts.num_snapshots <= dropping.num_dropped + 1
-        if buffer_steps == 10_000:
-            assert counts.num_snapshots == 0
-            assert sequences(items) == list(range(publisher.get_statistics().last_sequence + 1))
 
 
 def test_stream_of_vllm_is_followed_by_counting_copies():
