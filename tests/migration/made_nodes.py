@@ -2,16 +2,28 @@
 
 import hashlib
 import threading
+from concurrent.futures import Future
 
 import numpy as np
 
 from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request
 from kv_pool.migration.backends.in_process import InProcessBackend
 from kv_pool.migration.manager_sequences import ManagerSequences
+from kv_pool.migration.messages import (
+    AcknowledgeTransfer,
+    AskChecksums,
+    CancelTransfer,
+    DescribeNode,
+    NodeDescription,
+    NodeLocation,
+    PrepareTransfer,
+    RenewLease,
+)
 from kv_pool.migration.migrator import Migrator
 from kv_pool.migration.pool_site import PoolSite
 from kv_pool.migration.sequences import SequenceOwner
 from kv_pool.migration.transfer_backend import BlockReader, ReadCount
+from kv_pool.migration.verified_reads import PullSettings, RateLimit
 from kv_pool.storage import KVStorage
 
 BLOCK_SIZE = 4
@@ -24,6 +36,40 @@ class Clock:
 
     def __call__(self):
         return self.now
+
+
+class Inline:
+    """An executor that runs work immediately in the caller's thread."""
+
+    def submit(self, work):
+        future = Future()
+        try:
+            future.set_result(work())
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+def make_settings(site, lease_s, clock, on_change, on_unsettled, name="target"):
+    """Settings of pulls that run in one thread by one clock, without a limit of the rate."""
+    return PullSettings(
+        name, site, lease_s, clock, clock, RateLimit(0.0, clock), Inline(), on_change, on_unsettled
+    )
+
+
+def answer_as_source(transfers, message, site):
+    """Return the reply of a node that has only a source."""
+    if isinstance(message, DescribeNode):
+        incarnation = transfers._incarnation
+        return NodeDescription("source", incarnation, site.layout, 0, 0, {}, NodeLocation())
+    answers = {
+        PrepareTransfer: transfers.prepare,
+        AskChecksums: transfers.compute_checksums,
+        RenewLease: transfers.renew,
+        AcknowledgeTransfer: transfers.acknowledge,
+        CancelTransfer: transfers.cancel,
+    }
+    return answers[type(message)](message)
 
 
 class MadeEngine(SequenceOwner):

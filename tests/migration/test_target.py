@@ -1,8 +1,7 @@
 """A target with one fault at a time; `test_transfers_random.py` combines faults."""
 
 import pytest
-from migration.made_nodes import HASHER, Clock, MadeEngine
-from migration.test_transfers_random import Inline
+from migration.made_nodes import HASHER, Clock, MadeEngine, answer_as_source, make_settings
 
 from kv_pool import InvalidArgumentError, StaleLeaseError
 from kv_pool.core.kv_events import BlockStored
@@ -23,18 +22,14 @@ from kv_pool.migration.messages import (
     Cancelled,
     CancelTransfer,
     DescribeNode,
-    NodeDescription,
-    NodeLocation,
     PrepareTransfer,
     PullSubject,
-    RenewLease,
 )
 from kv_pool.migration.source import SourceTransfers, make_incarnation
 from kv_pool.migration.status import MigrationPhase
 from kv_pool.migration.subjects import PrefixSubject, SequenceSubject
 from kv_pool.migration.target import Pull
 from kv_pool.migration.transfer_backend import ReadCount
-from kv_pool.migration.verified_reads import PullSettings, RateLimit
 
 LEASE_S = 10.0
 LOST = PeerUnavailableError("lost")
@@ -59,22 +54,11 @@ class Bench:
         self.unsettled = []
         self.phases = []
         self.at_phase = {}
-        self.pull = Pull(
-            PullSettings(
-                "target",
-                self.target.site,
-                LEASE_S,
-                self.clock,
-                self.clock,
-                RateLimit(0.0, self.clock),
-                Inline(),
-                self.note,
-                lambda lease, reader: self.unsettled.append((lease, reader)),
-            ),
-            self,
-            PullSubject(b"sixteen letters!", subject or SequenceSubject("r"), is_move, "source"),
-            hold_s,
+        settings = make_settings(
+            self.target.site, LEASE_S, self.clock, self.note, lambda *both: self.unsettled.append(both)
         )
+        wanted = PullSubject(b"sixteen letters!", subject or SequenceSubject("r"), is_move, "source")
+        self.pull = Pull(settings, self, wanted, hold_s)
 
     def start_source(self, life):
         self.incarnation = make_incarnation("source", life)
@@ -96,20 +80,7 @@ class Bench:
         return reply
 
     def answer(self, message):
-        match message:
-            case DescribeNode():
-                layout = self.source.site.layout
-                return NodeDescription("source", self.incarnation, layout, 0, 0, {}, NodeLocation())
-            case PrepareTransfer():
-                return self.transfers.prepare(message)
-            case AskChecksums():
-                return self.transfers.compute_checksums(message)
-            case RenewLease():
-                return self.transfers.renew(message)
-            case AcknowledgeTransfer():
-                return self.transfers.acknowledge(message)
-            case CancelTransfer():
-                return self.transfers.cancel(message)
+        return answer_as_source(self.transfers, message, self.source.site)
 
     def take_reader(self, source):
         self.readers.append(Reader(self))
