@@ -8,7 +8,7 @@ import pytest
 from made_threads import no_new_threads
 from migration.made_channels import LONG, soon
 
-from kv_pool.errors import EndpointError, MigrationError, PeerAuthenticationError, PeerUnavailableError
+from kv_pool.errors import EndpointError, MigrationError, PeerUnavailableError
 from kv_pool.migration.addresses import bind_listener, connect_to
 from kv_pool.migration.call_server import CallServer
 from kv_pool.migration.channel import Channel
@@ -89,23 +89,17 @@ def test_the_port_can_be_chosen():
         channel.close()
 
 
-def test_a_ticket_admits_one_connection():
-    with listen() as listener:
-        opened = listener.admit("backwards", "caller")
+def test_a_ticket_admits_one_connection_in_time():
+    with listen(handshake_s=0.2) as listener:
+        opened, late = (listener.admit("backwards", "caller") for _ in range(2))
         first = open_channel(listener, opened)
         check_works(first)
-        with pytest.raises(PeerUnavailableError):
-            check_works(open_channel(listener, opened))
+        time.sleep(0.21)
+        for used in (opened, late):
+            with pytest.raises(PeerUnavailableError):
+                check_works(open_channel(listener, used))
         check_works(first)
         first.close()
-
-
-def test_a_late_ticket_is_refused():
-    with listen(handshake_s=0.05) as listener:
-        opened = listener.admit("backwards", "caller")
-        time.sleep(0.06)
-        with pytest.raises(PeerUnavailableError):
-            check_works(open_channel(listener, opened))
 
 
 def test_a_ticket_without_its_key_is_of_no_use(caplog):
@@ -122,17 +116,6 @@ def test_a_ticket_without_its_key_is_of_no_use(caplog):
             check_works(forged)
     assert not asked
     assert "without a valid MAC" in caplog.text
-
-
-def test_a_reader_refuses_a_source_without_the_key():
-    def answer(channel, caller):
-        impostor = Channel(channel.connection, bytes(32), False, "the reader")
-        impostor.send(b"lies", soon())
-
-    with listen(answer) as listener:
-        channel = open_channel(listener)
-        with pytest.raises(PeerAuthenticationError):
-            channel.receive(soon())
 
 
 @pytest.mark.parametrize("sent", [b"x", bytes(16), b"GET / HTTP/1.1\r\n\r\n" * 20, bytes(100_000)])
@@ -160,9 +143,6 @@ def test_silent_strangers_take_no_threads_and_are_replaced():
         channel.close()
         for stranger in strangers:
             stranger.close()
-
-
-def test_a_silent_stranger_times_out():
     with listen(handshake_s=0.05) as listener, connect(listener) as stranger:
         assert has_ended(stranger)
 
