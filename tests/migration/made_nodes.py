@@ -22,7 +22,7 @@ from kv_pool.migration.messages import (
 from kv_pool.migration.migrator import Migrator
 from kv_pool.migration.pool_site import PoolSite
 from kv_pool.migration.sequences import SequenceOwner
-from kv_pool.migration.transfer_backend import BlockReader, ReadCount
+from kv_pool.migration.transfer_backend import ReadCount
 from kv_pool.migration.verified_reads import PullSettings, RateLimit
 from kv_pool.storage import KVStorage
 
@@ -181,33 +181,22 @@ def make_node(name, engine, backend=None, **options):
 
 
 class HalvingBackend(InProcessBackend):
-    """A reader that reads in two parts and calls `between` after the first, to interfere with a read."""
+    """A backend whose readers read in two parts and call `between` after the first, to interfere."""
 
     def __init__(self, storage, between):
         super().__init__(storage)
         self.between = between
 
     def open(self, peer_name, description):
-        return HalvingReader(super().open(peer_name, description), self.between)
+        reader = super().open(peer_name, description)
+        read = reader.read
 
+        def read_in_two(transfer_id, remote_ids, local_ids, deadline):
+            half = len(local_ids) // 2
+            first = read(transfer_id, remote_ids[:half], local_ids[:half], deadline)
+            self.between()
+            rest = read(transfer_id, remote_ids[half:], local_ids[half:], deadline)
+            return ReadCount(first.num_bytes + rest.num_bytes, first.num_descriptors + rest.num_descriptors)
 
-class HalvingReader(BlockReader):
-    def __init__(self, reader, between):
-        self.reader = reader
-        self.between = between
-
-    def read(self, transfer_id, remote_ids, local_ids, deadline):
-        half = len(local_ids) // 2
-        first = self.reader.read(transfer_id, remote_ids[:half], local_ids[:half], deadline)
-        self.between()
-        rest = self.reader.read(transfer_id, remote_ids[half:], local_ids[half:], deadline)
-        return ReadCount(first.num_bytes + rest.num_bytes, first.num_descriptors + rest.num_descriptors)
-
-    def is_settled(self):
-        return self.reader.is_settled()
-
-    def is_usable(self):
-        return self.reader.is_usable()
-
-    def close(self):
-        self.reader.close()
+        reader.read = read_in_two
+        return reader
