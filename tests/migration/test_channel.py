@@ -5,6 +5,7 @@ import pytest
 from migration.made_channels import Beside, make_end, make_frame, make_pair, soon
 
 from kv_pool.errors import InvalidArgumentError, PeerAuthenticationError, PeerUnavailableError
+from kv_pool.migration import channel as channel_module
 from kv_pool.migration.channel import MAX_MESSAGE_BYTES
 
 
@@ -40,11 +41,12 @@ def test_messages_up_to_the_maximum_size_are_sent():
         sending.get()
 
 
-def test_a_message_above_max_bytes_ends_the_connection():
+def test_an_oversized_message_ends_the_connection(monkeypatch):
     with make_pair() as (left, right):
         left.send(bytes(101), soon())
-        with pytest.raises(PeerAuthenticationError, match="101 bytes; the maximum here is 100"):
-            right.receive(soon(), max_bytes=100)
+        monkeypatch.setattr(channel_module, "MAX_MESSAGE_BYTES", 100)
+        with pytest.raises(PeerAuthenticationError, match="101 bytes; the maximum is 100"):
+            right.receive(soon())
         with pytest.raises(PeerUnavailableError):
             left.receive(soon())
 
