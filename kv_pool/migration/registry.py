@@ -30,7 +30,7 @@ MAX_TTL_S = 3600.0
 class _Entry:
     node: KnownNode
     incarnation: str
-    replaced: str  # the incarnation that had this name before
+    replaced: str | None  # the incarnation that had this name before
     ends_s: float
 
 
@@ -99,7 +99,7 @@ class NodeRegistry:
             elif known is None and len(self._entries) >= self._max_nodes:
                 raise InvalidArgumentError(f"the registry is full: {self._max_nodes} nodes are registered")
             else:
-                replaced = "" if known is None else known.replaced if is_same else known.incarnation
+                replaced = None if known is None else known.replaced if is_same else known.incarnation
                 node = KnownNode(name, message.address, message.location)
                 self._entries[name] = _Entry(node, incarnation, replaced, now + message.ttl_s)
             return self._list()

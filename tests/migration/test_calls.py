@@ -10,7 +10,7 @@ from contextlib import closing, contextmanager
 import pytest
 import zmq
 from made_threads import no_new_threads
-from migration.made_channels import LONG, Beside
+from migration.made_channels import LONG, beside
 from migration.processes.flaky_proxy import FlakyProxy
 
 from kv_pool import errors
@@ -163,10 +163,10 @@ def test_many_threads_can_call_at_once(connect):
     node = Node()
     with connect(node) as calls:
         asking = [
-            Beside(lambda reason: [ask(calls, CancelTransfer(b"", reason)) for _ in range(50)], reason)
+            beside(lambda reason: [ask(calls, CancelTransfer(b"", reason)) for _ in range(50)], reason)
             for reason in ("late", "", "late", "")
         ]
-        assert [outcome.get() for outcome in asking] == [
+        assert [outcome.result(LONG) for outcome in asking] == [
             [Cancelled(is_late)] * 50 for is_late in (True, False, True, False)
         ]
 
@@ -177,22 +177,22 @@ def test_many_threads_can_call_at_once(connect):
 def test_a_long_call_does_not_delay_others():
     node = SlowNode()
     with connect_remote(node) as calls:
-        waiting = Beside(ask, calls, RenewLease(b"t" * 16))
+        waiting = beside(ask, calls, RenewLease(b"t" * 16))
         assert node.is_asked.wait(LONG)
         assert ask(calls) == Cancelled(is_acknowledged=True)
         with pytest.raises(PeerUnavailableError, match="did not answer in time"):
             ask(calls, RenewLease(b"t" * 16), 0.1)
         node.may_go_on.set()
-        assert waiting.get() == Acknowledged()
+        assert waiting.result(LONG) == Acknowledged()
 
 
 def test_close_ends_a_call_in_progress_and_refuses_others():
     node = SlowNode()
     with connect_remote(node) as calls:
-        waiting = Beside(ask, calls, RenewLease(b"t" * 16))
+        waiting = beside(ask, calls, RenewLease(b"t" * 16))
         assert node.is_asked.wait(LONG)
         calls.close()
-        assert isinstance(waiting.get_error(), PeerUnavailableError)
+        assert isinstance(waiting.exception(LONG), PeerUnavailableError)
         with pytest.raises(PeerUnavailableError, match="closed"):
             ask(calls)
         node.may_go_on.set()

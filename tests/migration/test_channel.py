@@ -2,7 +2,7 @@ import random
 import time
 
 import pytest
-from migration.made_channels import Beside, make_end, make_frame, make_pair, soon
+from migration.made_channels import LONG, beside, make_end, make_frame, make_pair, soon
 
 from kv_pool.errors import InvalidArgumentError, PeerAuthenticationError, PeerUnavailableError
 from kv_pool.migration import channel as channel_module
@@ -24,9 +24,9 @@ def receive_three(channel):
 def test_messages_arrive_in_order_in_both_directions():
     with make_pair() as (left, right):
         for payload in (b"", b"one", bytes(range(256)) * 300):
-            sending = Beside(left.send, payload, soon())
+            sending = beside(left.send, payload, soon())
             assert right.receive(soon()) == payload
-            sending.get()
+            sending.result(LONG)
             right.send(payload + b"!", soon())
             assert left.receive(soon()) == payload + b"!"
 
@@ -36,9 +36,9 @@ def test_messages_up_to_the_maximum_size_are_sent():
     with make_pair() as (left, right):
         with pytest.raises(InvalidArgumentError, match="the maximum is"):
             left.send(payload + b"!", soon())
-        sending = Beside(left.send, payload, soon())
+        sending = beside(left.send, payload, soon())
         assert right.receive(soon()) == payload
-        sending.get()
+        sending.result(LONG)
 
 
 def test_an_oversized_message_ends_the_connection(monkeypatch):
@@ -129,9 +129,9 @@ def test_a_quiet_channel_can_be_reused():
 
 def test_abort_wakes_a_waiting_thread():
     with make_pair() as (left, _):
-        waiting = Beside(left.receive, soon())
+        waiting = beside(left.receive, soon())
         left.abort()
-        assert isinstance(waiting.get_error(), PeerUnavailableError)
+        assert isinstance(waiting.exception(LONG), PeerUnavailableError)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -151,16 +151,16 @@ def test_raw_bytes_pass_through_views_of_any_size(seed):
     received = bytearray(len(data))
     with make_pair() as (left, right):
         left.send(b"bytes follow", soon())
-        sending = Beside(left.send_raw, cut(memoryview(data)), soon())
+        sending = beside(left.send_raw, cut(memoryview(data)), soon())
         assert right.receive(soon()) == b"bytes follow"
         right.receive_raw(cut(memoryview(received)), soon())
-        sending.get()
+        sending.result(LONG)
         assert received == data
-        sending = Beside(left.send, b"more", soon(), cut(memoryview(data)))
+        sending = beside(left.send, b"more", soon(), cut(memoryview(data)))
         assert right.receive(soon()) == b"more"
         received[:] = bytes(len(data))
         right.receive_raw(cut(memoryview(received)), soon())
-        sending.get()
+        sending.result(LONG)
         assert received == data
         left.send_raw([], soon())
         right.receive_raw([memoryview(bytearray(0))] * 3, soon())
