@@ -85,10 +85,6 @@ class Peers:
         Raises:
             PeerUnavailableError: the name is unknown; the message lists the known names.
         """
-        return self.get_node(name).address
-
-    def get_node(self, name: NodeName) -> KnownNode:
-        """Return a node's name, address and location. Raises the errors of `get_address`."""
         with self._lock:
             node = self._given.get(name) or self._learned.get(name)
             known = sorted({*self._given, *self._learned})
@@ -96,17 +92,13 @@ class Peers:
             shown = ", ".join(known[:_SHOWN_NAMES])
             more = f" and {len(known) - _SHOWN_NAMES} more" if len(known) > _SHOWN_NAMES else ""
             raise PeerUnavailableError(f"node {name!r} is unknown; known nodes: {shown or 'none'}{more}")
-        return node
+        return node.address
 
     def list_nodes(self) -> list[KnownNode]:
         """Return all nodes, sorted by name."""
         with self._lock:
             nodes = {**self._learned, **self._given}
         return [nodes[name] for name in sorted(nodes)]
-
-    def __len__(self) -> int:
-        with self._lock:
-            return len({*self._given, *self._learned})
 
 
 def parse_peer(text: str) -> KnownNode:
