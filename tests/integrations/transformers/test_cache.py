@@ -38,24 +38,6 @@ def test_generate_matches_the_run_without_a_pool(layout):
     check_kv(sequences, request)
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_rows_of_equal_length_generate_together(attention):
-    from integrations.transformers.made_model import (
-        generate_dense,
-        make_model,
-        make_request,
-        make_sequences,
-    )
-
-    sequences = make_sequences()
-    prompts = [PROMPT, PROMPT[::-1], (5,) * len(PROMPT)]
-    requests = [make_request(str(row), prompt) for row, prompt in enumerate(prompts)]
-    for request in requests:
-        sequences.admit(request)
-    expected = [generate_dense(prompt, 8) for prompt in prompts]
-    assert generate(sequences, requests, 8, make_model(attention)) == expected
-
-
 def test_cached_prefix_is_not_recomputed():
     from integrations.transformers.made_model import generate_dense, make_request, make_sequences
 
@@ -107,34 +89,6 @@ def test_blocks_are_cached_only_after_their_last_layer():
         model(**PagedCache(sequences, [request], [21]).make_inputs())
     assert found == [0, 0]
     assert sequences.manager.get_computed_blocks(other).num_tokens == 20
-
-
-@pytest.mark.parametrize("gathers", [True, False], ids=["gathered", "attention over blocks"])
-def test_prompts_and_decodes_of_any_length_share_a_step(gathers):
-    from integrations.transformers.made_model import (
-        check_kv,
-        generate_dense,
-        make_model,
-        make_request,
-        make_sequences,
-        run_step,
-    )
-
-    model = make_model("sdpa" if gathers else "kv_pool")
-    sequences = make_sequences()
-    requests = [make_request(str(length), PROMPT[:length]) for length in (1, 9, 21)]
-    for request in requests:
-        sequences.admit(request)
-    run_step(model, sequences, requests[:1], [1], gathers)
-    run_step(model, sequences, requests[:2], [1, 6], gathers)
-    run_step(model, sequences, requests, [1, 3, 20], gathers)
-    for _ in range(6):
-        run_step(model, sequences, requests, [1, 1, 1], gathers)
-    for request in requests:
-        generated = request.all_token_ids[request.num_prompt_tokens :]
-        prompt = tuple(request.all_token_ids[: request.num_prompt_tokens])
-        assert generated == generate_dense(prompt, len(generated))
-        check_kv(sequences, request)
 
 
 def test_output_depends_on_every_block():

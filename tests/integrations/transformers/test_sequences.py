@@ -3,7 +3,6 @@
 import pytest
 
 from kv_pool import BlockPool, CopyFailedError, InvalidArgumentError, KVCacheManager
-from kv_pool.contiguous.defragmenter import Defragmenter
 from kv_pool.contiguous.invariants import check
 
 pytestmark = pytest.mark.transformers
@@ -39,16 +38,6 @@ def go_on(sequences, request, model=None):
     check(sequences.manager.block_pool)
 
 
-def test_freed_request_resumes_from_its_cached_blocks(started):
-    sequences, request = started
-    ids = sequences.manager.get_block_ids("r")
-    sequences.free(request)
-    sequences.manager.block_pool.evict_blocks([ids[3]])
-    assert sequences.admit(request) == 12
-    assert request.num_computed_tokens == 12
-    go_on(sequences, request)
-
-
 def test_request_that_does_not_fit_is_not_admitted(started):
     from integrations.transformers.made_model import make_request
 
@@ -77,20 +66,6 @@ def test_fork_shares_full_blocks_and_copies_the_last(started):
     go_on(sequences, request)
 
 
-def test_fork_copies_blocks_that_are_no_longer_cached(started):
-    from integrations.transformers.made_model import make_request
-
-    sequences, request = started
-    ids = sequences.manager.get_block_ids("r")
-    sequences.manager.block_pool.evict_blocks([ids[2]])
-    child = make_request("child", [*request.all_token_ids[:23], 50])
-    assert sequences.fork(request, child)
-    assert sequences.manager.get_block_ids("child")[:2] == ids[:2]
-    assert not set(sequences.manager.get_block_ids("child")[2:]) & set(ids)
-    sequences.free(request)
-    go_on(sequences, child)
-
-
 def test_fork_requires_the_same_tokens(started):
     from integrations.transformers.made_model import make_request
 
@@ -99,23 +74,6 @@ def test_fork_requires_the_same_tokens(started):
         with pytest.raises(InvalidArgumentError, match="does not continue the 23 computed tokens"):
             sequences.fork(request, make_request("child", token_ids))
     go_on(sequences, request)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_request_migrates_to_another_storage_and_layout(started, device):
-    from integrations.transformers.made_model import make_model, make_sequences
-
-    sequences, request = started
-    model = make_model(device=device)
-    target = make_sequences(20, "BLNHC", model)
-    assert sequences.migrate(request, target)
-    assert request.num_computed_tokens == 23
-    with pytest.raises(InvalidArgumentError):
-        sequences.manager.get_block_ids("r")
-    go_on(target, request, model)
-    check(sequences.manager.block_pool)
-    assert target.migrate(request, sequences)
-    assert len(sequences.manager.get_block_ids("r")) == 8
 
 
 def test_migration_copies_only_blocks_not_cached_in_the_target(started):
@@ -181,25 +139,6 @@ def test_defragment_moves_requests_with_their_k_and_v(scattered):
     assert sorted(sequences.manager.get_block_ids("r")) == [1, 2, 3, 4, 5, 6]
     assert sequences.get_fragmentation_rate() < rate
     spoil_empty(sequences)
-    go_on(sequences, request)
-
-
-def test_defragmenter_compacts_requests_between_engine_steps(scattered):
-    sequences, request = scattered
-    defragmenter = Defragmenter(sequences, threshold=0.1, interval_s=0, max_moves=1)
-    while defragmenter.step():
-        assert defragmenter.num_moves < 40
-    assert sequences.get_fragmentation_rate() <= 0.1
-    go_on(sequences, request)
-
-
-def test_take_run_moves_requests_away(scattered):
-    sequences, request = scattered
-    pool = sequences.manager.block_pool
-    run = sequences.take_run(30)
-    first = run[0].block_id
-    assert [block.block_id for block in run] == list(range(first, first + 30))
-    pool.free_blocks(run)
     go_on(sequences, request)
 
 

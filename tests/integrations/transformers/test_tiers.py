@@ -57,40 +57,6 @@ def test_request_resumes_from_a_lower_tier(name, write, tmp_path):
     assert num_cached_tokens == 20
 
 
-def test_block_is_offloaded_to_disk_and_onboarded_from_there(tmp_path):
-    from integrations.transformers.made_model import make_sequences, make_tiers
-    from integrations.transformers.moved_blocks import crowd_out
-
-    sequences = make_sequences(12, add_tiers=make_tiers(2, 30, tmp_path, "back"))
-    request, _ = start(sequences, "r", PROMPT)
-    sequences.free(request)
-    crowd_out(sequences)
-    host, disk = sequences.tiers.get_statistics()
-    assert (host.num_blocks, disk.num_blocks) == (2, 6)
-    assert sequences.admit(request) == 32
-    by_medium = sequences.onboarder.get_statistics().num_tokens_by_medium
-    assert by_medium == {"GPU": 0, "CPU": 8, "STORAGE": 24}
-    go_on(sequences, request, NUM_TOKENS + 4)
-
-
-def test_request_combines_blocks_of_the_device_and_two_tiers(tmp_path):
-    from integrations.transformers.made_model import make_request, make_sequences, make_tiers
-    from integrations.transformers.moved_blocks import crowd_out
-
-    sequences = make_sequences(12, add_tiers=make_tiers(4, 30, tmp_path, "back"))
-    request, _ = start(sequences, "r", PROMPT)
-    sequences.free(request)
-    crowd_out(sequences)
-    head = make_request("head", PROMPT[:9])
-    assert sequences.admit(head) == 8
-    found = sequences.manager.get_computed_blocks(request).num_tokens
-    assert found == 8
-    assert sequences.admit(request) == 32
-    statistics = sequences.onboarder.get_statistics()
-    assert statistics.num_tokens_by_medium["GPU"] == 8
-    go_on(sequences, request, NUM_TOKENS + 4)
-
-
 def test_block_damaged_on_disk_is_recomputed(tmp_path):
     from integrations.transformers.made_model import make_sequences, make_tiers
     from integrations.transformers.moved_blocks import crowd_out
