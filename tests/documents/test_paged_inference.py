@@ -10,11 +10,12 @@ import pytest
 from documents.made_examples import load_example
 
 from kv_pool import BlockAllocationRequest, GPUKVPool, InvalidArgumentError, UnknownSequenceError
-from kv_pool.integrations.sequence_allocator import KVCacheAllocator
 from kv_pool.replay.capacity import ModelKV
 from kv_pool.reports.allocation_monitor import AllocationMonitor
 from kv_pool.storage import KVStorage
 from kv_pool.tiers.formats import make_format
+
+KVCacheAllocator = load_example("sequence_allocator").KVCacheAllocator
 
 
 def make_allocator(total_blocks=8, block_size=4, **options):
