@@ -5,6 +5,7 @@ from collections import Counter
 from contextlib import contextmanager
 
 import pytest
+from integrations.transformers.made_model import generate_dense
 
 from kv_pool.migration.secret import write_secret_file
 
@@ -56,8 +57,6 @@ def nodes(pair):
 
 
 def expect(prompt, num_tokens=NUM_TOKENS):
-    from integrations.transformers.made_model import generate_dense
-
     return generate_dense(tuple(prompt), num_tokens)
 
 
