@@ -21,10 +21,6 @@ def test_a_pool_too_large_for_memory_is_refused():
     assert isinstance(raised.value, ValueError)
 
 
-def test_pools_of_usual_size_are_not_checked():
-    check_fits_memory(UNCHECKED_BLOCKS)
-
-
 def test_the_limit_is_the_available_memory():
     available = count_available_bytes()
     assert available is not None
