@@ -156,6 +156,17 @@ def test_c10_a_failed_copy_moves_nothing(fail_after):
     assert engine.read(blocks(pool, 4, 5, 7)) == ["slot/4", "slot/5", "slot/7"]
 
 
+def test_c10_ids_exchanged_before_the_copy_are_detected():
+    pool, engine = make_engine()
+    before = invariants.Snapshot(pool)
+    engine.fail_after = 0
+    pool.swap_block_ids([(4, 2)])
+    with pytest.raises(CopyFailedError):
+        engine.copy(moves((4, 2)))
+    with pytest.raises(AssertionError, match=r"^C10: "):
+        invariants.check_nothing_moved(before, pool)
+
+
 # ---- exchanges -----------------------------------------------------------------------------------------
 
 
