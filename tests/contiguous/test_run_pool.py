@@ -106,16 +106,6 @@ def test_a_sequence_grows_into_the_ids_after_it():
     assert state(pool) == "free: 3 | in use: 1 2 4 5 6"
 
 
-def test_a_sequence_does_not_grow_into_recent_content():
-    pool = RunBlockPool(12, True, 4, early_share=0.1)
-    held = pool.get_new_blocks(11)
-    for block in held:
-        cache(pool, block)
-    pool.free_blocks(blocks(pool, 1, 2, 3, 7, 8, 9, 10, 11))
-    pool.free_blocks(blocks(pool, 5))
-    assert ids(pool.get_new_blocks_after(pool.blocks[4], 1)) != [5]
-
-
 @pytest.mark.parametrize("share", [-0.1, 1.1])
 def test_a_share_outside_0_to_1_is_refused(share):
     with pytest.raises(InvalidArgumentError, match="early_share"):
@@ -136,14 +126,6 @@ def test_a_raising_watcher_keeps_pool_and_index_consistent():
         pool.get_new_run(4)
     assert pool.get_num_free_blocks() == 4
     invariants.check(pool)
-
-
-def test_pending_content_counts_as_used():
-    pool = make_run_pool("free: 1 2 3* | in use: 4 5")
-    pool.unpin_blocks(blocks(pool, 4, 5), print)
-    assert ids(pool.get_new_run(2)) == [1, 2]
-    pool.rebuild_index()
-    assert pool.run_index.ages[4] > 1
 
 
 def test_bare_and_foreign_blocks_are_not_in_the_index():
