@@ -116,27 +116,6 @@ def test_every_capacity_equals_the_replayed_optimum(tmp_path, convention, seed):
         assert counts.refused_requests == sum(prompt.num_blocks > capacity for prompt in prompts)
 
 
-AGENTIC = str(Path(__file__).parent.parent / "data" / "agentic_coding_a.jsonl.xz")
-
-
-@pytest.mark.night
-@pytest.mark.parametrize("part", range(5))
-@pytest.mark.parametrize("convention", CONVENTIONS)
-@pytest.mark.parametrize("trace", ["mooncake_conversation", AGENTIC], ids=["mooncake", "agentic"])
-def test_twenty_capacities_equal_the_replayed_optimum(trace, convention, part):
-    limit = 800 if trace == AGENTIC else None
-    prompts, block_size, key_bytes = read_prompts(
-        ReplaySettings(trace, 1, convention=convention, limit=limit)
-    )
-    reuse = record_reuse(prompts, block_size, key_bytes)
-    curve = OptimumCurve(reuse)
-    rng = random.Random(20)
-    capacities = [int(reuse.num_distinct ** rng.uniform(0.4, 1.02)) for _ in range(20)]
-    for capacity in capacities[part::5]:
-        counts = replay_optimum(prompts, capacity, block_size, key_bytes)
-        assert curve.count_hits(capacity) == (counts.blocks_hit, counts.tokens_hit), capacity
-
-
 @pytest.mark.parametrize("convention", CONVENTIONS)
 @pytest.mark.parametrize("seed", range(4))
 def test_lru_is_below_and_both_rise_to_the_infinite_cache(tmp_path, convention, seed):
