@@ -1,4 +1,4 @@
-"""`kv-pool events`: print a running event stream, as lines of text or JSON, or as a table of what is cached."""
+"""`kv-pool events`: print a running event stream as lines of text or JSON, or what is cached as a table."""
 
 import asyncio
 import contextlib
