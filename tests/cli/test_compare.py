@@ -116,16 +116,6 @@ def test_invalid_options_are_one_line_and_status_2(folder, options, message):
 
 
 @pytest.mark.slow
-def test_trace_clock_shows_no_optimum(folder):
-    options = "--policies sieve --blocks 30 --clock trace --png c.svg"
-    done = compare(folder, "a.jsonl", *options.split(), *SIZES)
-    assert done.returncode == 0, done.stderr
-    assert "no optimum: with the trace clock, running requests hold blocks" in done.stdout
-    assert "above the optimum" not in done.stdout
-    assert [cell[1] for cell in list_rows(done.stdout)] == ["LRU", "sieve", "infinite cache"]
-
-
-@pytest.mark.slow
 def test_bounds_are_called_bounds(folder):
     options = "--policies sieve --blocks 30 --convention ids_as_blocks_cap --png c.svg"
     done = compare(folder, "a.jsonl", *options.split(), *SIZES)

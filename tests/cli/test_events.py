@@ -18,8 +18,7 @@ from events.pool_map import pool_map
 from rich.console import Console
 
 from kv_pool import AllBlocksCleared, BlockRemoved, BlockStored
-from kv_pool.cli.event_lines import LineFilter, make_lines
-from kv_pool.cli.events import MirrorTable
+from kv_pool.cli.events import LineFilter, MirrorTable, make_lines
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.events.batch import DecodedBatch
 from kv_pool.events.config import PublisherConfig
