@@ -89,7 +89,7 @@ class _Record(msgspec.Struct):
     tenant: object = None
 
 
-class Trace:
+class Trace(LineReader):
     """A trace file. Each iteration reads it from the start.
 
     Args:
@@ -107,7 +107,6 @@ class Trace:
         num_broken: number of broken lines in the last iteration.
         first_broken: the error message of the first broken line, or None.
         position: share of the file read in the current iteration, 0 to 1.
-        lines: reads the lines.
 
     Raises:
         TraceError: the file is missing, its compression or records are unknown, or the block size cannot be
@@ -128,9 +127,7 @@ class Trace:
         self._ms_per_unit = find_ms_per_unit(timestamp_unit)
         if block_size is not None and block_size < 1:
             raise InvalidArgumentError(f"the trace's block size is {block_size}; it must be 1 token or more")
-        self.path = find_trace(path)
-        self.skip_broken = skip_broken
-        self.lines = LineReader(self.path, max_line_bytes, max_decompressed_bytes, skip_broken=skip_broken)
+        super().__init__(find_trace(path), max_line_bytes, max_decompressed_bytes, skip_broken=skip_broken)
         self.block_size = block_size
         self._is_checked = False
         self.block_size = self._check_first_lines()
@@ -142,7 +139,7 @@ class Trace:
 
     def digest(self) -> str:
         """Return the SHA-256 of the file as stored, in hex."""
-        with self.lines.open() as file:
+        with self.open() as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def __iter__(self) -> Iterator[TraceRequest]:
@@ -157,24 +154,9 @@ class Trace:
             try:
                 return self._parse(record, line), text
             except ValueError as error:  # without the hint that this may be no trace
-                raise self.lines.make_error(line, str(error)) from error
+                raise self.make_error(line, str(error)) from error
 
-        return self.lines.read(
-            parse,
-            f"; a trace has one JSON object per line, such as {_EXAMPLE_LINE}",
-        )
-
-    @property
-    def num_broken(self) -> int:
-        return self.lines.num_broken
-
-    @property
-    def first_broken(self) -> str | None:
-        return self.lines.first_broken
-
-    @property
-    def position(self) -> float:
-        return self.lines.position
+        return self.read(parse, f"; a trace has one JSON object per line, such as {_EXAMPLE_LINE}")
 
     def _parse(self, record: _Record, line: int) -> TraceRequest:
         """Return the request of a line. Raises ValueError, also with a number of ids that does not fit."""

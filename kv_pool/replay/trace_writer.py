@@ -51,6 +51,15 @@ def find_obstacle(path: str) -> str | None:
 
 
 @contextmanager
+def writing(path: str, what: str) -> Iterator[None]:
+    """Raise an OSError of the `with` block as a TraceError: `what` cannot be written to `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise TraceError(f"{path}: cannot write {what}: {error.strerror or error}") from error
+
+
+@contextmanager
 def open_trace_writer(path: str) -> Iterator[WriteLine]:
     """Create a trace file and yield a function that writes one line to it.
 
@@ -65,17 +74,16 @@ def open_trace_writer(path: str) -> Iterator[WriteLine]:
     is_device = Path(path).exists() and not Path(path).is_file()
     written = path if is_device else f"{path}.{os.getpid()}.part"
     try:
-        with open_stream(path, written) as file:
-            encode = msgspec.json.Encoder().encode
+        with writing(path, "the trace"):
+            with open_stream(path, written) as file:
+                encode = msgspec.json.Encoder().encode
 
-            def write(line: object) -> None:
-                file.write(encode(line) + b"\n")
+                def write(line: object) -> None:
+                    file.write(encode(line) + b"\n")
 
-            yield write
-        if not is_device:
-            os.replace(written, path)
-    except OSError as error:
-        raise TraceError(f"{path}: cannot write the trace: {error.strerror or error}") from error
+                yield write
+            if not is_device:
+                os.replace(written, path)
     finally:
         if not is_device:
             Path(written).unlink(missing_ok=True)
@@ -189,9 +197,8 @@ def open_parts(pattern: str) -> Iterator[PartFiles]:
         raise TraceError(f"{pattern}: cannot write the parts: {obstacle}")
     parts = PartFiles(pattern)
     try:
-        yield parts
-    except OSError as error:
-        raise TraceError(f"{pattern}: cannot write the parts: {error.strerror or error}") from error
+        with writing(pattern, "the parts"):
+            yield parts
     finally:
         for written in parts.written.values():
             Path(written).unlink(missing_ok=True)

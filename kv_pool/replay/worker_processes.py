@@ -163,15 +163,15 @@ def work(pipe: Connection) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _list_signals() - {signal.SIGINT})
     logging.getLogger("kv_pool.replay.trace").setLevel(logging.ERROR)  # the caller has opened the trace
     logging.getLogger("kv_pool.core.policy_host").setLevel(logging.CRITICAL)  # the replay raises the error
-    calls: SimpleQueue[_Call] = SimpleQueue()
     try:
-        start_thread(_NAME, _receive, pipe, calls)
+        start_thread(_NAME, _end_with_caller)
     except OutOfThreadsError as error:
         pipe.send(error)
-        _receive(pipe, calls)  # until the error has been read and the pipe closes
+        while True:  # until the error has been read and the pipe closes
+            _receive(pipe)
     while True:
-        function, arguments, options = calls.get()
         try:
+            function, arguments, options = _receive(pipe)
             pipe.send(function(*arguments, **options))
         except Exception as error:
             if not isinstance(error, KVPoolError):
@@ -179,20 +179,24 @@ def work(pipe: Connection) -> None:
             pipe.send(error)
 
 
-def _receive(pipe: Connection, calls: "SimpleQueue[_Call]") -> None:
-    """Queue the calls that arrive. End this process when the pipe closes, as the caller has ended."""
-    while True:
-        try:
-            call: _Call = pipe.recv()
-        except (EOFError, OSError):
-            os._exit(1)
-        except Exception as error:  # such as a module that only the caller can import
-            call = (_raise, (error,), {})
-        calls.put(call)
+def _receive(pipe: Connection) -> _Call:
+    """Return the next call. End this process when the pipe closes.
+
+    Raises:
+        Exception: the call cannot be read, such as one of a module that only the caller can import.
+    """
+    try:
+        call: _Call = pipe.recv()
+    except (EOFError, OSError):
+        os._exit(1)
+    return call
 
 
-def _raise(error: Exception) -> None:
-    raise error
+def _end_with_caller() -> None:
+    caller = multiprocessing.parent_process()
+    assert caller is not None
+    caller.join()
+    os._exit(1)
 
 
 def _list_signals() -> set[signal.Signals]:

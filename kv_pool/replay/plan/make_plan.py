@@ -1,10 +1,10 @@
 """`plan_capacity`: recommends a capacity for a trace, and replays each recommendation."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
-from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.capacity import ModelKV, count_blocks
+from kv_pool.replay.curves.measure import USED
 from kv_pool.replay.plan.plan_curve import PlanCurve, grow, shrink
 from kv_pool.replay.plan.plan_report import (
     CapacityPlan,
@@ -27,22 +27,6 @@ TOLERANCE = 0.01
 _GIB = 2**30
 _HOST_MULTIPLE, _DISK_MULTIPLE = 4, 16
 _MOST_DEMAND_BLOCKS = 1_000_000
-_NOT_PLANNED = (
-    "host_blocks",
-    "host_tier",
-    "disk_tier",
-    "tier_write",
-    "preemption",
-    "groups",
-    "states",
-    "chunk_tokens",
-    "watermark",
-    "runs",
-    "policy",
-    "keep_session_s",
-    "keep_prefix_tokens",
-    "by",
-)
 
 PlanProgress = Callable[[str, float], None]
 
@@ -74,12 +58,8 @@ def plan_capacity(
 
     Cost: one reading of the trace for each block size, and two to five replays.
     """
-    without_effect = [name for name in settings.list_changed() if name in _NOT_PLANNED]
-    if without_effect:
-        raise InvalidArgumentError(
-            f"a plan ignores {', '.join(without_effect)}: it is for LRU and full attention, and chooses "
-            "tiers itself; leave the default"
-        )
+    why = "it is for LRU and full attention, and chooses tiers itself; leave the default"
+    settings.check_used((*USED, "clock", *asdict(settings.rates)), "a plan", why)
     replace(settings, num_blocks=1, block_bytes=0).check()
     planner = _Planner(settings, model, goal or PlanGoal(), on_progress or (lambda doing, share: None))
     return planner.plan(host_bytes, disk_bytes, block_sizes)
