@@ -194,54 +194,41 @@ class Trace(LineReader):
             None if record.tenant is None else str(record.tenant),
         )
 
-    def _warn_of_times(self, arrivals_ms: list[float]) -> None:
-        why = describe_suspicious_times(arrivals_ms)
-        if why is not None and f"{self.path} {why}" not in _warned:
-            _warned.add(f"{self.path} {why}")
-            _logger.warning("%s: %s", self.path, why)
+    def _check_first_lines(self) -> int | None:
+        """Determine the kind of the trace and, unless given, its block size.
 
-    def _read_first(self) -> Iterator[TraceRequest]:
-        """Yield the first requests; with a block size, up to a broken line behind the first one."""
-        has_any = False
+        With a block size, a broken line behind the first one ends the check; it is an error when it is read.
+        """
+        arrivals_ms: list[float] = []
+        shapes: list[tuple[int, int]] = []
         try:
             for request in islice(self, _LINES_TO_INFER_FROM):
-                yield request
-                has_any = True
+                arrivals_ms.append(request.arrival_ms)
+                if request.hash_ids is not None:
+                    shapes.append((request.input_length, len(request.hash_ids)))
         except TraceError:
-            if self.block_size is None or not has_any:
+            if self.block_size is None or not arrivals_ms:
                 raise
-
-    def _check_first_lines(self) -> int | None:
-        """Determine the kind of the trace and, unless given, its block size."""
-        num_fitting = dict.fromkeys(_CANDIDATE_BLOCK_SIZES, 0)
-        seen = 0
-        with_ids = 0
-        arrivals_ms: list[float] = []
-        for request in self._read_first():
-            seen += 1
-            arrivals_ms.append(request.arrival_ms)
-            if request.hash_ids is not None:
-                with_ids += 1
-                for size in num_fitting:
-                    num_fitting[size] += _fits(request.input_length, len(request.hash_ids), size)
-        self._warn_of_times(arrivals_ms)
-        if not seen:
+        if not arrivals_ms:
             why = f"; the first broken line: {self.first_broken}" if self.first_broken else ""
             raise TraceError(f"{self.path}: the file contains no request{why}")
-        if not with_ids:
-            return None
-        if self.block_size is not None:
-            return self.block_size
+        warning = describe_suspicious_times(arrivals_ms)
+        if warning is not None and f"{self.path} {warning}" not in _warned:
+            _warned.add(f"{self.path} {warning}")
+            _logger.warning("%s: %s", self.path, warning)
+        if not shapes or self.block_size is not None:
+            return self.block_size if shapes else None
+        num_fitting = {size: sum(_fits(*shape, size) for shape in shapes) for size in _CANDIDATE_BLOCK_SIZES}
         # If broken lines are skipped, a line with a wrong count must not decide.
-        wanted = with_ids
-        if self.skip_broken and 2 * max(num_fitting.values()) > with_ids:
+        wanted = len(shapes)
+        if self.skip_broken and 2 * max(num_fitting.values()) > wanted:
             wanted = max(num_fitting.values())
         candidates = [size for size, fitting in num_fitting.items() if fitting == wanted]
         if len(candidates) != 1:
             found = ", ".join(map(str, candidates)) or "no power of two"
             raise TraceError(
-                f"{self.path}: the tokens per hash id cannot be inferred from the first {seen} requests "
-                f"({found} would fit); give --trace-block-size"
+                f"{self.path}: the tokens per hash id cannot be inferred from the first {len(arrivals_ms)} "
+                f"requests ({found} would fit); give --trace-block-size"
             )
         return candidates[0]
 
