@@ -89,6 +89,15 @@ def open_trace_writer(path: str) -> Iterator[WriteLine]:
             Path(written).unlink(missing_ok=True)
 
 
+def import_zstd(path: str | Path, doing: str) -> Any:
+    """Return the module that reads and writes .zst. Raises TraceError if it is not installed."""
+    try:
+        from backports import zstd
+    except ImportError as error:
+        raise TraceError(f"{path}: {doing} .zst needs backports.zstd: {describe_install('lab')}") from error
+    return zstd
+
+
 @contextmanager
 def open_stream(path: str, written: str, *, append: bool = False) -> Iterator[IO[bytes] | Any]:
     """Open the file `written` for writing, compressed as the suffix of `path` says.
@@ -106,12 +115,7 @@ def open_stream(path: str, written: str, *, append: bool = False) -> Iterator[IO
             with lzma.open(raw, "wb") as packed:
                 yield packed
         elif suffix == ".zst":
-            try:
-                from backports import zstd
-            except ImportError as error:
-                raise TraceError(
-                    f"{path}: writing .zst needs backports.zstd: {describe_install('lab')}"
-                ) from error
+            zstd = import_zstd(path, "writing")
             # With a checksum, like the zstd command: a damaged file is noticed.
             with zstd.open(raw, "wb", options={zstd.CompressionParameter.checksum_flag: 1}) as packed:
                 yield packed
