@@ -1,6 +1,5 @@
 """Tests of `ReplayDriver`: allocations, preemption and counts."""
 
-
 import pytest
 from replay.test_tally import BLOCK_SIZE, make_request, make_tally
 
