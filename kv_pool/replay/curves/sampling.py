@@ -47,7 +47,7 @@ class UnitFinder:
         return prompt.keys[start : start + self._key_bytes]
 
 
-class Sampler:
+class Sampler(UnitFinder):
     """Chooses prompts by the hash of their unit: all or none of a unit's prompts are in the sample.
 
     Args:
@@ -55,21 +55,17 @@ class Sampler:
     Raises:
         InvalidArgumentError: the rate is not a share.
         TraceError: the trace cannot be read.
-
-    Attributes:
-        unit: "session" or "root", as in `UnitFinder`.
     """
 
     def __init__(self, settings: ReplaySettings, trace: Trace, block_size: int, rate: float) -> None:
         if not 0 < rate < 1:
             raise InvalidArgumentError(f"the sample's rate is {rate}; it must be above 0 and below 1")
+        super().__init__(settings, trace, block_size)
         self.rate = rate
-        self._units = UnitFinder(settings, trace, block_size)
-        self.unit = self._units.unit
 
     def find_group(self, prompt: PromptKeys) -> int | None:
         """Return the number of the prompt's group, 0 to NUM_GROUPS - 1; None if it is not in the sample."""
-        share = xxhash.xxh3_64_intdigest(self._units.find(prompt)) / 2**64
+        share = xxhash.xxh3_64_intdigest(self.find(prompt)) / 2**64
         return int(share / self.rate * NUM_GROUPS) if share < self.rate else None
 
 

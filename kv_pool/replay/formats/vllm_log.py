@@ -70,7 +70,8 @@ class VLLMLogReader(ForeignReader):
         "fractions of milliseconds",
         "sessions and tenants",
         "the text of prompts and outputs",
-        "hash ids: a block's tokens all equal its id; a partial block without an id has one of its own",
+        "hash ids: a block's tokens are all equal to its id; a partial block without an id has one of its "
+        "own",
     )
 
     def __iter__(self) -> Iterator[ForeignRequest]:
