@@ -326,6 +326,17 @@ def _insert(pool: BlockPoolCore, new_ids: list[BlockId], dumped: DumpedBlocks, n
 
 EventKey = tuple[ExternalBlockHash, GroupId]
 """A hash in the form that events use, and its KV cache group."""
+_COMMON_FIELDS = [
+    "block_hashes",
+    "parent_block_hash",
+    "token_ids",
+    "block_size",
+    "lora_id",
+    "medium",
+    "lora_name",
+    "extra_keys",
+    "group_idx",
+]
 
 
 def make_events(
@@ -394,17 +405,7 @@ def _convert(event: BlockStored, make_stored: Callable[..., Any]) -> Any:
     """Convert an event to the engine's event class, copying the fields that all such classes have."""
     if make_stored is BlockStored:
         return event
-    made = make_stored(
-        block_hashes=event.block_hashes,
-        parent_block_hash=event.parent_block_hash,
-        token_ids=event.token_ids,
-        block_size=event.block_size,
-        lora_id=event.lora_id,
-        medium=event.medium,
-        lora_name=event.lora_name,
-        extra_keys=event.extra_keys,
-        group_idx=event.group_idx,
-    )
+    made = make_stored(**{name: getattr(event, name) for name in _COMMON_FIELDS})
     for name in ("kv_cache_spec_kind", "kv_cache_spec_sliding_window"):
         if getattr(event, name) is not None:
             setattr(made, name, getattr(event, name))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kv_pool.core.arguments import as_count
 from kv_pool.core.block import KVCacheBlock
@@ -411,7 +411,7 @@ class BlockSwapper:
         NEVER means that the host pool is too small for the blocks that the request has now. Raises the errors
         of `swap_out`.
         """
-        return self._judge(SwapDirection.OUT, request, self._check_swap_out(request))[0]
+        return self._judge(SwapDirection.OUT, request)[0]
 
     def can_swap_in(
         self,
@@ -436,9 +436,7 @@ class BlockSwapper:
         Raises:
             The errors of `swap_in`.
         """
-        tables = self._check_swap_in(request)
-        num_more = self._count_more_blocks(request, tables, num_new_tokens, num_lookahead_tokens)
-        return self._judge(SwapDirection.IN, request, tables, num_more)[0]
+        return self._judge(SwapDirection.IN, request, num_new_tokens, num_lookahead_tokens)[0]
 
     # ---- plans -----------------------------------------------------------------------------------
 
@@ -456,7 +454,7 @@ class BlockSwapper:
         A commit frees the device blocks, each group's tail to be reused first; until then they can be hit
         there. Their copies can be hit on the host.
         """
-        return self._plan(SwapDirection.OUT, request, self._check_swap_out(request))
+        return self._plan(SwapDirection.OUT, request)
 
     def swap_in(
         self,
@@ -479,9 +477,7 @@ class BlockSwapper:
                 `num_computed_tokens` than when it was swapped out. Nothing has changed.
         A commit frees the host blocks, each group's tail to be reused first; until then they can be hit.
         """
-        tables = self._check_swap_in(request)
-        num_more = self._count_more_blocks(request, tables, num_new_tokens, num_lookahead_tokens)
-        return self._plan(SwapDirection.IN, request, tables, num_more)
+        return self._plan(SwapDirection.IN, request, num_new_tokens, num_lookahead_tokens)
 
     # ---- dropping --------------------------------------------------------------------------------
 
@@ -527,15 +523,9 @@ class BlockSwapper:
 
     # ---- internals -------------------------------------------------------------------------------
 
-    def _plan(
-        self,
-        direction: SwapDirection,
-        request: SchedulableRequest,
-        tables: list[BlockTable],
-        num_more: int = 0,
-    ) -> SwapPlan | None:
+    def _plan(self, direction: SwapDirection, request: SchedulableRequest, *more: Any) -> SwapPlan | None:
         """Open a plan, or return None; the arguments are those of `_judge`."""
-        status, match = self._judge(direction, request, tables, num_more)
+        status, tables, match = self._judge(direction, request, *more)
         if status is not AllocStatus.OK:
             return None
         plan = SwapPlan(self, direction, request, tables, match)
@@ -546,30 +536,36 @@ class BlockSwapper:
         self,
         direction: SwapDirection,
         request: SchedulableRequest,
-        tables: list[BlockTable],
-        num_more: int = 0,
-    ) -> tuple[AllocStatus, Match]:
-        """Match the tables with the other side, and return whether its free blocks suffice.
+        num_new_tokens: int | None = None,
+        num_lookahead_tokens: int = 0,
+    ) -> tuple[AllocStatus, list[BlockTable], Match]:
+        """Match the request's tables with the other side, and return whether its free blocks suffice.
 
         Args:
-            num_more: blocks that must be free on the device after a swap in.
+            num_new_tokens, num_lookahead_tokens: those of the next step after a swap in, see `can_swap_in`.
         """
-        side = self._host if direction is SwapDirection.OUT else self.manager
-        match = match_tables(request, self._groups, tables, side.block_pool)
-        num_usable = side.block_pool.num_gpu_blocks - 1
-        num_to_leave = 0
-        if side is self.manager:
-            num_usable -= len(list_lasting_pins(self.manager, None, match.shared))
+        num_to_leave = num_more = num_pinned = 0
+        if direction is SwapDirection.OUT:
+            side = self._host
+            tables = self._check_swap_out(request)
+            match = match_tables(request, self._groups, tables, side.block_pool)
+        else:
+            side = self.manager
+            tables = self._check_swap_in(request)
+            num_more = self._count_more_blocks(request, tables, num_new_tokens, num_lookahead_tokens)
+            match = match_tables(request, self._groups, tables, side.block_pool)
+            num_pinned = len(list_lasting_pins(side, None, match.shared))
             # The watermark, as for any request without blocks, applies while other requests hold blocks.
-            num_to_leave = self.manager.watermark_blocks if self.manager.list_request_ids() else 0
+            num_to_leave = side.watermark_blocks if side.list_request_ids() else 0
+        num_usable = side.block_pool.num_gpu_blocks - 1 - num_pinned
         if match.num_new + len(match.shared) + num_more > num_usable:
-            return AllocStatus.NEVER, match
+            return AllocStatus.NEVER, tables, match
         if side.retention is not None:
             side.retention.expire()
         num_free = sum(block.ref_cnt == 0 for block in match.shared)  # sharing them takes them, too
         if match.num_new + num_free + num_more > side.get_num_free_blocks() - num_to_leave:
-            return AllocStatus.LATER, match
-        return AllocStatus.OK, match
+            return AllocStatus.LATER, tables, match
+        return AllocStatus.OK, tables, match
 
     def _count_more_blocks(
         self,

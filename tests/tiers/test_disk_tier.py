@@ -424,22 +424,9 @@ def test_failed_sync_rewrites_all_headers(tmp_path, device):
 # ---- folders changed by others -----------------------------------------------------------------------
 
 
-def spoil_with_link(path):
-    path.rename(path.with_name("elsewhere"))
-    path.symlink_to(path.with_name("elsewhere"))
-
-
-def spoil_with_second_name(path):
-    os.link(path, path.parent.with_name("another name"))
-
-
 def spoil_with_pipe(path):
     path.unlink()
     os.mkfifo(path, 0o600)
-
-
-def spoil_mode(path):
-    path.chmod(0o640)
 
 
 def spoil_owner(path):
@@ -452,10 +439,10 @@ def spoil_owner(path):
 @pytest.mark.parametrize(
     ("spoil", "why"),
     [
-        (spoil_with_link, "it is a symbolic link"),
-        (spoil_with_second_name, "2 hard links"),
+        (lambda path: path.symlink_to(path.rename(path.with_name("elsewhere"))), "it is a symbolic link"),
+        (lambda path: os.link(path, path.with_name("another name")), "2 hard links"),
         (spoil_with_pipe, "not a regular file"),
-        (spoil_mode, "other users can access it .mode 640."),
+        (lambda path: path.chmod(0o640), "other users can access it .mode 640."),
         (spoil_owner, "it belongs to user 65534"),
     ],
 )

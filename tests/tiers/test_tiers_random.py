@@ -12,7 +12,7 @@ from collections import Counter
 import pytest
 from events.pool_map import pool_map
 from tiers.slow_tiers import SlowTiers, WatchedCache
-from tiers.swap.test_swap_random import SHAPES
+from tiers.test_swap_random import SHAPES
 from tiers.tier_engine import TierEngine
 
 from kv_pool.core.block_keys import get_block_hash, get_group_id

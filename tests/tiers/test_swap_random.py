@@ -8,8 +8,8 @@ content that its hash stands for. Results are compared with a full scan.
 import random
 
 import pytest
-from tiers.swap.test_swapper import FULL_AND_WINDOW, picture
 from tiers.swap_engine import SwapEngine
+from tiers.test_swapper import FULL_AND_WINDOW, picture
 
 from kv_pool import CopyFailedError, InvalidArgumentError, InvalidBlockError, PlanClosedError
 from kv_pool.manager.admission import AllocStatus
