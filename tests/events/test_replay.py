@@ -11,6 +11,7 @@ from events.stream_readers import Reader, Requester, numbers_of, removed, subscr
 from kv_pool.core.kv_events import AllBlocksCleared, BlockStored
 from kv_pool.events import replay_server
 from kv_pool.events.batch import END_OF_REPLAY, decode_batch, pack_sequence
+from kv_pool.events.invariants import Reader as StreamReader
 from kv_pool.events.replay_server import MAX_WAITING_REQUESTS
 from kv_pool.events.stream_state import StreamState
 
@@ -26,17 +27,10 @@ def publish_numbers(publisher, numbers):
 
 def resident_after(batches):
     """Return the hashes that a reader of these batches knows."""
-    resident = set()
+    reader = StreamReader()
     for _, batch in batches:
-        for event in batch.events:
-            if isinstance(event, AllBlocksCleared):
-                resident.clear()
-            elif isinstance(event, BlockStored):
-                assert event.parent_block_hash is None or event.parent_block_hash in resident
-                resident.update(event.block_hashes)
-            else:
-                resident.difference_update(event.block_hashes)
-    return resident
+        reader.read(batch.events)
+    return {block_hash for _, block_hash in reader.known}
 
 
 @pytest.fixture
