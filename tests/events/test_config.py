@@ -85,6 +85,7 @@ def test_error_for_unknown_key_lists_known_keys(values):
         ({"first_sequence": -1}, "first_sequence"),
         ({"first_sequence": True}, "first_sequence"),
         ({"heartbeat_s": 0}, "heartbeat_s is 0"),
+        ({"slow_reader_s": 0.0}, "slow_reader_s is 0.0"),
         ({"linger_s": -1}, "linger_s is -1"),
         ({"linger_s": float("inf")}, "linger_s is inf"),
         ({"endpoint": "5557"}, "write tcp://host:port"),
@@ -129,10 +130,3 @@ def test_router_preset_has_required_settings_and_ports_for_ranks():
         for rank_endpoint in (one.rank_endpoint, one.rank_replay_endpoint)
     }
     assert len(ports) == 200
-
-
-def test_settings_override_the_router_preset():
-    config = PublisherConfig.for_routers(replay_endpoint=None, first_sequence="zero", topic="t")
-    assert (config.replay_endpoint, config.first_sequence, config.topic) == (None, "zero", "t")
-    with pytest.raises(InvalidArgumentError, match="slow_reader_s"):
-        PublisherConfig.for_routers(slow_reader_s=0.0)
