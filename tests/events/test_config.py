@@ -25,12 +25,6 @@ def path(tmp_path):
     return path
 
 
-def test_default_endpoint_is_loopback():
-    config = PublisherConfig()
-    assert (config.endpoint, config.replay_endpoint) == ("tcp://127.0.0.1:5557", None)
-    assert (config.buffer_steps, config.hwm, config.max_queue_size) == (10_000, 10_000, 100_000)
-
-
 def test_file_can_set_every_field(path):
     assert PublisherConfig.from_toml(path) == PublisherConfig(
         endpoint="tcp://*:5557",

@@ -196,16 +196,6 @@ def test_gap_gets_the_remaining_batches():
     assert stream.replay("a4", "a5", "end") == "lost:1-3 a4r a5r a6"
 
 
-def test_gap_without_replay_is_a_loss():
-    stream = Stream(can_replay=False)
-    assert stream.live("a0", "a3", "a4") == "a0 lost:1-2 a3 a4"
-
-
-def test_clear_heals_a_gap_without_replay():
-    stream = Stream(can_replay=False)
-    assert stream.live("a0", "S3", "a4") == "a0 skipped:1-2 S3 a4"
-
-
 def test_hole_in_an_answer_is_filled_by_live_batches():
     """The publisher's buffer advanced while it answered with a snapshot."""
     stream = started("a0")
@@ -387,16 +377,6 @@ def test_restart_is_detected_although_first_batches_were_missed():
     assert stream.live("b2", "b3") == "restarted"
     assert stream.asked() == 0
     assert stream.replay("b0", "b1", "b2", "b3", "end") == "b0r b1r b2r b3r"
-
-
-def test_restart_with_numbers_above_the_old_ones_is_detected():
-    """By numbers alone this would be a gap, and the old incarnation's blocks would be kept."""
-    stream = started("a0", "a1", "a2")
-    assert stream.live("b7") == ""
-    assert stream.asked() == 2
-    assert stream.replay("b2") == "restarted"
-    assert stream.asked() == 0
-    assert stream.replay(*[f"b{n}" for n in range(8)], "end") == " ".join(f"b{n}r" for n in range(8))
 
 
 def test_reconnection_replaces_the_request_and_drops_the_queue():

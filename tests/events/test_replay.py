@@ -118,14 +118,6 @@ def test_close_returns_if_the_replay_thread_has_ended():
 # ---- slow readers ------------------------------------------------------------------------------------
 
 
-def test_disconnected_reader_does_not_disturb_the_server(publisher):
-    for _ in range(20):
-        with Requester(publisher.replay_endpoint) as leaving:
-            leaving.request(0)
-    with Requester(publisher.replay_endpoint) as requester:
-        assert requester.ask_for_sequences(6) == [6, 7]
-
-
 # ---- snapshots ---------------------------------------------------------------------------------------
 
 
