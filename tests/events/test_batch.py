@@ -80,17 +80,6 @@ def test_batches_match_vllm_byte_for_byte_both_ways(name):
     assert (batch.ts, batch.events, batch.data_parallel_rank, batch.num_dropped) == (TS, events, rank, 0)
 
 
-@pytest.mark.parametrize("name", GOLDEN)
-def test_array_form_carries_all_fields_except_session(name):
-    _, events, rank = GOLDEN[name]
-    batch = decode_batch(encode_batch_positional(KVEventBatch(TS, events, rank)))
-    for event in events:
-        if isinstance(event, BlockStored):
-            event = msgspec.structs.replace(event, session_id=None)
-        assert batch.events.pop(0) == event
-    assert (batch.events, batch.data_parallel_rank, batch.num_dropped) == ([], rank, 0)
-
-
 def test_array_form_has_tag_first_and_omits_trailing_defaults():
     events = [stored([7], [1, 2], block_size=2), BlockRemoved([7], "GPU"), AllBlocksCleared(), EVERY_FIELD]
     raw = msgspec.msgpack.decode(encode_batch_positional(KVEventBatch(TS, events, 0)))

@@ -190,29 +190,10 @@ def test_late_start_without_replay_is_a_loss():
 # ---- gaps ----------------------------------------------------------------------------------------
 
 
-def test_gap_request_starts_with_the_last_received_batch():
-    stream = started("a0", "a1", "a2")
-    assert stream.live("a5", "a6") == ""
-    assert stream.asked() == 2
-    assert stream.replay("a2", "a3", "a4", "a5", "a6", "end") == "a3r a4r a5r a6r"
-    assert stream.live("a7") == "a7"
-    assert stream.machine.get_counts().num_lost == 0
-
-
 def test_gap_gets_the_remaining_batches():
     stream = started("a0")
     stream.live("a5", "a6")
     assert stream.replay("a4", "a5", "end") == "lost:1-3 a4r a5r a6"
-
-
-def test_gap_without_replay_is_a_loss():
-    stream = Stream(can_replay=False)
-    assert stream.live("a0", "a3", "a4") == "a0 lost:1-2 a3 a4"
-
-
-def test_clear_heals_a_gap_without_replay():
-    stream = Stream(can_replay=False)
-    assert stream.live("a0", "S3", "a4") == "a0 skipped:1-2 S3 a4"
 
 
 def test_hole_in_an_answer_is_filled_by_live_batches():
@@ -326,17 +307,6 @@ def test_snapshot_older_than_live_batches_leaves_no_gap():
     assert stream.replay("a4", "a5", "a6", "a7", "a8", "end", ts=99.0) == "a5r a6r a7r a8r"
 
 
-def test_loss_is_healed_by_reading_the_whole_stream_again():
-    stream = unanswered()
-    stream.wait(5)
-    assert stream.asked() == 0
-    item = stream.machine.handle_replayed(0, payload_of("a0"), stream.now)[0]
-    assert item.is_reset
-    assert item.batch.events[1:] == [BlockRemoved([ord("a")], "GPU")]
-    assert stream.replay(*[f"a{n}" for n in range(1, 6)], "end") == "a1r a2r a3r a4r a5r"
-    assert not stream.machine.is_incomplete
-
-
 def test_batches_left_from_before_the_loss_are_read_again():
     stream = unanswered("a5", "a6")
     stream.wait(5)
@@ -383,22 +353,6 @@ def test_unanswered_first_request_is_healed():
     assert not stream.machine.is_incomplete
 
 
-@pytest.mark.parametrize("num_gaps", [1, 12])
-def test_gaps_without_answers_do_not_delay_live_batches(num_gaps):
-    """Each gap used to wait for all attempts again."""
-    gaps = [f"a{number}" for number in range(7, 7 + 3 * num_gaps, 3)]
-    stream = unanswered(*gaps)
-    assert not stream.machine.is_recovering
-    assert stream.machine.num_queued == 0
-    assert stream.machine.get_counts().num_timeouts == 3
-    assert stream.machine.get_counts().num_lost == 3 + 2 * num_gaps
-    last = int(gaps[-1][1:])
-    stream.wait(5)
-    assert stream.replay(f"S{last}", "end", ts=99.0) == f"S{last}r"
-    assert stream.live(f"a{last + 2}") == ""  # answered again: this gap is requested
-    assert stream.asked() == last + 1
-
-
 def test_reconnections_without_answers_cost_one_attempt_each():
     stream = unanswered()
     for number in (20, 40, 60):
@@ -423,16 +377,6 @@ def test_restart_is_detected_although_first_batches_were_missed():
     assert stream.live("b2", "b3") == "restarted"
     assert stream.asked() == 0
     assert stream.replay("b0", "b1", "b2", "b3", "end") == "b0r b1r b2r b3r"
-
-
-def test_restart_with_numbers_above_the_old_ones_is_detected():
-    """By numbers alone this would be a gap, and the old incarnation's blocks would be kept."""
-    stream = started("a0", "a1", "a2")
-    assert stream.live("b7") == ""
-    assert stream.asked() == 2
-    assert stream.replay("b2") == "restarted"
-    assert stream.asked() == 0
-    assert stream.replay(*[f"b{n}" for n in range(8)], "end") == " ".join(f"b{n}r" for n in range(8))
 
 
 def test_reconnection_replaces_the_request_and_drops_the_queue():

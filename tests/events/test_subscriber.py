@@ -1,7 +1,6 @@
 """The subscriber over loopback sockets, with kv_pool's publisher and a raw one that behaves as vLLM's."""
 
 import asyncio
-import random
 import threading
 import time
 
@@ -337,43 +336,6 @@ def test_late_start_is_healed_by_one_snapshot(first_sequence):
             # With numbers from 0 the snapshot has the number 0, and empty batches follow.
             assert (counts.num_skipped > 0) == (first_sequence == "clock")
         assert publisher.get_statistics().num_snapshots == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("first_sequence", ["zero", "clock"])
-def test_mirror_matches_the_pool_after_drops_and_restarts(first_sequence):
-    """A subscriber with a small queue and a publisher are killed and restarted."""
-    rng = random.Random(first_sequence)
-    life = LivingPool()
-    mirror = PrefixMirror(learns_tokens=True)
-    options = {"buffer_steps": 20, "first_sequence": first_sequence}
-    publisher = our_publisher(**options)
-    places = {"endpoint": publisher.endpoint, "replay_endpoint": publisher.replay_endpoint}
-    subscriber = subscribe(publisher)
-    num_published = 0
-    num_snapshots = 0
-    for fault in range(1, 9):
-        for _ in range(rng.randrange(1, 60)):
-            publisher.publish(life.step())
-            num_published += 1
-        read_to_the_end(subscriber, publisher, num_published, mirror)
-        assert mirror.get_blocks("pool") == pool_map(life.pool)
-        if rng.random() < 0.5:
-            num_snapshots += subscriber.get_statistics().counts.num_snapshots
-            subscriber.close()
-            subscriber = subscribe(publisher)
-            mirror.clear_publisher("pool")
-        else:
-            publisher.close()
-            life = LivingPool(seed=fault)
-            publisher = our_publisher(**options, **places)
-            num_published = 0
-    publisher.publish(life.step())
-    read_to_the_end(subscriber, publisher, num_published + 1, mirror)
-    assert mirror.get_blocks("pool") == pool_map(life.pool)
-    assert num_snapshots + subscriber.get_statistics().counts.num_snapshots <= 1 + fault
-    subscriber.close()
-    publisher.close()
 
 
 def test_stream_of_vllm_is_followed_by_counting_copies():
