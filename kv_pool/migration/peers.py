@@ -79,6 +79,10 @@ class Peers:
         with self._lock:
             self._learned = learned
 
+    def __contains__(self, name: object) -> bool:
+        with self._lock:
+            return name in self._given or name in self._learned
+
     def get_address(self, name: NodeName) -> str:
         """Return the address of a node, `host:port`.
 
@@ -173,14 +177,9 @@ class PeerLinks:
 
     def find_address(self, name: NodeName) -> str:
         """Return a node's address. Raises PeerUnavailableError, which lists the known nodes."""
-        try:
-            return self._peers.get_address(name)
-        except PeerUnavailableError:
-            with self._lock:
-                address = self._sent_addresses.get(name)
-            if address is None:
-                raise
-            return address
+        with self._lock:
+            sent = self._sent_addresses.get(name)
+        return sent if sent and name not in self._peers else self._peers.get_address(name)
 
     def call(self, name: NodeName, message: Message, timeout_s: float) -> Message:
         """Send a message to a node and return its reply.
@@ -286,7 +285,7 @@ class PeerLinks:
 
 @dataclass(frozen=True)
 class PeerOfPull:
-    """The source of a pull, reached by name, and by this backend if it is not "". See `PullPeer`."""
+    """The source of a pull, reached by name, and by this backend if it is not ""."""
 
     links: PeerLinks
     name: NodeName
@@ -294,10 +293,13 @@ class PeerOfPull:
     backend: str = ""
 
     def call(self, message: Message) -> Message:
+        """Send a message and return the reply. Raises the errors of `PeerLinks.call`."""
         return self.links.call(self.name, message, self.timeout_s)
 
     def take_reader(self, source: NodeDescription) -> BlockReader:
+        """Return an idle reader or a new one. Raises the errors of `PeerLinks.take_reader`."""
         return self.links.take_reader(source, self.backend)
 
     def return_reader(self, source: NodeDescription, reader: BlockReader) -> None:
+        """Return an idle reader for use by the next pull."""
         self.links.return_reader(source, reader)

@@ -74,7 +74,7 @@ class MadeNvml:
         return SimpleNamespace(busId=self.addresses[1 - handle])
 
 
-def test_numa_nodes_and_accelerators_are_read_from_sysfs_and_nvml(sysfs):
+def test_numa_nodes_and_accelerators_are_read(sysfs):
     machine = read_machine(sysfs, MadeNvml())
     assert machine.host
     assert machine.has_nvml

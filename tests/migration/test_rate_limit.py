@@ -39,7 +39,7 @@ def test_the_long_term_rate_equals_the_limit(seed):
     assert taken >= 0.9 * rate * clock.now - 2**25
 
 
-def test_a_limit_is_positive_and_bounds_batches_to_a_tenth_of_a_second():
+def test_batches_have_at_most_a_tenth_of_a_second():
     with pytest.raises(InvalidArgumentError):
         RateLimit(-1.0, Clock())
     sizes = [RateLimit(rate, Clock()).count_batch_bytes(10**6) for rate in (0.0, 1000.0, 5.0)]

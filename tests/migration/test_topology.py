@@ -89,7 +89,7 @@ def test_measured_links_replace_assumed_but_not_given_ones():
     assert (target.origin, target.seconds) == ("measured", 1.5)
 
 
-def test_latency_does_not_make_bandwidth_infinite_and_zeros_are_ignored():
+def test_a_high_latency_does_not_make_bandwidth_infinite():
     topology = Topology()
     topology.note_transfer(Nearness.HOST, 0, 1.0)
     topology.note_transfer(Nearness.HOST, 1000, 0.0)
