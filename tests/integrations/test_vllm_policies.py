@@ -70,12 +70,6 @@ def test_the_pool_level_notices_windows_late(monkeypatch):
     assert find_difference(monkeypatch, LRU_AS_POLICY, "full + larger window blocks", 54, "pool")
 
 
-@pytest.mark.parametrize("policy", ["s3fifo", "slru", "gdsf", "flat:sieve"])
-def test_a_policy_evicts_the_same_blocks_at_both_levels(monkeypatch, policy):
-    for seed in range(2):
-        assert find_difference(monkeypatch, policy, "full", seed, "manager", "pool") == []
-
-
 def test_a_policy_changes_what_vllm_evicts(monkeypatch):
     assert any(find_difference(monkeypatch, "fifo", "full", seed, "pool") for seed in range(6, 9))
 
