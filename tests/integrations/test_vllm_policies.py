@@ -1,21 +1,12 @@
 """Cache policies under vLLM's scheduler, selected by an environment variable (marker `vllm`)."""
 
-import logging
-
 import pytest
 from integrations.scheduler_options import SCHEDULER_KINDS
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("no_warnings")]
 
 LRU_AS_POLICY = "kv_pool.core.cache_policy:LRU"
 NUM_STEPS = 150
-
-
-@pytest.fixture(autouse=True)
-def no_warnings(caplog):
-    """Leave out vLLM's warnings on small blocks and refused resets."""
-    for name in ("vllm", "kv_pool"):
-        caplog.set_level(logging.CRITICAL, name)
 
 
 def find_difference(monkeypatch, policy, kind, seed, level, theirs="vllm"):
@@ -41,13 +32,6 @@ ALL_HITS_NEED_ALL_BLOCKS = ("full", "full groups", "full groups of other sizes")
 def test_lru_as_a_policy_evicts_what_vllm_evicts(monkeypatch, level, kind):
     for seed in range(3):
         assert find_difference(monkeypatch, LRU_AS_POLICY, kind, seed, level) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", SCHEDULER_KINDS)
-def test_lru_as_a_policy_evicts_the_same_in_more_schedules(monkeypatch, kind):
-    for seed in range(100, 140):
-        assert find_difference(monkeypatch, LRU_AS_POLICY, kind, seed, "manager") == []
 
 
 @pytest.mark.parametrize(
