@@ -148,16 +148,6 @@ def test_pins_are_refused_by_default():
     assert "allows 0 pinned blocks in total" in report["refused"]
 
 
-def test_change_of_pins_over_the_limit_applies_no_part():
-    engine = Engine(max_pinned_blocks=2)
-    engine.run("chat", CHAT)
-    pins = [{"token_start": n, "token_end": n + 8, "duration_ms": 9, "pin": True} for n in (0, 8)]
-    report = engine.run("change", CHAT, {**retain(16), "change": pins})
-    assert "4 blocks would be pinned" in report["refused"]
-    engine.flood()
-    assert engine.count_hits(CHAT) == 0
-
-
 def test_session_keeps_all_blocks_until_the_next_turn():
     engine = Engine()
     session = {"session": {"id": "user-17", "duration_ms": 60_000}}
@@ -209,51 +199,6 @@ def test_second_call_for_a_request_does_nothing():
     request = engine.start("chat", CHAT, retain(8))
     engine.handler.receive(request, retain(16))
     assert engine.end(request) == {"retained_tokens": 8}
-
-
-def preempt(engine, request):
-    engine.handler.note_preempted(request)
-    engine.manager.free(request)
-    engine.handler.note_freed(request, will_return=True)
-    request.num_computed_tokens = 0
-    engine.check()
-
-
-def resume(engine, request):
-    prefix = engine.manager.get_computed_blocks(request)
-    num_new = request.num_tokens - prefix.num_tokens
-    assert engine.manager.allocate_slots(request, num_new, prefix) is not None
-    request.num_computed_tokens = request.num_tokens
-    engine.check()
-
-
-def test_pins_of_a_preempted_request_count_once():
-    engine = Engine(max_pinned_blocks=4)
-    request = Request("chat", CHAT, HASHER)
-    engine.handler.receive(request, retain(16, duration_ms=5000, pin=True))
-    engine.manager.allocate_slots(request, 10)
-    request.num_computed_tokens = 10
-    preempt(engine, request)
-    retention = engine.manager.retention
-    assert (retention.num_pinned, retention.num_pins) == (2, 4)
-    resume(engine, request)
-    assert engine.end(request) == {"retained_tokens": 16, "expires_in_ms": 5000}
-    assert (retention.num_pinned, retention.num_pins) == (4, 4)
-    assert engine.refusals == []
-
-
-def test_pins_that_no_longer_fit_after_a_preemption_are_refused():
-    engine = Engine(max_pinned_blocks=4)
-    request = Request("chat", CHAT, HASHER)
-    engine.handler.receive(
-        request, {**retain(16, duration_ms=5000, pin=True), "decode_retention_priority": 90}
-    )
-    engine.manager.allocate_slots(request, 16)
-    request.num_computed_tokens = 10  # the step of the last tokens did not run
-    preempt(engine, request)
-    resume(engine, request)
-    assert "blocks would be pinned" in engine.end(request)["refused"]
-    assert engine.manager.retention.num_pins == 4
 
 
 def test_groups_are_retained_together():
