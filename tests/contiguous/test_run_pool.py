@@ -7,7 +7,7 @@ import pytest
 from contiguous.slot_engine import make_run_pool
 from drawing import blocks, cache, ids, state
 
-from kv_pool import InvalidArgumentError, InvalidBlockError, InvalidTypeError, KVCacheBlock, OutOfBlocksError
+from kv_pool import InvalidArgumentError, InvalidBlockError, InvalidTypeError, OutOfBlocksError
 from kv_pool.contiguous import invariants
 from kv_pool.contiguous.run_pool import RunBlockPool
 
@@ -126,17 +126,6 @@ def test_a_raising_watcher_keeps_pool_and_index_consistent():
         pool.get_new_run(4)
     assert pool.get_num_free_blocks() == 4
     invariants.check(pool)
-
-
-def test_bare_and_foreign_blocks_are_not_in_the_index():
-    pool = make_run_pool("free: 1 2 3 | in use: 4")
-    other = make_run_pool("free: | in use: 1 2")
-    bare = KVCacheBlock(4, ref_cnt=1)
-    pool.free_blocks([other.blocks[1], bare])
-    assert pool.run_index.ages[4] == 0
-    assert pool.run_index.ages[1] == 1
-    invariants.check(other)
-    assert ids(pool.get_new_blocks(4)) == [4, 1, 2, 3]
 
 
 @pytest.mark.parametrize("num_blocks", [4, 40])

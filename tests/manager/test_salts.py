@@ -71,13 +71,6 @@ def test_no_hit_across_private_salts():
     check(tenants)
 
 
-@pytest.mark.night
-def test_no_hit_across_private_salts_in_10_million_lookups():
-    tenants = SaltedTenants(1)
-    tenants.run(10_000_000)
-    check(tenants)
-
-
 def check(tenants):
     assert tenants.num_foreign_blocks == 0
     assert tenants.num_private_blocks > tenants.num_lookups // 20
