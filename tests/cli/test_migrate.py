@@ -155,27 +155,3 @@ def test_interrupted_migration_is_cancelled(folder):
                 pass
         assert list_ids("a") == [sequence_id]
         assert list_ids("b") == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--listen 127.0.0.1:0", "listen is an option of nodes"),
-        ("--peer b=127.0.0.1:1", "peer is an option of nodes, and a node needs a name; set name, too"),
-        ("--name a/b", "'a/b' is not a valid node name"),
-        ("--name a --peer b", "'b' is not a peer; write name=host:port"),
-        ("--name a --listen nowhere", "'nowhere' is not a node address"),
-        ("--name a --nodes nowhere.toml", "nowhere.toml: cannot read the nodes"),
-        ("--name a --registry b", "node 'b' is unknown"),
-        ("--name a --registry 127.0.0.1:1", "127.0.0.1:1: cannot connect"),
-        ("--name a --secret-file nowhere", "nowhere: cannot read the shared secret"),
-        ("--name a --block-bytes 0", "block_bytes: Expected `int` >= 1"),
-        ("--name a --max-rate 0", "the rate '0' is below 1 byte per second"),
-    ],
-)
-def test_invalid_node_is_one_line_and_status_2(folder, arguments, message):
-    done = ask(folder, "serve", "idle.jsonl", *SIZES, *arguments.split())
-    assert done.returncode == 2
-    line = done.stderr.strip().splitlines()[-1]  # behind a warning of the trace's times
-    assert line.startswith("error: ")
-    assert message in line
