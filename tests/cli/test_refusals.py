@@ -116,7 +116,7 @@ REFUSED = {
     f"{NODE} --name a/b": "'a/b' is not a valid node name",
     f"{NODE} --name a --peer b": "'b' is not a peer; write name=host:port",
     f"{NODE} --name a --listen nowhere": "'nowhere' is not a node address",
-    f"{NODE} --name a --nodes nowhere.toml": "nowhere.toml: cannot read the topology",
+    f"{NODE} --name a --nodes nowhere.toml": "nowhere.toml: cannot read the nodes",
     f"{NODE} --name a --registry b": "node 'b' is unknown",
     f"{NODE} --name a --registry 127.0.0.1:1": "127.0.0.1:1: cannot connect",
     f"{NODE} --name a --secret-file nowhere": "nowhere: cannot read the shared secret",
