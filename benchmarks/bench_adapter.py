@@ -4,128 +4,91 @@ import random
 import statistics
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 from measuring import Options, make_parser, read_options, start_run, timed, write_results
 
 from kv_pool import BlockAllocationRequest, GPUKVPool
-from kv_pool.ids import BlockHash, SequenceId
+from kv_pool.ids import BlockHash, BlockId, SequenceId
 
 REQUEST_BLOCKS = 10
+TEN, ANY = (REQUEST_BLOCKS, REQUEST_BLOCKS), (1, 32)
 NUM_THREADS = 8
 NUM_SHARERS, SHARED_BLOCKS = 2_000, 100
 Times = dict[str, list[float]]
 Measured = tuple[Times, dict[str, Any]]
 
 
+def is_one_run(ids: list[BlockId]) -> bool:
+    return max(ids) - min(ids) == len(ids) - 1
+
+
 def fill_and_empty(options: Options) -> Measured:
     """Allocate requests of 10 blocks until the pool is full, then free all in order of arrival."""
-    times: Times = {"allocate": [], "free": []}
-    num_in_runs = num_requests = 0
+    times: Times = defaultdict(list)
+    given = []
     for _ in range(options.runs):
         pool = GPUKVPool(options.blocks, 16)
-        given = []
-        for number in range(options.blocks // REQUEST_BLOCKS):
-            request = BlockAllocationRequest(REQUEST_BLOCKS, SequenceId(number))
-            given.append(timed(times["allocate"], pool.allocate, request))
-        for ids in given:
-            num_requests += 1
-            num_in_runs += ids[-1] - ids[0] == len(ids) - 1
+        requests = [
+            BlockAllocationRequest(REQUEST_BLOCKS, SequenceId(number))
+            for number in range(options.blocks // REQUEST_BLOCKS)
+        ]
+        taken = [timed(times["allocate"], pool.allocate, request) for request in requests]
+        for ids in taken:
             timed(times["free"], pool.free, ids)
-    return times, {"in one run": num_in_runs / num_requests}
+        given += taken
+    return times, {"in one run": sum(map(is_one_run, given)) / len(given)}
 
 
-def live(options: Options, share: float, cached: bool) -> Measured:
-    """Keep a share of the pool in use by requests of 10 blocks; a random one ends, another starts."""
+def live(
+    options: Options, use: float, sizes: tuple[int, int], *, cached: bool = False, halves: bool = False
+) -> Measured:
+    """Let requests of some blocks start; random ones end so that at most this share of the pool is in use.
+
+    Args:
+        cached: cache every block, so that none is empty.
+        halves: half of those that end free only the first half of their blocks; compact every 1,000 requests.
+    """
     rng = random.Random(options.seed)
-    times: Times = {"allocate": [], "free": []}
+    times: Times = defaultdict(list)
     pool = GPUKVPool(options.blocks, 16)
     sequences: list[SequenceId] = []
-    num_in_runs = 0
-    num_steps = options.runs * 1000
-    num_sequences = int(options.blocks * share) // REQUEST_BLOCKS
-    num_warm_up = 3 * num_sequences
-    for step in range(num_warm_up + num_steps):
+    num_several = num_in_runs = moved = 0
+    before, after = [], []
+    num_warm_up = 0 if halves else 3 * int(options.blocks * use) // sizes[0]
+    for step in range(num_warm_up + options.runs * 1000):
         if step == num_warm_up:
-            times = {"allocate": [], "free": []}
-            num_in_runs = 0
-        if len(sequences) == num_sequences:
-            at = rng.randrange(num_sequences)
-            sequences[at], sequences[-1] = sequences[-1], sequences[at]
-            ids = pool.blocks_of(sequences.pop())
-            timed(times["free"], pool.free, ids)
+            times.clear()
+            num_several = num_in_runs = 0
         sequence_id = SequenceId(step)
-        request = BlockAllocationRequest(REQUEST_BLOCKS, sequence_id)
-        ids = timed(times["allocate"], pool.allocate, request)
-        num_in_runs += max(ids) - min(ids) == len(ids) - 1
+        num_blocks = rng.randint(*sizes)
+        while pool.get_free_blocks() < options.blocks * (1 - use) + num_blocks:
+            at = rng.randrange(len(sequences))
+            held = pool.blocks_of(sequences[at])
+            if halves and len(held) > 1 and rng.random() < 0.5:
+                held = held[: len(held) // 2]
+            else:
+                sequences[at] = sequences[-1]
+                sequences.pop()
+            timed(times["free"], pool.free, held)
+        ids = timed(times["allocate"], pool.allocate, BlockAllocationRequest(num_blocks, sequence_id))
         sequences.append(sequence_id)
+        num_several += num_blocks > 1
+        num_in_runs += num_blocks > 1 and is_one_run(ids)
         if cached:
             pool.cache_prefix(sequence_id, [BlockHash(rng.randbytes(32)) for _ in ids])
-    return times, {"in one run": num_in_runs / num_steps}
-
-
-def random_life(options: Options) -> Measured:
-    """Run requests of 1 to 32 blocks at 90% use; random sequences free their first half, or all blocks."""
-    rng = random.Random(options.seed)
-    times: Times = {"allocate": [], "free": [], "defragment": []}
-    before, after, moved = [], [], 0
-    num_several = num_in_runs = 0
-    pool = GPUKVPool(options.blocks, 16)
-    sequences: list[SequenceId] = []
-    number = 0
-    for _ in range(options.runs):
-        for _ in range(1000):
-            number += 1
-            num_blocks = rng.randint(1, 32)
-            while pool.get_free_blocks() < options.blocks // 10 + num_blocks:
-                at = rng.randrange(len(sequences))
-                held = pool.blocks_of(sequences[at])
-                if rng.random() < 0.5 or len(held) == 1:
-                    sequences[at] = sequences[-1]
-                    sequences.pop()
-                else:
-                    held = held[: len(held) // 2]
-                timed(times["free"], pool.free, held)
-            request = BlockAllocationRequest(num_blocks, SequenceId(number))
-            ids = timed(times["allocate"], pool.allocate, request)
-            sequences.append(request.sequence_id)
-            num_several += num_blocks > 1
-            num_in_runs += num_blocks > 1 and max(ids) - min(ids) == len(ids) - 1
-        before.append(pool.block_pool.get_unusable_share())
-        moved += timed(times["defragment"], pool.defragment)
-        after.append(pool.block_pool.get_unusable_share())
-    return times, {
-        "in one run": num_in_runs / num_several,
-        "U(16) before": sum(before) / len(before),
-        "U(16) after": sum(after) / len(after),
-        "blocks moved": moved / options.runs,
-    }
-
-
-def full_cache(options: Options) -> Measured:
-    """Run requests of 1 to 32 blocks, all cached, so that no block is empty; at least 10% are free."""
-    rng = random.Random(options.seed)
-    times: Times = {"allocate": [], "free": []}
-    pool = GPUKVPool(options.blocks, 16)
-    sequences: list[SequenceId] = []
-    num_several = num_in_runs = 0
-    for step in range(options.runs * 1500):
-        if step == options.runs * 500:
-            times = {"allocate": [], "free": []}
-            num_several = num_in_runs = 0
-        num_blocks = rng.randint(1, 32)
-        while pool.get_free_blocks() < options.blocks // 10 + num_blocks:
-            at = rng.randrange(len(sequences))
-            sequences[at], sequences[-1] = sequences[-1], sequences[at]
-            timed(times["free"], pool.free, pool.blocks_of(sequences.pop()))
-        sequence_id = SequenceId(step)
-        ids = timed(times["allocate"], pool.allocate, BlockAllocationRequest(num_blocks, sequence_id))
-        num_several += num_blocks > 1
-        num_in_runs += num_blocks > 1 and max(ids) - min(ids) == len(ids) - 1
-        sequences.append(sequence_id)
-        pool.cache_prefix(sequence_id, [BlockHash(rng.randbytes(32)) for _ in ids])
-    return times, {"in one run": num_in_runs / num_several}
+        if halves and step % 1000 == 999:
+            before.append(pool.block_pool.get_unusable_share())
+            moved += timed(times["defragment"], pool.defragment)
+            after.append(pool.block_pool.get_unusable_share())
+    facts = {"in one run": num_in_runs / num_several}
+    if halves:
+        facts |= {"U(16) before": statistics.mean(before), "U(16) after": statistics.mean(after)}
+        facts["blocks moved"] = moved / options.runs
+    return times, facts
 
 
 def share(options: Options) -> Measured:
@@ -218,11 +181,14 @@ def main() -> None:
     rows = []
     for title, measure in (
         ("fill and empty, 10 blocks each", fill_and_empty),
-        ("80% in use, 10 blocks each", lambda options: live(options, 0.8, False)),
-        ("99% in use, 10 blocks each", lambda options: live(options, 0.99, False)),
-        ("80% in use, all the rest cached", lambda options: live(options, 0.8, True)),
-        ("90% in use, 1 to 32 blocks, halves given back", random_life),
-        ("90% in use, 1 to 32 blocks, all the rest cached", full_cache),
+        ("80% in use, 10 blocks each", partial(live, use=0.8, sizes=TEN)),
+        ("99% in use, 10 blocks each", partial(live, use=0.99, sizes=TEN)),
+        ("80% in use, all the rest cached", partial(live, use=0.8, sizes=TEN, cached=True)),
+        ("90% in use, 1 to 32 blocks, halves given back", partial(live, use=0.9, sizes=(1, 32), halves=True)),
+        (
+            "90% in use, 1 to 32 blocks, all the rest cached",
+            partial(live, use=0.9, sizes=(1, 32), cached=True),
+        ),
         ("a prefix that 2,000 sequences share", share),
     ):
         times, facts = measure(options)

@@ -33,7 +33,7 @@ from kv_pool.ids import BlockId, NodeName, TransferId
 from kv_pool.migration.addresses import bind_listener, connect_to, format_address, tune
 from kv_pool.migration.backends.in_process import InProcessBackend
 from kv_pool.migration.backends.tcp import TcpBackend
-from kv_pool.migration.call_server import CallServer
+from kv_pool.migration.call_server import BulkListener, CallServer
 from kv_pool.migration.messages import Cancelled
 from kv_pool.migration.transfer_backend import BlockReader, TransferBackend
 from kv_pool.storage import KVStorage
@@ -85,13 +85,11 @@ def serve(block_bytes: int, num_blocks: int, layout: str, secret: bytes) -> None
     """Serve a storage by every backend, and raw, until standard input ends."""
     storage = make_storage(block_bytes, num_blocks, layout, SEED)
     backends = make_backends(storage)
-    handlers = {
-        name: found for name, one in backends.items() if (found := one.get_bulk_handler()) is not None
-    }
+    bulk = BulkListener({name: backend.get_bulk_handler() for name, backend in backends.items()})
     for backend in backends.values():
         backend.attach(SOURCE, allow_all, lambda name: "", secret)
     with (
-        CallServer("127.0.0.1:0", secret, lambda *_: Cancelled(), bulk_handlers=handlers) as server,
+        CallServer("127.0.0.1:0", secret, lambda *_: Cancelled(), bulk=bulk) as server,
         bind_listener("127.0.0.1:0") as listener,
     ):
         threading.Thread(target=serve_raw, args=(listener, view_memory(storage)), daemon=True).start()

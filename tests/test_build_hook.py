@@ -134,17 +134,6 @@ def test_setup_shows_stages_and_the_end_of_a_failed_build(tmp_path, capfd):
     assert "translating" in scope["LOG"].read_text()
 
 
-@pytest.mark.skipif(not INSTALL.exists(), reason="needs the script of a checkout")
-def test_setup_installs_the_extras_in_an_extra(monkeypatch):
-    monkeypatch.chdir(HOOK.parent.parent)
-    list_requirements = runpy.run_path(str(INSTALL))["list_requirements"]
-    names = {re.match(r"[\w.-]+", requirement)[0] for requirement in list_requirements("lab")}
-    assert names >= {"msgspec", "numpy", "typer", "rich", "pyzmq", "matplotlib"}
-    assert "kv_pool" not in names
-    with pytest.raises(SystemExit, match=r"there is no extra 'lap'; pyproject\.toml has cli, "):
-        list(list_requirements("lap"))
-
-
 SETUP = HOOK.parent.parent / ".ci" / "setup"
 
 

@@ -18,7 +18,6 @@ from kv_pool import (
 )
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.manager.batch_block_table import BatchBlockTable
-from kv_pool.replay.trace import Trace, TraceRequest
 
 
 def make_things():
@@ -57,26 +56,9 @@ def test_repr_of_tables_and_prefixes_is_bounded():
     assert repr(batch) == "<BatchBlockTable of 1 requests in 4 rows of 16 blocks>"
 
 
-def test_repr_of_traces_names_the_file_and_not_all_ids(tmp_path):
-    path = tmp_path / "trace.jsonl"
-    path.write_text('{"timestamp": 0, "input_length": 8, "output_length": 1, "hash_ids": [1, 2]}\n')
-    trace = Trace(path, block_size=4)
-    assert repr(trace) == f"<Trace {str(path)!r}: 4 tokens per hash id, 100% read>"
-    request = TraceRequest(1, 0.0, 400, 1, list(range(100)), None)
-    assert repr(request) == "<TraceRequest of line 1: at 0.0 ms, 400 tokens in, 1 out, 100 hash ids>"
-
-
 @pytest.mark.parametrize("number", [0, 1, 2, 4, 5])
 @pytest.mark.parametrize("duplicate", [pickle.dumps, copy.copy, copy.deepcopy])
 def test_copying_pools_and_managers_is_refused(number, duplicate):
     thing = make_things()[number]
     with pytest.raises(InvalidTypeError, match=r"cannot be pickled or copied.*dump_pool"):
         duplicate(thing)
-
-
-def test_refused_copy_leaves_the_pool_unchanged():
-    pool, *_ = make_things()
-    before = repr(pool)
-    with pytest.raises(InvalidTypeError):
-        copy.deepcopy(pool)
-    assert repr(pool) == before

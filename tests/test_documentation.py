@@ -5,7 +5,6 @@ import __future__
 import ast
 import importlib
 import inspect
-import pydoc
 import subprocess
 import sys
 import typing
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import kv_pool
-from kv_pool import BlockPool, KVCacheManager
+from kv_pool import BlockPool
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.block import KVCacheBlock
 
@@ -116,16 +115,6 @@ def test_classes_and_modules_match_their_source(path):
                 check_signature(module, constructor, inspect.signature(found), is_constructor=True)
 
 
-def test_inherited_methods_and_constructors_are_documented():
-    assert list(inspect.signature(BlockPool).parameters)[:3] == [
-        "num_gpu_blocks",
-        "enable_caching",
-        "hash_block_size",
-    ]
-    assert inspect.signature(BlockPool.take_events).return_annotation is not inspect.Signature.empty
-    assert BlockPool.get_new_blocks.__doc__.startswith("Allocate the `num_blocks` free blocks")
-
-
 def test_subclass_constructor_has_its_own_signature():
     class OwnPool(BlockPool):
         def __init__(self, num_gpu_blocks: int) -> None:
@@ -142,12 +131,6 @@ def test_bound_methods_have_annotations():
     assert typing.get_type_hints(pool.get_new_blocks) == {"num_blocks": int, "return": list[KVCacheBlock]}
     assert pool.get_new_blocks.__doc__ == BlockPool.get_new_blocks.__doc__
     assert len(pool.get_new_blocks(2)) == 2
-
-
-def test_help_of_the_manager_documents_its_methods():
-    text = pydoc.render_doc(KVCacheManager, renderer=pydoc.plaintext)
-    assert "request: kv_pool.manager.requests.request.SchedulableRequest" in text
-    assert "Make room for the next `num_new_tokens` tokens of the request." in text
 
 
 def test_importing_reads_no_documentation():

@@ -1,6 +1,5 @@
 """The table of environment variables, in code, help, `kv-pool info` and the guide; mistakes are found."""
 
-import json
 import re
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import pytest
 from cli.kv_pool_command import kv_pool_command
 
 from kv_pool import environment
-from kv_pool.environment import VARIABLES, explain_plugins, has_level_manager, list_mistakes
+from kv_pool.environment import VARIABLES, list_mistakes
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "kv_pool"
@@ -60,16 +59,6 @@ def test_info_and_help_show_the_table(tmp_path):
     assert re.search(r"│ KV_POOL_VLLM_POLICY +│ s3fifo", shown)
 
 
-def test_info_shows_mistakes(tmp_path):
-    variables = {"KV_POOL_VLLM": "manger", "VLLM_PLUGINS": "kv_pool"}
-    mistake = "KV_POOL_VLLM is 'manger'; it is one of pool, manager"
-    assert f"wrong setting: {mistake}" in kv_pool_command("info", cwd=tmp_path, **variables).stdout
-    found = json.loads(kv_pool_command("info", "--json", cwd=tmp_path, **variables).stdout)
-    assert found["mistakes"] == [mistake]
-    assert found["environment"]["KV_POOL_VLLM"] == "manger"
-    assert set(found["environment"]) == NAMES
-
-
 @pytest.mark.parametrize(
     ("environ", "mistakes"),
     [
@@ -95,10 +84,3 @@ def test_info_shows_mistakes(tmp_path):
 )
 def test_mistakes_are_listed(environ, mistakes):
     assert list_mistakes(environ) == mistakes
-
-
-def test_level_manager_needs_the_plugin():
-    assert has_level_manager(PLUGIN | {"KV_POOL_VLLM": "manager"})
-    assert not has_level_manager({"KV_POOL_VLLM": "manager"})
-    assert not has_level_manager(PLUGIN)
-    assert explain_plugins({"VLLM_PLUGINS": "other,kv_pool"}) == ""

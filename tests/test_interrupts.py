@@ -9,8 +9,10 @@ from kv_pool import COMPILED, PoolInterruptedError
 CASES = [case for part in (pools, managers, adapter, swap, tiers, migration) for case in part.CASES]
 
 
-def find_broken(case, interrupts_repair, slowness):
+def find_broken(case, slowness):
     """Interrupt the call at each of its points, in a long call at ever fewer.
+
+    Every second time the repair is interrupted, too, at a point that differs from call to call, and repeated.
 
     Returns:
         The number of points that were tried, and the errors with their points.
@@ -27,8 +29,7 @@ def find_broken(case, interrupts_repair, slowness):
             if is_interrupted:
                 with pytest.raises(PoolInterruptedError):
                     subject.call_next()
-                # The repair is interrupted, too, at a point that differs from call to call, and repeated.
-                if not interrupts_repair or interrupt_at(1 + moment * 7 % 400, subject.repair):
+                if num_tried % 2 or interrupt_at(1 + moment * 7 % 400, subject.repair):
                     subject.repair()
             subject.check(is_repaired=is_interrupted)
         except Exception as error:
@@ -38,18 +39,9 @@ def find_broken(case, interrupts_repair, slowness):
 
 
 @pytest.mark.skipif(COMPILED, reason="compiled code has no points at which a signal handler runs")
-@pytest.mark.parametrize("interrupts_repair", [False, True], ids=["once", "twice"])
+@pytest.mark.parametrize("slowness", [8, pytest.param(60, marks=pytest.mark.slow)], ids=["few", "many"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_an_interrupted_call_is_refused_until_a_repair(case, interrupts_repair):
-    num_points, broken = find_broken(case, interrupts_repair, 4 if interrupts_repair else 10)
+def test_an_interrupted_call_is_refused_until_a_repair(case, slowness):
+    num_points, broken = find_broken(case, slowness)
     assert not broken, f"{len(broken)} of {num_points}: {broken[:3]}"
     assert num_points
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(COMPILED, reason="compiled code has no points at which a signal handler runs")
-@pytest.mark.parametrize(("interrupts_repair", "slowness"), [(False, 100), (True, 20)], ids=["once", "twice"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_call_is_interrupted_at_more_points(case, interrupts_repair, slowness):
-    num_points, broken = find_broken(case, interrupts_repair, slowness)
-    assert not broken, f"{len(broken)} of {num_points}: {broken[:3]}"

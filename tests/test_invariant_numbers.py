@@ -112,20 +112,3 @@ def test_every_number_is_violated_by_a_test():
     kept = {number for path in INVARIANTS for number in KEPT_OTHERWISE.findall(read_docstring(path))}
     defined = {number for numbers in list_defined().values() for number in numbers}
     assert sorted(defined - broken - kept) == []
-
-
-def test_every_listed_exception_still_occurs():
-    for name, (letter, _) in OTHER_MEANINGS.items():
-        assert any(number[0] == letter for number in NUMBER.findall((ROOT / name).read_text())), name
-
-
-def test_check_detects_shared_prefixes_and_unknown_numbers():
-    assert find_shared_prefixes({"core": ["Q1", "M1", "M2"], "migration": ["M1"]}) == ["M"]
-    assert list_definitions("    Q1  linked\n    Q10 links\n        of Q3  are None\nQ4 no\n") == [
-        "Q1",
-        "Q10",
-    ]
-    assert list_definitions("Q1  linked\nQ10  links\nQ1 to Q3 hold\n") == ["Q1", "Q10"]
-    assert list_citations("keeps Q3 (L2), an H100, `C4`", other_letter="L") == {"Q3", "C4"}
-    assert list_broken('check(lose, "Q1", r"^P2: 6 blocks", "see Q3: that")') == {"Q1", "P2"}
-    assert list_messages('raise Error(f"Q1: {block}", "see Q2: that", "T10: x")') == {"Q1", "T10"}

@@ -140,15 +140,6 @@ def test_folder_imports_have_no_cycles():
     assert find_circle(imports) == []
 
 
-def test_check_detects_an_import_cycle():
-    assert find_circle({"a": ["b"], "b": ["c"], "c": ["b"]}) == ["b", "c"]
-    assert find_circle({"a": ["b", "c"], "b": ["c"], "c": []}) == []
-
-
-def test_package_is_in_the_expected_folder():
-    assert len(FILES) > 20
-
-
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_point_down(path):
     source = part_of(path)
@@ -157,14 +148,6 @@ def test_imports_point_down(path):
     assert source in LAYERS, f"{source} has no layer: add it here and to the map"
     wrong = sorted({target for target in find_arrows(path) if not is_allowed(source, target)})
     assert not wrong, f"{path.relative_to(PACKAGE)} (L{LAYERS[source]}) imports from {wrong}"
-
-
-@pytest.mark.parametrize(
-    ("source", "target"),
-    [("core", "manager"), ("events", "storage"), ("metrics", "events"), ("replay", "cli"), ("ids", "errors")],
-)
-def test_check_detects_an_import_up_or_across(source, target):
-    assert not is_allowed(source, target)
 
 
 def test_no_module_has_a_meaningless_name():

@@ -8,7 +8,7 @@ import pytest
 from pictures import layers
 from pictures.all_pictures import FOLDER, draw_all
 from pictures.drawing import Drawing
-from pictures.palette import DARK, FILLS, LIGHT, compute_contrast, make_style
+from pictures.palette import DARK, FILLS, LIGHT, compute_contrast
 from test_layers import LAYERS
 
 from kv_pool.migration.status import MigrationPhase
@@ -40,17 +40,6 @@ def test_text_is_legible(colours, text):
     assert min(contrasts.values()) >= 4.5, contrasts
 
 
-def test_contrast_of_black_on_white():
-    assert compute_contrast("#000000", "#ffffff") == pytest.approx(21)
-    assert compute_contrast("#777777", "#ffffff") == pytest.approx(4.48, abs=0.005)
-
-
-def test_style_has_both_schemes():
-    style = make_style()
-    assert "@media (prefers-color-scheme: dark)" in style
-    assert style.count(f"--kvp-ink: {LIGHT['ink']}") == style.count(f"--kvp-ink: {DARK['ink']}") == 2
-
-
 @pytest.mark.parametrize("name", PICTURES)
 def test_code_in_a_picture_exists(name):
     sources = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py"))
@@ -76,15 +65,3 @@ def test_text_wider_than_its_box_is_refused():
     drawing = Drawing("name", "title", "description", 200, 100)
     with pytest.raises(ValueError, match="'much too long for it' is wider than its box of 80"):
         drawing.add_box(10, 10, 80, 30, ("much too long for it",))
-
-
-def test_anything_outside_the_picture_is_refused():
-    drawing = Drawing("name", "title", "description", 200, 100)
-    with pytest.raises(ValueError, match="from 150, 10 to 250, 40 is not inside of 200 x 100"):
-        drawing.add_box(150, 10, 100, 30)
-
-
-def test_unknown_fill_is_refused():
-    drawing = Drawing("name", "title", "description", 200, 100)
-    with pytest.raises(ValueError, match="'pink' is no fill"):
-        drawing.add_box(10, 10, 100, 30, fill="pink")

@@ -8,7 +8,7 @@ import pytest
 from site_api import list_public_names, make_api_pages, name_exceptions, split_names
 from site_commands import find_path, list_commands, make_command_pages
 from site_pages import GUIDES, list_pages, make_llms_text, make_navigation
-from site_sources import find_place, inline_pictures, list_linked_files, make_source_page, rewrite_links
+from site_sources import inline_pictures, list_linked_files, rewrite_links
 
 from kv_pool.cli.sub_commands import make_command
 
@@ -33,11 +33,6 @@ def test_every_document_is_a_page():
     documents = {path.relative_to(ROOT).as_posix() for path in list_documents()}
     assert {"kv_pool/manager/README.md", "benchmarks/README.md"} <= documents
     assert documents - set(PATHS) == set()
-
-
-def test_every_example_is_a_page():
-    examples = {f"examples/{path.name}.md" for path in (ROOT / "examples").glob("*.py")}
-    assert examples == {path for path in PATHS if path.startswith("examples/")}
 
 
 def test_every_page_is_in_the_navigation_once():
@@ -81,20 +76,6 @@ def test_command_page_has_the_options_of_its_help(name, capsys, monkeypatch):
     assert printed <= set(re.findall(r"`(--[a-z-]+)`", page))
 
 
-def test_command_page_shows_values_and_defaults():
-    replay = make_command_pages()["reference/commands/replay.md"]
-    assert "kv-pool replay [OPTIONS] TRACE" in replay
-    assert "| `TRACE` | `TEXT` | required | A trace file" in replay
-    assert "| `--block-size` | `INTEGER` from&nbsp;1 |  | Tokens per pool block." in replay
-    assert "| `--clock` | `TEXT` | `instant` | instant or trace:" in replay
-    serve = make_command_pages()["reference/commands/serve.md"]
-    assert re.search(r"\| `--blocks` \| `INTEGER` \| `10000` \| .*\. \|", serve)
-    assert (
-        "kv-pool migrate --sequence-id ID|newest [OPTIONS]"
-        in make_command_pages()["reference/commands/migrate.md"]
-    )
-
-
 def test_every_public_name_is_documented_once():
     documented = []
     for page in make_api_pages().values():
@@ -126,13 +107,6 @@ def test_links_are_rewritten_to_pages_of_the_site():
         "benchmarks/results/tiers.json",
         ".ci/peers",
     }
-
-
-def test_linked_source_is_shown_whole():
-    page = make_source_page("examples/follow_a_prefix.py")
-    assert (ROOT / "examples" / "follow_a_prefix.py").read_text().rstrip() in page
-    assert "\n````python\n" in page
-    assert find_place("examples/follow_a_prefix.py") == "examples/follow_a_prefix.py.md"
 
 
 def test_picture_replaces_its_link():

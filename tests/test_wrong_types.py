@@ -1,6 +1,7 @@
-"""Arguments of a wrong type raise `InvalidTypeError` with the argument's name and change nothing."""
+"""Arguments of a wrong type, and negative counts, are refused with the argument's name and change nothing."""
 
 import inspect
+import re
 
 import numpy as np
 import pytest
@@ -356,6 +357,33 @@ def test_wrong_type_names_the_argument_and_changes_nothing(pool_type, number, na
         assert isinstance(raised.value, InvalidTypeError), (wrong, raised.value)
         assert argument in str(raised.value), wrong
         assert things.draw() == before
+
+
+NONE = {
+    "find_cached_prefix": {"max_num_blocks"},
+    "emit_cached_block_events": {"num_cached_blocks"},
+    "cache_full_blocks": {"num_full_blocks"},
+}
+"""Counts that mean none if they are negative, as in vLLM."""
+COUNT = re.compile(r"(num|max)_\w+|reserved_blocks|goal|run_length")
+
+
+def list_counts():
+    for case in list_cases():
+        pool_type, number, name, argument = case.values
+        value = Things(pool_type).list_calls()[number][1][name][argument]
+        if type(value) in (int, float) and COUNT.fullmatch(argument) and argument not in NONE.get(name, ()):
+            yield case
+
+
+@pytest.mark.parametrize(("pool_type", "number", "name", "argument"), list(list_counts()))
+def test_a_negative_count_is_refused_and_changes_nothing(pool_type, number, name, argument):
+    things = Things(pool_type)
+    thing, calls = things.list_calls()[number]
+    before = things.draw()
+    with pytest.raises(KVPoolError, match=rf"{argument}|-1\b"):
+        getattr(thing, name)(**calls[name] | {argument: -1})
+    assert things.draw() == before
 
 
 def make_numpy(value):

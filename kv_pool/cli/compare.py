@@ -32,11 +32,11 @@ from kv_pool.replay.compare.comparison import (
     read_comparison,
     write_csv,
 )
-from kv_pool.replay.compare.executors import open_executor
 from kv_pool.replay.curves.curve_report import describe_bound
 from kv_pool.replay.pictures.hit_rates import draw_comparison
 from kv_pool.replay.settings import OPTIMUM, ReplaySettings
 from kv_pool.replay.trace import BUNDLED_TRACES
+from kv_pool.replay.worker_processes import open_executor
 
 _FINISHED = ".runs"
 

@@ -14,7 +14,7 @@ from kv_pool.cli.options import choose_files, write_report
 from kv_pool.cli.setting_options import takes
 from kv_pool.replay.capacity import RANGE_FORMAT
 from kv_pool.replay.curves.curve_report import CurvePoint, CurveReport, describe_bound, write_csv
-from kv_pool.replay.curves.measure import CurveProgress, measure_curves
+from kv_pool.replay.curves.measure import measure_curves
 from kv_pool.replay.pictures.hit_rates import draw_curves
 from kv_pool.replay.settings import ReplaySettings
 
@@ -59,8 +59,8 @@ def curve(
     settings = replace(settings, block_bytes=block_bytes)
     with show_progress("computing curves") as update:
 
-        def show(progress: CurveProgress) -> None:
-            update(completed=progress.share, live=progress.doing)
+        def show(doing: str, share: float) -> None:
+            update(completed=share, live=doing)
 
         wanted = None if blocks is None and memory is None else capacities
         report = measure_curves(settings, wanted, show, sample)

@@ -1,6 +1,7 @@
 """`ServeSettings`: the settings of `kv-pool serve`, also from a TOML file; `open_pool`: a pool from it."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from time import monotonic
 from typing import Annotated, Any, Literal
 
@@ -17,10 +18,12 @@ from kv_pool.replay.settings import TIME_UNIT, TRACE_BLOCK_SIZE
 from kv_pool.replay.trace import BUNDLED_TRACES
 
 _Count = Annotated[int, msgspec.Meta(ge=1)]
+_Size = Annotated[int, msgspec.Meta(ge=0)]
 
-_DEFRAG = "Compaction"
 _NODES = "Nodes"
-_TIERS = "Tiers"
+_compacting = partial(Option, panel="Compaction")
+_of_nodes = partial(Option, panel=_NODES)
+_of_tiers = partial(Option, panel="Tiers")
 
 
 @describe_options
@@ -49,25 +52,23 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     )
     enable_defragmentation: Annotated[
         bool,
-        Option(
+        _compacting(
             "Compact the pool while it runs. Default: on; --config can turn it off.",
-            panel=_DEFRAG,
             flags=("--enable-defragmentation",),
         ),
     ] = True
     defrag_threshold: Annotated[
         float,
         msgspec.Meta(ge=0, le=1),
-        Option("Compact above this fragmentation rate; 1 for never.", panel=_DEFRAG),
+        _compacting("Compact above this fragmentation rate; 1 for never."),
     ] = 0.1
     defrag_interval: Annotated[
-        float, msgspec.Meta(ge=0), Option("Seconds between two checks of the rate.", panel=_DEFRAG)
+        float, msgspec.Meta(ge=0), _compacting("Seconds between two checks of the rate.")
     ] = 1.0
-    defrag_moves: Annotated[_Count, Option("Blocks moved per step of the engine.", panel=_DEFRAG)] = 64
+    defrag_moves: Annotated[_Count, _compacting("Blocks moved per step of the engine.")] = 64
     max_evictions: Annotated[
-        int,
-        msgspec.Meta(ge=0),
-        Option("Cached blocks that a step may evict instead of moving them.", panel=_DEFRAG),
+        _Size,
+        _compacting("Cached blocks that a step may evict instead of moving them."),
     ] = 0
     speedup: Annotated[
         float, msgspec.Meta(gt=0), Option("Factor by which requests arrive faster than in the trace.")
@@ -83,81 +84,61 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     )
     name: Annotated[
         str | None,
-        Option("Make the pool a node with this name; sequences can migrate to it and from it.", panel=_NODES),
+        _of_nodes("Make the pool a node with this name; sequences can migrate to it and from it."),
     ] = None
     block_bytes: Annotated[
         _Count,
-        Option(
-            "Bytes per block of a node, or of a pool with tiers. The contents are made up.",
-            panel=_NODES,
-        ),
+        _of_nodes("Bytes per block of a node, or of a pool with tiers. The contents are made up."),
     ] = 4096
     listen: Annotated[
         str | None,
-        Option(
+        _of_nodes(
             "Address at which other nodes reach this node; port 0 for a free port. Default: 127.0.0.1:0.",
             metavar="HOST:PORT",
-            panel=_NODES,
         ),
     ] = None
     bulk_port: Annotated[
         int,
-        Option(
-            "Port of the same host over which the backend tcp sends blocks. Default: 0, a free port.",
-            panel=_NODES,
-        ),
+        _of_nodes("Port of the same host over which the backend tcp sends blocks. Default: 0, a free port."),
     ] = 0
-    peer: Annotated[
-        list[str], Option("Another node; may be repeated.", metavar="NAME=HOST:PORT", panel=_NODES)
-    ] = []
+    peer: Annotated[list[str], _of_nodes("Another node; may be repeated.", metavar="NAME=HOST:PORT")] = []
     nodes: Annotated[
         str | None,
-        Option(
+        _of_nodes(
             "A TOML file that lists other nodes ([[peers]]) and the speed of links ([links.rack]).",
             metavar="FILE",
-            panel=_NODES,
         ),
     ] = None
     registry: Annotated[
         str | None,
-        Option(
-            "The node that keeps the list of all nodes. Default: this node.",
-            metavar="NAME|HOST:PORT",
-            panel=_NODES,
-        ),
+        _of_nodes("The node that keeps the list of all nodes. Default: this node.", metavar="NAME|HOST:PORT"),
     ] = None
     secret_file: Annotated[
         str | None,
-        Option(
+        _of_nodes(
             "The secret shared by all nodes, 16 bytes or more. Default: a file of this user, created when "
             "needed, for nodes on one machine.",
             metavar="FILE",
-            panel=_NODES,
         ),
     ] = None
     backend: Annotated[
         list[str],
-        Option(
+        _of_nodes(
             "How other nodes read the blocks of this node: tcp, or nixl for RDMA. May be repeated, the "
-            "preferred one first. Default: tcp.",
-            panel=_NODES,
+            "preferred one first. Default: tcp."
         ),
     ] = []
     max_rate: Annotated[
         str | None,
-        Option(
-            "Maximum rate at which the node reads, such as 100MB/s. Default: no limit.",
-            metavar="RATE",
-            panel=_NODES,
+        _of_nodes(
+            "Maximum rate at which the node reads, such as 100MB/s. Default: no limit.", metavar="RATE"
         ),
     ] = None
     migration_threshold: Annotated[
-        int,
-        msgspec.Meta(ge=0),
-        Option(
+        _Size,
+        _of_nodes(
             "Migrate sequences to other nodes while fewer blocks than this are free; 0 for never.",
             metavar="BLOCKS",
-            panel=_NODES,
         ),
     ] = 0
     network: str = ""
@@ -165,25 +146,19 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     host: str = ""
     device: str = ""
     host_tier: Annotated[
-        int,
-        msgspec.Meta(ge=0),
-        Option(
-            "Keep up to this many evicted blocks in host memory.",
-            metavar="BLOCKS",
-            panel=_TIERS,
-        ),
+        _Size,
+        _of_tiers("Keep up to this many evicted blocks in host memory.", metavar="BLOCKS"),
     ] = 0
     disk_tier: Annotated[
         str | None,
-        Option(
+        _of_tiers(
             "Keep evicted blocks in this folder when host memory is full. They survive a restart.",
             metavar="FOLDER",
-            panel=_TIERS,
         ),
     ] = None
     disk_tier_blocks: Annotated[
         _Count | None,
-        Option("Capacity of the disk tier. Default: ten times the pool's.", metavar="BLOCKS", panel=_TIERS),
+        _of_tiers("Capacity of the disk tier. Default: ten times the pool's.", metavar="BLOCKS"),
     ] = None
     publish: Annotated[str | None, PUBLISH] = None
     publish_replay: Annotated[str | None, PUBLISH_REPLAY] = None

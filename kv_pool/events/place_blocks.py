@@ -291,8 +291,7 @@ class PlaceBlocks:
         self.has_tails = False
         positions = self.held.store(hashes, (span,))
         if positions is None:
-            if self.copied is not None:
-                self.copy_span(span)
+            self.copy_span(span)
             grow(span, hashes[0], packed)
             self.attach_tails(span)
         return positions
@@ -425,7 +424,7 @@ class PlaceBlocks:
                 self.copy_span(span)
 
     def copy_span(self, span: BlockSpan) -> None:
-        """Copy the resident blocks of a span, unless they are copied already or were stored since."""
+        """Copy the resident blocks of a span, unless no copy is taken, it has them, or they are new."""
         copied = self.copied
         if copied is None or span.copy_number == self._copy_number:
             return

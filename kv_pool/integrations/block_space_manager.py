@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from kv_pool.core.arguments import as_int
+from kv_pool.core.arguments import as_count, as_int
 from kv_pool.core.block_pool import BlockPool
 from kv_pool.errors import InvalidArgumentError, OutOfBlocksError
 from kv_pool.ids import BlockHash, BlockId, RequestId
@@ -92,11 +92,8 @@ class BlockSpaceManager:
         self, block_size: int, num_gpu_blocks: int, num_cpu_blocks: int, watermark: float = 0.01
     ) -> None:
         self.block_size = as_int("block_size", block_size)
-        self.num_total_gpu_blocks = as_int("num_gpu_blocks", num_gpu_blocks)
-        self.num_total_cpu_blocks = as_int("num_cpu_blocks", num_cpu_blocks)
-        for name in ("num_total_gpu_blocks", "num_total_cpu_blocks"):
-            if getattr(self, name) < 0:
-                raise InvalidArgumentError(f"{name} is {getattr(self, name)}; it must be 0 or more")
+        self.num_total_gpu_blocks = as_count("num_gpu_blocks", num_gpu_blocks)
+        self.num_total_cpu_blocks = as_count("num_cpu_blocks", num_cpu_blocks)
         if self.block_size < 1:
             raise InvalidArgumentError(f"block_size is {block_size}; a block has at least 1 token")
         if not 0 <= watermark < 1:
@@ -370,8 +367,8 @@ def count_required_blocks(num_tokens: int, num_lookahead_slots: int, block_size:
         InvalidArgumentError: a negative count, or a block size below 1.
     Contract: `get_num_required_blocks` of vLLM v0.
     """
-    _check_counts(num_tokens, num_lookahead_slots, block_size)
-    return -(-(num_tokens + num_lookahead_slots) // block_size)
+    num_slots = as_count("num_tokens", num_tokens) + as_count("num_lookahead_slots", num_lookahead_slots)
+    return -(-num_slots // as_count("block_size", block_size, 1))
 
 
 def count_blocks_touched_by_append(
@@ -391,18 +388,8 @@ def count_blocks_touched_by_append(
     Contract: `get_num_blocks_touched_by_append_slots` of vLLM v0, with the same result except for an append
     of nothing after a partly filled block: it touches no block, where vLLM v0 returns 1.
     """
-    _check_counts(num_tokens_held, num_lookahead_slots, block_size)
-    _check_counts(num_new_tokens, num_lookahead_slots, block_size)
-    end = num_tokens_held + num_new_tokens + num_lookahead_slots
-    if end == num_tokens_held:
-        return 0
-    return -(-end // block_size) - num_tokens_held // block_size
-
-
-def _check_counts(num_tokens: int, num_lookahead_slots: int, block_size: int) -> None:
-    if num_tokens < 0 or num_lookahead_slots < 0:
-        raise InvalidArgumentError(
-            f"{num_tokens} tokens, {num_lookahead_slots} lookahead slots: neither can be negative"
-        )
-    if block_size < 1:
-        raise InvalidArgumentError(f"a block has {block_size} tokens; block_size must be 1 or more")
+    num_appended = as_count("num_new_tokens", num_new_tokens)
+    num_appended += as_count("num_lookahead_slots", num_lookahead_slots)
+    end = as_count("num_tokens_held", num_tokens_held) + num_appended
+    num_before = num_tokens_held // as_count("block_size", block_size, 1)
+    return -(-end // block_size) - num_before if num_appended else 0

@@ -1,8 +1,8 @@
 """`BlockManager`: the pool under the names that nano-vllm's scheduler calls."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MethodType
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from kv_pool.core.arguments import as_int, as_list
@@ -28,19 +28,15 @@ class NanoSequence(Protocol):
     def num_blocks(self) -> int:
         """Number of blocks that all tokens so far need, including a partly filled last one."""
 
+    @property
+    def num_scheduled_tokens(self) -> int:
+        """Number of tokens of this step, after the `num_cached_tokens` computed before it. Not in 2025."""
+
     def block(self, i: int, /) -> list[int]:
         """Return the token ids of block `i`."""
 
     def __len__(self) -> int:
         """Return the number of tokens of the prompt and of the output so far."""
-
-
-class ScheduledSequence(NanoSequence, Protocol):
-    """A `NanoSequence` with the attribute that `hash_blocks` also reads."""
-
-    @property
-    def num_scheduled_tokens(self) -> int:
-        """Number of tokens of this step, after the `num_cached_tokens` computed before it."""
 
 
 class Admission(int):
@@ -82,12 +78,6 @@ class _Holding:
     caches_at_once: bool
     blocks: list[KVCacheBlock]
     block_hashes: list[BlockHash]
-    # The pool reads these only if events are enabled.
-    all_token_ids: Sequence[int] = ()
-    lora_request: Any = None
-    mm_features: Sequence[Any] | None = None
-    cache_salt: str | None = None
-    session_id: str | None = None
 
 
 class Block(NamedTuple):
@@ -104,13 +94,6 @@ class Block(NamedTuple):
     ref_count: int
     hash: int
     token_ids: list[int]
-
-
-class _ComputeHash:
-    """`BlockManager.compute_hash`: uses the manager's hasher, or a `BlockHasher()` if called on the class."""
-
-    def __get__(self, manager: "BlockManager | None", owner: type) -> Callable[..., int]:
-        return MethodType(_compute_hash, owner if manager is None else manager.hasher)
 
 
 class BlockManager:
@@ -157,8 +140,6 @@ class BlockManager:
     Contract: nano-vllm's `BlockManager`, with a scheduler that uses one object per sequence.
     """
 
-    compute_hash = _ComputeHash()
-
     def __init__(self, num_blocks: int, block_size: int, *, hasher: BlockHasher | None = None) -> None:
         if not isinstance(num_blocks, int) or num_blocks < 1:
             raise InvalidArgumentError(f"num_blocks is {num_blocks!r}; it is an integer, at least 1")
@@ -168,11 +149,37 @@ class BlockManager:
                 f"the hasher covers {self.hasher.block_size} tokens and {self.hasher.num_lookahead_tokens} "
                 f"lookahead tokens; create it with block_size={block_size} and no lookahead"
             )
+        # Called on the class, it uses the default hasher.
+        self.compute_hash = partial(_compute_hash, self.hasher)  # type: ignore[method-assign]
         self.block_size = block_size
         self.block_pool = BlockPool(num_blocks + 1, True, block_size)
         # By the pool's block ids: the tokens of the block when it was last cached.
         self._token_ids: list[Sequence[int]] = [()] * (num_blocks + 1)
         self._holdings: dict[int, _Holding] = {}
+
+    @staticmethod
+    def compute_hash(token_ids: Sequence[int], prefix: int = _NO_HASH) -> int:
+        """Return the hash under which a full block of these tokens is cached.
+
+            >>> from kv_pool.integrations.nano_vllm import BlockManager
+            >>> manager = BlockManager(num_blocks=8, block_size=2)
+            >>> head = manager.compute_hash([1, 2])
+            >>> manager.compute_hash([3, 4], head) == BlockManager.compute_hash([3, 4], head)
+            True
+            >>> manager.hash_to_block_id.get(head, -1)
+            -1
+
+        The number differs from nano-vllm's, and between processes: 128 bits with a secret seed by default, or
+        the result of the manager's `hasher`. Called on the class, it uses the default hasher.
+
+        Args:
+            token_ids: the tokens of one full block.
+            prefix: the hash of the previous block; -1 for the first block of a sequence.
+        Raises:
+            InvalidArgumentError: the tokens are not a full block, or `prefix` is not a hash.
+        Cost: O(tokens).
+        """
+        return _compute_hash(None, token_ids, prefix)
 
     # ---- nano-vllm's attributes ------------------------------------------------------------------
 
@@ -273,7 +280,7 @@ class BlockManager:
         seq.block_table.extend(_to_engine_id(block) for block in blocks)
         seq.num_cached_tokens = len(hits) * self.block_size
 
-    def hash_blocks(self, seq: ScheduledSequence) -> None:
+    def hash_blocks(self, seq: NanoSequence) -> None:
         """Cache the blocks that are full after this step's `seq.num_scheduled_tokens` tokens.
 
         Call this before these tokens are added to `seq.num_cached_tokens`. Skips blocks that are already
@@ -407,8 +414,9 @@ class BlockManager:
         for index in range(num_cached_blocks, num_cached_blocks + len(new_hashes)):
             self._token_ids[holding.blocks[index].block_id] = holding.sequence.block(index)
         holding.block_hashes.extend(new_hashes)
+        request: Any = holding  # without events, the pool reads only its block hashes
         pool.cache_full_blocks(
-            holding, holding.blocks, num_cached_blocks, len(holding.block_hashes), self.block_size, _GROUP_ID
+            request, holding.blocks, num_cached_blocks, len(holding.block_hashes), self.block_size, _GROUP_ID
         )
 
 
@@ -423,30 +431,11 @@ def _to_number(block: KVCacheBlock) -> int:
     return int.from_bytes(get_block_hash(block.block_hash), "big")
 
 
-def _compute_hash(hasher: BlockHasher | type, token_ids: Sequence[int], prefix: int = _NO_HASH) -> int:
-    """Return the hash under which a full block of these tokens is cached.
-
-        >>> from kv_pool.integrations.nano_vllm import BlockManager
-        >>> manager = BlockManager(num_blocks=8, block_size=2)
-        >>> head = manager.compute_hash([1, 2])
-        >>> manager.compute_hash([3, 4], head) == BlockManager.compute_hash([3, 4], head)
-        True
-        >>> manager.hash_to_block_id.get(head, -1)
-        -1
-
-    The number differs from nano-vllm's, and between processes: 128 bits with a secret seed by default, or the
-    result of the manager's `hasher`. Called on the class, it uses the default hasher.
-
-    Args:
-        token_ids: the tokens of one full block.
-        prefix: the hash of the previous block; -1 for the first block of a sequence.
-    Raises:
-        InvalidArgumentError: the tokens are not a full block, or `prefix` is not a hash.
-    Cost: O(tokens).
-    """
+def _compute_hash(hasher: BlockHasher | None, token_ids: Sequence[int], prefix: int = _NO_HASH) -> int:
+    """See `BlockManager.compute_hash`; None is the default hasher."""
     tokens = as_list("token_ids", token_ids)
     prefix = as_int("prefix", prefix)
-    if isinstance(hasher, type):
+    if hasher is None:
         hasher = BlockHasher(block_size=max(1, len(tokens)))
     if len(tokens) != hasher.block_size or not tokens:
         raise InvalidArgumentError(

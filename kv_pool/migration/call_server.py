@@ -70,7 +70,7 @@ class BulkListener:
     that call. A ticket admits one connection. Anything else closes it.
 
     Args:
-        handlers: by backend name; called in the thread of the connection.
+        handlers: by backend name, called in the thread of the connection; None for a backend without one.
         port: 0 selects a free port.
         max_readers: limit of admitted readers; one more gets an error.
         max_strangers: limit of connections without a ticket; one more closes the oldest.
@@ -85,15 +85,15 @@ class BulkListener:
 
     def __init__(
         self,
-        handlers: Mapping[str, BulkHandler],
-        port: int,
-        max_readers: int,
-        max_strangers: int,
-        ticket_s: float,
+        handlers: Mapping[str, BulkHandler | None],
+        port: int = 0,
+        max_readers: int = 256,
+        max_strangers: int = 64,
+        ticket_s: float = 5.0,
     ) -> None:
         self.port = port
         self._listen_port = port
-        self._handlers = dict(handlers)
+        self._handlers = {name: handler for name, handler in handlers.items() if handler is not None}
         self._max_readers = max_readers
         self._max_strangers = max_strangers
         self._ticket_s = ticket_s
@@ -227,11 +227,10 @@ class CallServer(Running):
         secret: shared by the nodes. A client with another one fails the CURVE handshake.
         answer: called by several threads. A KVPoolError is sent to the caller; any other error is logged, and
             its description is sent.
-        bulk_handlers, bulk_port, max_connections, max_unauthenticated: of the `BulkListener`, which listens
-            at the same host.
+        bulk: the connections of readers, at the same host; stopped with this server.
         on_gone: called with the name of a node that has had no connection for three seconds, as when its
             process has ended. A suspended node keeps its connections.
-        handshake_s: time limit of a client's handshake, and of a reader for using its ticket.
+        handshake_s: time limit of a client's handshake.
     Raises:
         MissingDependencyError: pyzmq is not installed.
 
@@ -248,18 +247,13 @@ class CallServer(Running):
         secret: bytes,
         answer: Answer,
         *,
-        bulk_handlers: Mapping[str, BulkHandler] | None = None,
-        bulk_port: int = 0,
-        max_connections: int = 256,
-        max_unauthenticated: int = 64,
+        bulk: BulkListener | None = None,
         on_gone: Callable[[NodeName], object] = lambda caller: None,
         handshake_s: float = 5.0,
     ) -> None:
         self.listen = listen
         self.address = ""
-        self.bulk = BulkListener(
-            bulk_handlers or {}, bulk_port, max_connections, max_unauthenticated, handshake_s
-        )
+        self.bulk = BulkListener({}) if bulk is None else bulk
         self._keys = derive_curve_pair(secret)
         self._answer = answer
         self._on_gone = on_gone

@@ -76,12 +76,12 @@ class Channel:
         self._num_sent += 1
         self.send_raw([memoryview(header), memoryview(payload), memoryview(sign), *raw], deadline)
 
-    def receive(self, deadline: float, max_bytes: int = MAX_MESSAGE_BYTES) -> bytes:
-        """Return the payload of the next message, of at most `max_bytes`.
+    def receive(self, deadline: float) -> bytes:
+        """Return the payload of the next message.
 
         Raises:
             PeerUnavailableError: the peer closed the connection, or no message arrived by the deadline.
-            PeerAuthenticationError: the message fails authentication or is larger than `max_bytes`.
+            PeerAuthenticationError: the message fails authentication or is larger than MAX_MESSAGE_BYTES.
         """
         header = bytearray(_LENGTH.size + _LENGTH_SIGN_BYTES)
         self.receive_raw([memoryview(header)], deadline)
@@ -89,8 +89,8 @@ class Channel:
         sign = _sign(self._receive_key, b"length", self._num_received, header[: _LENGTH.size])
         if not hmac.compare_digest(sign[:_LENGTH_SIGN_BYTES], header[_LENGTH.size :]):
             raise self._refuse("received a message without a valid MAC")
-        if length > max_bytes:
-            raise self._refuse(f"received a message of {length} bytes; the maximum here is {max_bytes}")
+        if length > MAX_MESSAGE_BYTES:
+            raise self._refuse(f"received a message of {length} bytes; the maximum is {MAX_MESSAGE_BYTES}")
         body = bytearray(length + _SIGN_BYTES)
         self.receive_raw([memoryview(body)], deadline)
         payload = bytes(memoryview(body)[:length])

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -124,10 +127,8 @@ def _read_cpus(text: str) -> Iterator[int]:
 
 def _list_numa(folder: Path) -> Iterator[NumaNode]:
     for path in sorted(folder.glob("node[0-9]*"), key=lambda path: int(path.name.removeprefix("node"))):
-        # "Node 0 MemTotal:       65843364 kB"
-        lines = _read(path / "meminfo").splitlines()
-        words = next((line.split() for line in lines if "MemTotal" in line), [])
-        kilobytes = next((int(word) for word in words[3:] if word.isdigit()), 0)
+        memory = re.search(r"MemTotal: *([0-9]+) kB", _read(path / "meminfo"))
+        kilobytes = int(memory[1]) if memory else 0
         yield NumaNode(int(path.name.removeprefix("node")), _read(path / "cpulist"), kilobytes * 1024)
 
 
@@ -158,23 +159,18 @@ def _list_nvml(nvml: Any) -> Iterator[Accelerator]:
             _to_text(nvml.nvmlDeviceGetName(handle)),
             _to_text(nvml.nvmlDeviceGetUUID(handle)),
             int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
-            _count_links(nvml, handle),
+            dict(Counter(_list_links(nvml, handle))),
         )
 
 
-def _count_links(nvml: Any, handle: Any) -> dict[str, int]:
-    links: dict[str, int] = {}
+def _list_links(nvml: Any, handle: Any) -> Iterator[str]:
+    """Yield the other end of each NVLink of a device."""
     for link in range(_MAX_NVLINKS):
-        try:
-            if not nvml.nvmlDeviceGetNvLinkState(handle, link):
-                continue
-            is_gpu = nvml.nvmlDeviceGetNvLinkRemoteDeviceType(handle, link) == 0
-            peer = nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId if is_gpu else "switch"
-        except nvml.NVMLError:
-            continue  # the device does not have this link
-        name = _to_address(peer) if is_gpu else "switch"
-        links[name] = links.get(name, 0) + 1
-    return links
+        with suppress(nvml.NVMLError):  # the device does not have this link
+            if nvml.nvmlDeviceGetNvLinkState(handle, link):
+                is_gpu = nvml.nvmlDeviceGetNvLinkRemoteDeviceType(handle, link) == 0
+                remote = nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link) if is_gpu else None
+                yield "switch" if remote is None else _to_address(remote.busId)
 
 
 def _to_text(value: str | bytes) -> str:

@@ -150,17 +150,12 @@ class Migrator(Running):
         for backend in backends:
             backend.attach(name, self._source.check_leased, self._links.find_address, secret or b"")
         if listen is not None and secret is not None:
-            from kv_pool.migration.call_server import CallServer
+            from kv_pool.migration.call_server import BulkListener, CallServer
 
             handlers = {backend.name: backend.get_bulk_handler() for backend in backends}
-            self._server = CallServer(
-                listen,
-                secret,
-                self.answer,
-                bulk_handlers={key: handler for key, handler in handlers.items() if handler is not None},
-                bulk_port=bulk_port,
-                on_gone=self._source.expire_target,
-            )
+            bulk = BulkListener(handlers, bulk_port)
+            on_gone = self._source.expire_target
+            self._server = CallServer(listen, secret, self.answer, bulk=bulk, on_gone=on_gone)
         self._is_running = False
         self._is_stopped = False
 

@@ -79,16 +79,16 @@ class Peers:
         with self._lock:
             self._learned = learned
 
+    def __contains__(self, name: object) -> bool:
+        with self._lock:
+            return name in self._given or name in self._learned
+
     def get_address(self, name: NodeName) -> str:
         """Return the address of a node, `host:port`.
 
         Raises:
             PeerUnavailableError: the name is unknown; the message lists the known names.
         """
-        return self.get_node(name).address
-
-    def get_node(self, name: NodeName) -> KnownNode:
-        """Return a node's name, address and location. Raises the errors of `get_address`."""
         with self._lock:
             node = self._given.get(name) or self._learned.get(name)
             known = sorted({*self._given, *self._learned})
@@ -96,17 +96,13 @@ class Peers:
             shown = ", ".join(known[:_SHOWN_NAMES])
             more = f" and {len(known) - _SHOWN_NAMES} more" if len(known) > _SHOWN_NAMES else ""
             raise PeerUnavailableError(f"node {name!r} is unknown; known nodes: {shown or 'none'}{more}")
-        return node
+        return node.address
 
     def list_nodes(self) -> list[KnownNode]:
         """Return all nodes, sorted by name."""
         with self._lock:
             nodes = {**self._learned, **self._given}
         return [nodes[name] for name in sorted(nodes)]
-
-    def __len__(self) -> int:
-        with self._lock:
-            return len({*self._given, *self._learned})
 
 
 def parse_peer(text: str) -> KnownNode:
@@ -181,14 +177,9 @@ class PeerLinks:
 
     def find_address(self, name: NodeName) -> str:
         """Return a node's address. Raises PeerUnavailableError, which lists the known nodes."""
-        try:
-            return self._peers.get_address(name)
-        except PeerUnavailableError:
-            with self._lock:
-                address = self._sent_addresses.get(name)
-            if address is None:
-                raise
-            return address
+        with self._lock:
+            sent = self._sent_addresses.get(name)
+        return sent if sent and name not in self._peers else self._peers.get_address(name)
 
     def call(self, name: NodeName, message: Message, timeout_s: float) -> Message:
         """Send a message to a node and return its reply.
@@ -294,7 +285,7 @@ class PeerLinks:
 
 @dataclass(frozen=True)
 class PeerOfPull:
-    """The source of a pull, reached by name, and by this backend if it is not "". See `PullPeer`."""
+    """The source of a pull, reached by name, and by this backend if it is not ""."""
 
     links: PeerLinks
     name: NodeName
@@ -302,10 +293,13 @@ class PeerOfPull:
     backend: str = ""
 
     def call(self, message: Message) -> Message:
+        """Send a message and return the reply. Raises the errors of `PeerLinks.call`."""
         return self.links.call(self.name, message, self.timeout_s)
 
     def take_reader(self, source: NodeDescription) -> BlockReader:
+        """Return an idle reader or a new one. Raises the errors of `PeerLinks.take_reader`."""
         return self.links.take_reader(source, self.backend)
 
     def return_reader(self, source: NodeDescription, reader: BlockReader) -> None:
+        """Return an idle reader for use by the next pull."""
         self.links.return_reader(source, reader)

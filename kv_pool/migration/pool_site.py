@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -153,21 +153,18 @@ class PoolSite:
         if before is not None and before.state is not _State.OVER:  # a subject without blocks, twice
             raise FrozenSequenceError("this subject, which has no blocks, is already being moved")
         departure = _Departure(rows, {one: self.sequences.list_tables(one) for one in rows})
-        self._frozen[subject] = departure
-        self.pool.is_changing = True
-        for sequence_id, tables in departure.tables.items():
-            self.sequences.frozen[sequence_id] = _LEAVING
-            blocks = [
-                block for row in self.sequences.list_rows(sequence_id) for block in row if not block.is_null
-            ]
-            if tables:
-                self.sequences.detach(sequence_id, tables)
-                hold = self.pool.holds.adopt(blocks, _describe_departure(sequence_id))
-            else:
-                hold = self.pool.holds.open(blocks, _describe_departure(sequence_id))
-            departure.holds.append(hold)
-        departure.state = _State.FROZEN
-        self.pool.is_changing = False
+        with self._change():
+            self._frozen[subject] = departure
+            for sequence_id, tables in departure.tables.items():
+                self.sequences.frozen[sequence_id] = _LEAVING
+                blocks = _list_blocks(self.sequences.list_rows(sequence_id))
+                if tables:
+                    self.sequences.detach(sequence_id, tables)
+                    hold = self.pool.holds.adopt(blocks, _describe_departure(sequence_id))
+                else:
+                    hold = self.pool.holds.open(blocks, _describe_departure(sequence_id))
+                departure.holds.append(hold)
+            departure.state = _State.FROZEN
         if isinstance(subject, SequenceSubject):
             try:
                 self._owner.suspend(self.sequences.as_id(subject.sequence_id))
@@ -231,16 +228,13 @@ class PoolSite:
         if is_whole:
             self._owner.expect(sequence_ids[0], len(offered), decoded.owner)
         reservation = Reservation(subject, offered, [], missing, None, sequence_ids, decoded, arriving)
-        self._changing = reservation
-        self.pool.is_changing = True
-        for sequence_id in sequence_ids:
-            self.sequences.frozen[sequence_id] = _ARRIVING
-        self.sequences.add_references(present)
-        taken = iter(self.sequences.take(len(missing)))
-        reservation.blocks = [next(taken) if block is None else block for block in found]
-        reservation.hold = self.pool.holds.adopt(reservation.blocks, _RESERVED)
-        self._changing = None
-        self.pool.is_changing = False
+        with self._change(reservation):
+            for sequence_id in sequence_ids:
+                self.sequences.frozen[sequence_id] = _ARRIVING
+            self.sequences.add_references(present)
+            taken = iter(self.sequences.take(len(missing)))
+            reservation.blocks = [next(taken) if block is None else block for block in found]
+            reservation.hold = self.pool.holds.adopt(reservation.blocks, _RESERVED)
         return reservation
 
     def insert(self, reservation: Reservation) -> None:
@@ -250,15 +244,14 @@ class PoolSite:
         """
         self._check_whole()
         if self.pool.enable_caching:
-            self.pool.is_changing = True
-            for position in reservation.missing:
-                insert_keys(
-                    self.pool,
-                    reservation.blocks[position],
-                    reservation.offered[position],
-                    self._block_sizes.__getitem__,
-                )
-            self.pool.is_changing = False
+            with self._change():
+                for position in reservation.missing:
+                    insert_keys(
+                        self.pool,
+                        reservation.blocks[position],
+                        reservation.offered[position],
+                        self._block_sizes.__getitem__,
+                    )
 
     def adopt(self, reservation: Reservation) -> None:
         """Take over the subject: pass the reservation's references to its sequences, free the other blocks.
@@ -275,12 +268,9 @@ class PoolSite:
             try:
                 self._owner.on_arrived(sequence_id, reservation.state.owner)
             except Exception:
-                self.pool.is_changing = True
-                self._changing = reservation
-                self.sequences.free(sequence_id, rows)
-                reservation.joined = []
-                self._changing = None
-                self.pool.is_changing = False
+                with self._change(reservation):
+                    self.sequences.free(sequence_id, rows)
+                    reservation.joined = []
                 raise
         reservation.joined = []
 
@@ -288,12 +278,9 @@ class PoolSite:
         """Drop the references of a reservation; the source keeps the subject. Inserted blocks stay cached."""
         self._check_whole()
         if not reservation.is_ended:
-            self._changing = reservation
-            self.pool.is_changing = True
-            self._unfreeze(reservation.sequence_ids)
-            self.pool.holds.end(reservation.get_hold(), HoldState.RELEASED)
-            self._changing = None
-            self.pool.is_changing = False
+            with self._change(reservation):
+                self._unfreeze(reservation.sequence_ids)
+                self.pool.holds.end(reservation.get_hold(), HoldState.RELEASED)
 
     def count_free_blocks(self) -> int:
         """Return the number of blocks that migrations could reserve now."""
@@ -324,20 +311,19 @@ class PoolSite:
     def _end_departure(self, departure: _Departure, is_leaving: bool) -> None:
         """Free the blocks of a departure, or make its sequences usable again."""
         sequences, holds = self.sequences, self.pool.holds
-        departure.state = _State.ENDING
-        self.pool.is_changing = True
-        for hold, tables in zip(departure.holds, departure.tables.values(), strict=True):
-            if tables:
-                holds.hand_over(hold)
-            else:
-                holds.end(hold, HoldState.RELEASED)
-        for sequence_id, tables in departure.tables.items():
-            # A request that the scheduler has restarted has other tables by now.
-            if is_leaving or not sequences.attach(sequence_id, tables):
-                sequences.free(sequence_id, departure.rows[sequence_id])
-        self._unfreeze(departure.rows)
-        departure.state = _State.OVER
-        self.pool.is_changing = False
+        with self._change():
+            departure.state = _State.ENDING
+            for hold, tables in zip(departure.holds, departure.tables.values(), strict=True):
+                if tables:
+                    holds.hand_over(hold)
+                else:
+                    holds.end(hold, HoldState.RELEASED)
+            for sequence_id, tables in departure.tables.items():
+                # A request that the scheduler has restarted has other tables by now.
+                if is_leaving or not sequences.attach(sequence_id, tables):
+                    sequences.free(sequence_id, departure.rows[sequence_id])
+            self._unfreeze(departure.rows)
+            departure.state = _State.OVER
 
     def _join(self, reservation: Reservation) -> None:
         """Pass the references of a reservation to its sequences; free the blocks that join none."""
@@ -360,13 +346,19 @@ class PoolSite:
             joins.append(join)
             joined.append((sequence_id, rows))
         reservation.joined = joined
+        with self._change(reservation):
+            self._unfreeze(reservation.sequence_ids)
+            self.pool.holds.hand_over(reservation.get_hold())
+            free_listed(self.pool, unheld[::-1])
+            for join in joins:
+                join()
+
+    @contextmanager
+    def _change(self, reservation: Reservation | None = None) -> Iterator[None]:
+        """Change the pool and perhaps a reservation. What raises is undone by `begin_repair`."""
         self._changing = reservation
         self.pool.is_changing = True
-        self._unfreeze(reservation.sequence_ids)
-        self.pool.holds.hand_over(reservation.get_hold())
-        free_listed(self.pool, unheld[::-1])
-        for join in joins:
-            join()
+        yield
         self._changing = None
         self.pool.is_changing = False
 
@@ -394,9 +386,7 @@ class PoolSite:
                 for sequence_id, tables in departure.tables.items():
                     self.sequences.frozen[sequence_id] = _LEAVING
                     self.sequences.detach(sequence_id, tables)
-                    blocks = [
-                        block for row in departure.rows[sequence_id] for block in row if not block.is_null
-                    ]
+                    blocks = _list_blocks(departure.rows[sequence_id])
                     departure.holds.append(self.pool.holds.adopt(blocks, _describe_departure(sequence_id)))
                 departure.state = _State.FROZEN
         reservation = self._changing
@@ -478,6 +468,10 @@ class PoolSite:
 def _list_holders(state: SubjectState, blocks: Sequence[object]) -> Sequence[SequenceId | RequestId | None]:
     """Return the sequence of each block of a `BlocksSubject`; None for each block of other subjects."""
     return state.sequence_ids or [None] * len(blocks)
+
+
+def _list_blocks(rows: _Rows) -> list[KVCacheBlock]:
+    return [block for row in rows for block in row if not block.is_null]
 
 
 def _describe_departure(sequence_id: Any) -> str:

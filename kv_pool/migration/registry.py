@@ -30,6 +30,7 @@ MAX_TTL_S = 3600.0
 class _Entry:
     node: KnownNode
     incarnation: str
+    replaced: str | None  # the incarnation that had this name before
     ends_s: float
 
 
@@ -63,8 +64,6 @@ class NodeRegistry:
         self._lock = threading.Lock()
         self._entries: dict[NodeName, _Entry] = {}
         self._kept: dict[NodeName, KnownNode] = {}
-        # Name -> the incarnation that was replaced last; removed together with the name.
-        self._replaced: dict[NodeName, str] = {}
 
     def keep(self, node: KnownNode) -> None:
         """Add a permanent entry: the registry's own node."""
@@ -88,21 +87,21 @@ class NodeRegistry:
         with self._lock:
             now = self._expire()
             known = self._entries.get(name)
-            if name in self._kept or self._replaced.get(name) == incarnation:
+            if name in self._kept or (known is not None and known.replaced == incarnation):
                 there = (self._kept.get(name) or self._entries[name].node).address
                 raise InvalidArgumentError(
                     f"another node is named {name!r}, at {there}; rename one of the two"
                 )
+            is_same = known is not None and known.incarnation == incarnation
             if message.ttl_s == 0:
-                if known is not None and known.incarnation == incarnation:
-                    self._forget(name)
+                if is_same:
+                    del self._entries[name]
             elif known is None and len(self._entries) >= self._max_nodes:
                 raise InvalidArgumentError(f"the registry is full: {self._max_nodes} nodes are registered")
             else:
-                if known is not None and known.incarnation != incarnation:
-                    self._replaced[name] = known.incarnation
+                replaced = None if known is None else known.replaced if is_same else known.incarnation
                 node = KnownNode(name, message.address, message.location)
-                self._entries[name] = _Entry(node, incarnation, now + message.ttl_s)
+                self._entries[name] = _Entry(node, incarnation, replaced, now + message.ttl_s)
             return self._list()
 
     def list_nodes(self) -> NodeList:
@@ -117,13 +116,8 @@ class NodeRegistry:
 
     def _expire(self) -> float:
         now = self._clock()
-        for name in [name for name, entry in self._entries.items() if entry.ends_s <= now]:
-            self._forget(name)
+        self._entries = {name: entry for name, entry in self._entries.items() if entry.ends_s > now}
         return now
-
-    def _forget(self, name: NodeName) -> None:
-        del self._entries[name]
-        self._replaced.pop(name, None)
 
 
 class Announcer(Running):

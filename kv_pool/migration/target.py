@@ -43,9 +43,10 @@ from kv_pool.migration.messages import (
     RenewLease,
 )
 from kv_pool.migration.migration import Migration
+from kv_pool.migration.peers import PeerOfPull
 from kv_pool.migration.site import Reservation
 from kv_pool.migration.status import MigrationPhase
-from kv_pool.migration.verified_reads import PullPeer, PullSettings, RateLimit, SourceCalls, VerifiedReads
+from kv_pool.migration.verified_reads import PullSettings, RateLimit, SourceCalls, VerifiedReads
 
 
 class Pull(Migration):
@@ -60,7 +61,7 @@ class Pull(Migration):
     direction: ClassVar[str] = "in"
 
     def __init__(
-        self, settings: PullSettings, peer: PullPeer, wanted: PullSubject, hold_s: float = 0.0
+        self, settings: PullSettings, peer: PeerOfPull, wanted: PullSubject, hold_s: float = 0.0
     ) -> None:
         super().__init__(wanted.pull_id, wanted.source, wanted.subject, wanted.is_move, settings.on_change)
         self.reservation: Reservation | None = None

@@ -1,4 +1,4 @@
-"""`SourceCalls`, `VerifiedReads`: a pull's calls to its source, and its reads, verified by checksums."""
+"""What a pull does at its source: `SourceCalls`, and `VerifiedReads` by checksums and at a `RateLimit`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,13 +17,19 @@ from kv_pool.ids import BlockId, NodeName
 from kv_pool.manager.leases import Lease
 from kv_pool.migration.messages import AskChecksums, Checksums, Message, NodeDescription, Reply, as_reply
 from kv_pool.migration.migration import Migration
+from kv_pool.migration.peers import PeerOfPull
 from kv_pool.migration.pool_site import PoolSite
 from kv_pool.migration.site import OfferedBlock
 from kv_pool.migration.transfer_backend import BlockReader
 from kv_pool.storage.checksums import checksum_blocks
 from kv_pool.threads import Workers
 
+TRIES = 3
+"""Maximum number of attempts for a read of blocks or an idempotent request."""
+_PAUSE_S = 0.02
 _BATCH_S = 0.1
+_BATCH_BYTES = 32 * 1024 * 1024
+_BATCH_BLOCKS = 1024
 
 
 class RateLimit:
@@ -80,8 +85,7 @@ class PullSettings:
         clock: monotonic time in seconds, the clock of the site's leases.
         deadline_clock: `time.monotonic`, the clock of the backends' deadlines.
         limit: shared by all migrations to this node.
-        on_change: called without any lock, with a pull that has entered a phase or finished a
-            batch.
+        on_change: called without any lock, with a pull that has entered a phase or finished a batch.
         on_unsettled: called with a lease and a reader that may still write to its blocks.
     """
 
@@ -96,28 +100,10 @@ class PullSettings:
     on_unsettled: Callable[[Lease, BlockReader], object]
 
 
-TRIES = 3
-"""Maximum number of attempts for a read of blocks or an idempotent request."""
-_PAUSE_S = 0.02
-
-
-class PullPeer(Protocol):
-    """The connection of a pull to its source."""
-
-    def call(self, message: Message) -> Message:
-        """Send a message and return the reply. Raises the source's error, or PeerUnavailableError."""
-
-    def take_reader(self, source: NodeDescription) -> BlockReader:
-        """Return an idle reader or a new one. Raises PeerUnavailableError, InvalidArgumentError."""
-
-    def return_reader(self, source: NodeDescription, reader: BlockReader) -> None:
-        """Return an idle reader for use by the next pull."""
-
-
 class SourceCalls:
     """The calls of one pull to its source. Another thread may stop the pull."""
 
-    def __init__(self, peer: PullPeer) -> None:
+    def __init__(self, peer: PeerOfPull) -> None:
         self.peer = peer
         self._lock = threading.Lock()
         self._is_too_late = False
@@ -170,10 +156,6 @@ class SourceCalls:
                 # Time for a restarting node, or for a broken connection to be replaced.
                 self.wait(_PAUSE_S)
         raise AssertionError("the loop above returns or raises")
-
-
-_BATCH_BYTES = 32 * 1024 * 1024
-_BATCH_BLOCKS = 1024
 
 
 @dataclass

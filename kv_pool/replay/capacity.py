@@ -207,9 +207,7 @@ def find_model(name: str) -> ModelKV:
     if model is not None:
         return model
     if name.endswith(".json") or Path(name, "config.json").is_file():
-        config = _read_config(name)
-        heads = (0, 0) if config.latent_size else (config.num_kv_heads, config.head_size)
-        return ModelKV(config.num_attention_layers, *heads, config.latent_size, compute=config.compute)
+        return _read_model(name)
     raise InvalidArgumentError(
         f"unknown model {name!r}; known are {', '.join(MODELS)}. For another model give the path of its "
         "config.json, or --num-layers, --num-kv-heads and --head-size"
@@ -243,37 +241,8 @@ class _ModelConfig(msgspec.Struct, kw_only=True):
     num_experts_per_tok: _Count | None = None
     text_config: "_ModelConfig | None" = None
 
-    @property
-    def num_attention_layers(self) -> int:
-        if self.layer_types is None:
-            return self.num_hidden_layers
-        return sum(kind in _ATTENTION_LAYERS for kind in self.layer_types)
 
-    @property
-    def num_kv_heads(self) -> int:
-        heads = self.num_key_value_heads
-        return self.num_attention_heads if heads is None else heads
-
-    @property
-    def head_size(self) -> int:
-        return self.head_dim or self.hidden_size // max(1, self.num_attention_heads)
-
-    @property
-    def latent_size(self) -> int:
-        return 0 if self.kv_lora_rank is None else self.kv_lora_rank + (self.qk_rope_head_dim or 0)
-
-    @property
-    def compute(self) -> ModelCompute | None:
-        if self.latent_size or self.num_attention_layers != self.num_hidden_layers:
-            return None
-        experts = self.num_experts_per_tok
-        size = self.intermediate_size if experts is None else self.moe_intermediate_size
-        return ModelCompute(
-            self.hidden_size, self.num_attention_heads, size or self.intermediate_size, experts or 1
-        )
-
-
-def _read_config(path: str) -> _ModelConfig:
+def _read_model(path: str) -> ModelKV:
     """Read a `config.json`, or that of a folder, such as a downloaded model of Hugging Face.
 
     Raises:
@@ -285,10 +254,22 @@ def _read_config(path: str) -> _ModelConfig:
     except (OSError, *UNDECODABLE) as error:
         raise InvalidArgumentError(f"cannot read the model configuration {str(file)!r}: {error}") from error
     config = config.text_config or config
-    has_kv = config.latent_size > 0 or config.num_kv_heads * config.head_size > 0
-    if config.num_attention_layers < 1 or not has_kv:
+    num_layers, num_heads = config.num_hidden_layers, config.num_attention_heads
+    if config.layer_types is not None:
+        num_layers = sum(kind in _ATTENTION_LAYERS for kind in config.layer_types)
+    latent_size = 0 if config.kv_lora_rank is None else config.kv_lora_rank + (config.qk_rope_head_dim or 0)
+    num_kv_heads, head_size = 0, 0
+    if not latent_size:
+        num_kv_heads = num_heads if config.num_key_value_heads is None else config.num_key_value_heads
+        head_size = config.head_dim or config.hidden_size // max(1, num_heads)
+    if num_layers < 1 or not (latent_size or num_kv_heads * head_size):
         raise InvalidArgumentError(
             f"{str(file)!r} has no num_hidden_layers, or no heads of attention; "
             "give --num-layers, --num-kv-heads and --head-size instead"
         )
-    return config
+    compute = None
+    if not latent_size and num_layers == config.num_hidden_layers:
+        size = None if config.num_experts_per_tok is None else config.moe_intermediate_size
+        size = size or config.intermediate_size
+        compute = ModelCompute(config.hidden_size, num_heads, size, config.num_experts_per_tok or 1)
+    return ModelKV(num_layers, num_kv_heads, head_size, latent_size, compute=compute)

@@ -1,8 +1,7 @@
 """`ReplayDriver`: times and counts a clock's calls to a manager, its tiers and its host pool."""
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
+from time import perf_counter_ns
 
 import numpy as np
 
@@ -100,7 +99,6 @@ class ReplayDriver:
         replay_retention: sets the manager's retention; None if it has none.
         tiers: the lower tiers of the manager's pool; None for none.
         swap: swaps preempted requests out if its rule says so; None to recompute all of them.
-        clock_ns: time in nanoseconds, for the duration of calls.
     """
 
     def __init__(
@@ -112,7 +110,6 @@ class ReplayDriver:
         replay_retention: ReplayRetention | None = None,
         tiers: ReplayTiers | None = None,
         swap: HostSwap | None = None,
-        clock_ns: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         self.manager = manager
         self.tally = tally
@@ -120,7 +117,6 @@ class ReplayDriver:
         self.swap = swap
         self._retention = replay_retention
         self._time = ReplayTime() if replay_time is None else replay_time
-        self._clock_ns = clock_ns
         if tiers is not None:
             tally.report.tiers = tiers.reports
 
@@ -141,7 +137,7 @@ class ReplayDriver:
 
         Sets `request.step_ends`.
         """
-        start = self._clock_ns()
+        start = perf_counter_ns()
         prefix = self.manager.get_computed_blocks(request, request.max_hit_tokens)
         request.step_ends = self.manager.list_step_ends(request, prefix)
         found = FoundPrefix(prefix)
@@ -149,7 +145,7 @@ class ReplayDriver:
             hit = self.tiers.find(request, prefix)
             if hit.num_tokens:
                 found = FoundPrefix(prefix, hit)
-        self.tally.look_up_ns.append(self._clock_ns() - start)
+        self.tally.look_up_ns.append(perf_counter_ns() - start)
         return found
 
     def note_hit(self, request: ReplayRequest, found: FoundPrefix) -> None:
@@ -166,7 +162,7 @@ class ReplayDriver:
         """
         if self.tiers is None or found.tier_hit is None:
             return self.allocate(request, num_new_tokens, found.prefix)
-        start = self._clock_ns()
+        start = perf_counter_ns()
         has_room = self.tiers.begin(request, found.tier_hit, found.prefix, num_new_tokens)
         self._end_allocation(start)
         return has_room
@@ -181,7 +177,7 @@ class ReplayDriver:
         Returns:
             False, with nothing changed, if the tokens do not fit.
         """
-        start = self._clock_ns()
+        start = perf_counter_ns()
         has_room = (
             self.manager.allocate_slots(
                 request, num_new_tokens, prefix, full_sequence_must_fit=prefix is not None
@@ -192,7 +188,7 @@ class ReplayDriver:
         return has_room
 
     def _end_allocation(self, start_ns: int) -> None:
-        self.tally.allocate_ns.append(self._clock_ns() - start_ns)
+        self.tally.allocate_ns.append(perf_counter_ns() - start_ns)
         # Each allocation is a step of its own: the next one may start with blocks that this one writes.
         self.manager.take_block_copies()
         self.tally.note_in_use(self.num_blocks_in_use)
@@ -241,9 +237,9 @@ class ReplayDriver:
             if len(block_ids):
                 self.tally.note_table(len(block_ids), 1 + int(np.count_nonzero(np.diff(block_ids) != 1)))
             num_blocks += len(block_ids)
-        start = self._clock_ns()
+        start = perf_counter_ns()
         self.manager.free(request)
-        self.tally.free_ns.append(self._clock_ns() - start)
+        self.tally.free_ns.append(perf_counter_ns() - start)
         return num_blocks
 
     def finish(self, mean_blocks_in_use: float) -> ReplayReport:

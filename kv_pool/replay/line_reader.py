@@ -3,16 +3,17 @@
 import gzip
 import lzma
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from io import BufferedReader, RawIOBase
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, Any, TypeVar
 
 import msgspec
 
 from kv_pool.core.arguments import as_count
-from kv_pool.errors import TraceError, describe_install
+from kv_pool.errors import TraceError
 from kv_pool.foreign_bytes import BYTE_ORDER_MARK, UNDECODABLE
+from kv_pool.replay.trace_writer import import_zstd
 
 XZ_MEMORY_LIMIT = 256 << 20
 """Memory limit in bytes for decompressing .xz; `xz -9` needs 65 MiB, the format allows 4 GiB."""
@@ -78,21 +79,16 @@ def decompress(raw: IO[bytes], path: Path) -> Iterator[IO[bytes]]:
     magic = raw.read(6)
     raw.seek(0)
     if magic[:2] == b"\x1f\x8b":
-        with gzip.open(raw) as content:
-            yield BufferedReader(_Pieces(content.read1), _BUFFER)
+        content: Any = gzip.open(raw)  # noqa: SIM115, closed below
     elif magic == b"\xfd7zXZ\x00":
-        yield BufferedReader(_Pieces(_XzContent(raw).read1), _BUFFER)
+        content = nullcontext(_XzContent(raw))
     elif magic[:4] == b"\x28\xb5\x2f\xfd":
-        try:
-            from backports import zstd
-        except ImportError as error:
-            raise TraceError(
-                f"{path}: reading .zst needs backports.zstd: {describe_install('lab')}"
-            ) from error
-        with zstd.open(raw) as content:
-            yield BufferedReader(_Pieces(content.read1), _BUFFER)
+        content = import_zstd(path, "reading").open(raw)
     else:
         yield raw
+        return
+    with content as decompressed:
+        yield BufferedReader(_Pieces(decompressed.read1), _BUFFER)
 
 
 MAX_LINE_BYTES = 64 << 20

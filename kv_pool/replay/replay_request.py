@@ -59,25 +59,6 @@ class ReplayRequest:
     mm_features = None
     cache_salt = None
 
-    __slots__ = (
-        "arrival_ms",
-        "block_hashes",
-        "block_size",
-        "input_length",
-        "max_hit_tokens",
-        "num_cacheable_blocks",
-        "num_computed_tokens",
-        "num_output_left",
-        "num_prompt_tokens",
-        "num_tokens",
-        "prompt_ids",
-        "request_id",
-        "session_id",
-        "step_ends",
-        "tenant",
-        "tokens_per_id",
-    )
-
     def __repr__(self) -> str:
         return (
             f"<ReplayRequest {self.request_id!r}: {self.num_tokens} tokens, {self.num_prompt_tokens} of the "

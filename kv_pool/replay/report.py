@@ -4,7 +4,7 @@ import csv
 import platform
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from math import fsum
@@ -16,6 +16,7 @@ import msgspec
 from kv_pool.core.mode import COMPILED
 from kv_pool.errors import TraceError
 from kv_pool.replay.request_outcomes import BreakdownRow
+from kv_pool.replay.trace_writer import writing
 from kv_pool.version import __version__
 
 
@@ -267,19 +268,19 @@ def read_reports(path: str) -> list[ReplayReport]:
 def write_json(report: object, path: str) -> None:
     """Write a report, or a list of reports, as indented JSON. Raises TraceError if that fails."""
     text = encode_json(report)
-    try:
-        with open(path, "wb") as file:
-            file.write(text + b"\n")
-    except OSError as error:
-        raise TraceError(f"{path}: cannot write the report: {error.strerror}") from error
+    with writing(path, "the report"), open(path, "wb") as file:
+        file.write(text + b"\n")
 
 
-def write_csv_rows(path: str, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Write a table as CSV. Text of undecodable file names is written as its bytes. Raises TraceError."""
-    try:
-        with open(path, "w", newline="", encoding="utf-8", errors="surrogateescape") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(header)
-            writer.writerows(rows)
-    except OSError as error:
-        raise TraceError(f"{path}: cannot write the table: {error.strerror}") from error
+def write_csv_rows(path: str, rows: Sequence[Mapping[str, object]]) -> None:
+    """Write one or more rows with the same columns as CSV. Raises TraceError.
+
+    Text of undecodable file names is written as its bytes.
+    """
+    with (
+        writing(path, "the table"),
+        open(path, "w", newline="", encoding="utf-8", errors="surrogateescape") as file,
+    ):
+        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)

@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from kv_pool.errors import InvalidArgumentError, TraceError
+from kv_pool.replay.trace_writer import writing
 
 
 class RequestOutcome(msgspec.Struct):
@@ -64,10 +65,8 @@ def write_outcomes(path: str) -> Iterator[OutcomeCallback]:
     """
     encode = msgspec.json.Encoder().encode
     failure: OSError | None = None
-    try:
+    with writing(path, "the requests"):
         file = open(path, "wb")  # noqa: SIM115, closed below
-    except OSError as error:
-        raise TraceError(f"{path}: cannot write the requests: {error.strerror}") from error
 
     def write(outcome: RequestOutcome) -> None:
         nonlocal failure
@@ -166,16 +165,13 @@ class Breakdown:
                 self._add_part(first, outcome, first, end)
                 first, end = end, 2 * end
         else:
-            self._add_part(self._get_key(outcome), outcome, 0, _NO_END)
-
-    def _get_key(self, outcome: RequestOutcome) -> _Key:
-        if self.kind == "session":
-            return outcome.session_id
-        if self.kind == "turn":
-            return outcome.turn
-        if self.kind == "tenant":
-            return outcome.tenant
-        return int(outcome.arrival_ms // _MS_PER_MINUTE)
+            keys: dict[str, _Key] = {
+                "session": outcome.session_id,
+                "turn": outcome.turn,
+                "tenant": outcome.tenant,
+                "minute": int(outcome.arrival_ms // _MS_PER_MINUTE),
+            }
+            self._add_part(keys[self.kind], outcome, 0, _NO_END)
 
     def _add_part(self, key: _Key, outcome: RequestOutcome, first: int, end: int) -> None:
         """Count the tokens `first` to `end` - 1 of a prompt. A block is in the part in which it begins."""

@@ -1,6 +1,6 @@
 """`ReplaySettings`: the settings of a replay, each declared once with its command-line option."""
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Annotated
@@ -247,10 +247,17 @@ class ReplaySettings:
                 "lower tiers only; leave their defaults, or choose another policy"
             )
 
-    def list_changed(self) -> list[str]:
-        """Return the names of the settings, the engine's included, that do not have their default."""
+    def check_used(self, used: Container[str], reader: str, why: str) -> None:
+        """Raise InvalidArgumentError if a setting of the replay or the engine is changed, and not in `used`.
+
+        Args:
+            reader, why: for the message: what ignores the other settings, and the reason.
+        """
         usual = ReplaySettings(self.trace, self.num_blocks).describe()
-        return [name for name, value in self.describe().items() if value != usual.get(name)]
+        changed = [name for name, value in self.describe().items() if value != usual.get(name)]
+        ignored = ", ".join(name for name in changed if name not in used)
+        if ignored:
+            raise InvalidArgumentError(f"{reader} ignores {ignored}: {why}")
 
     def open_trace(self) -> Trace:
         """Open the trace. Raises TraceError."""

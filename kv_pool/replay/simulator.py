@@ -40,16 +40,14 @@ def run_replay(
     on_progress: Callable[[Progress], None] | None = None,
     feed: EventFeed | None = None,
     on_outcome: OutcomeCallback | None = None,
-    clock: Callable[[], float] = monotonic,
     policy: PolicyChoice | None = None,
 ) -> ReplayReport:
     """Replay a trace through a new pool and manager.
 
     Args:
-        on_progress: called about ten times per second of `clock`.
+        on_progress: called about ten times per second.
         feed: publishes the pool's events, after each request and at the end; None turns events off.
         on_outcome: called with the outcome of each request when the request ends.
-        clock: time in seconds, for `on_progress`.
         policy: a cache policy that is already found; None for that of the settings.
     Raises:
         TraceError: the trace cannot be read.
@@ -117,9 +115,9 @@ def run_replay(
 
     def show_progress() -> None:
         nonlocal next_progress, share
-        if on_progress is None or clock() < next_progress:
+        if on_progress is None or monotonic() < next_progress:
             return
-        next_progress = clock() + _SECONDS_BETWEEN_PROGRESS
+        next_progress = monotonic() + _SECONDS_BETWEEN_PROGRESS
         num_requests = report.requests
         read = max(trace.position, num_requests / settings.limit if settings.limit else 0.0)
         num_done = num_requests - (0 if trace_clock is None else trace_clock.num_unfinished)

@@ -52,15 +52,13 @@ class Tally:
         report.requests += 1
         report.tokens_in += request.input_length
         report.blocks_looked_up += request.num_cacheable_blocks
-        if self._on_outcome:
-            self._open_outcome(request)
+        self._open_outcome(request)
         if num_blocks_alone <= report.num_blocks:
             return True
         report.refused_requests += 1
-        outcome = self._open.pop(request.request_id, None)
-        if outcome is not None:
-            outcome.outcome = "refused"
-            self._notify(outcome)
+        outcome = self._open.pop(request.request_id)
+        outcome.outcome = "refused"
+        self._notify(outcome)
         if not self.smallest_refused or num_blocks_alone < self.smallest_refused:
             self.smallest_refused = num_blocks_alone
         return False
@@ -76,10 +74,9 @@ class Tally:
         report.blocks_hit += num_blocks
         report.tokens_hit += num_tokens
         self._sum_request_hit_rates += num_tokens / request.input_length
-        outcome = self._open.get(request.request_id)
-        if outcome is not None:
-            outcome.blocks_hit, outcome.tokens_hit = num_blocks, num_tokens
-            outcome.tokens_hit_in_tiers = max(0, num_tokens - num_found_on_device)
+        outcome = self._open[request.request_id]
+        outcome.blocks_hit, outcome.tokens_hit = num_blocks, num_tokens
+        outcome.tokens_hit_in_tiers = max(0, num_tokens - num_found_on_device)
 
     def note_in_use(self, num_blocks: int) -> None:
         """Update the peak of blocks in use after an allocation."""
@@ -93,8 +90,7 @@ class Tally:
     def note_preemption(self, request: ReplayRequest) -> None:
         """Count the preemption of a running request."""
         self.report.preempted += 1
-        if request.request_id in self._open:
-            self._open[request.request_id].preempted += 1
+        self._open[request.request_id].preempted += 1
 
     def note_end(
         self, request: ReplayRequest, num_blocks: int, end_ms: float, waited_ms: float | None
@@ -102,11 +98,10 @@ class Tally:
         """Count the end of a request with `num_blocks` in its tables, and its waiting time if any."""
         if waited_ms is not None:
             self._waits_ms.append(waited_ms)
-        outcome = self._open.pop(request.request_id, None)
-        if outcome is not None:
-            outcome.tokens_out = request.num_tokens - request.num_prompt_tokens
-            outcome.blocks, outcome.waited_ms, outcome.end_ms = num_blocks, waited_ms or 0.0, end_ms
-            self._notify(outcome)
+        outcome = self._open.pop(request.request_id)
+        outcome.tokens_out = request.num_tokens - request.num_prompt_tokens
+        outcome.blocks, outcome.waited_ms, outcome.end_ms = num_blocks, waited_ms or 0.0, end_ms
+        self._notify(outcome)
 
     def _open_outcome(self, request: ReplayRequest) -> None:
         turn = None

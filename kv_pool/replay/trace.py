@@ -89,7 +89,7 @@ class _Record(msgspec.Struct):
     tenant: object = None
 
 
-class Trace:
+class Trace(LineReader):
     """A trace file. Each iteration reads it from the start.
 
     Args:
@@ -107,7 +107,6 @@ class Trace:
         num_broken: number of broken lines in the last iteration.
         first_broken: the error message of the first broken line, or None.
         position: share of the file read in the current iteration, 0 to 1.
-        lines: reads the lines.
 
     Raises:
         TraceError: the file is missing, its compression or records are unknown, or the block size cannot be
@@ -128,9 +127,7 @@ class Trace:
         self._ms_per_unit = find_ms_per_unit(timestamp_unit)
         if block_size is not None and block_size < 1:
             raise InvalidArgumentError(f"the trace's block size is {block_size}; it must be 1 token or more")
-        self.path = find_trace(path)
-        self.skip_broken = skip_broken
-        self.lines = LineReader(self.path, max_line_bytes, max_decompressed_bytes, skip_broken=skip_broken)
+        super().__init__(find_trace(path), max_line_bytes, max_decompressed_bytes, skip_broken=skip_broken)
         self.block_size = block_size
         self._is_checked = False
         self.block_size = self._check_first_lines()
@@ -142,7 +139,7 @@ class Trace:
 
     def digest(self) -> str:
         """Return the SHA-256 of the file as stored, in hex."""
-        with self.lines.open() as file:
+        with self.open() as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def __iter__(self) -> Iterator[TraceRequest]:
@@ -157,24 +154,9 @@ class Trace:
             try:
                 return self._parse(record, line), text
             except ValueError as error:  # without the hint that this may be no trace
-                raise self.lines.make_error(line, str(error)) from error
+                raise self.make_error(line, str(error)) from error
 
-        return self.lines.read(
-            parse,
-            f"; a trace has one JSON object per line, such as {_EXAMPLE_LINE}",
-        )
-
-    @property
-    def num_broken(self) -> int:
-        return self.lines.num_broken
-
-    @property
-    def first_broken(self) -> str | None:
-        return self.lines.first_broken
-
-    @property
-    def position(self) -> float:
-        return self.lines.position
+        return self.read(parse, f"; a trace has one JSON object per line, such as {_EXAMPLE_LINE}")
 
     def _parse(self, record: _Record, line: int) -> TraceRequest:
         """Return the request of a line. Raises ValueError, also with a number of ids that does not fit."""
@@ -212,54 +194,41 @@ class Trace:
             None if record.tenant is None else str(record.tenant),
         )
 
-    def _warn_of_times(self, arrivals_ms: list[float]) -> None:
-        why = describe_suspicious_times(arrivals_ms)
-        if why is not None and f"{self.path} {why}" not in _warned:
-            _warned.add(f"{self.path} {why}")
-            _logger.warning("%s: %s", self.path, why)
+    def _check_first_lines(self) -> int | None:
+        """Determine the kind of the trace and, unless given, its block size.
 
-    def _read_first(self) -> Iterator[TraceRequest]:
-        """Yield the first requests; with a block size, up to a broken line behind the first one."""
-        has_any = False
+        With a block size, a broken line behind the first one ends the check; it is an error when it is read.
+        """
+        arrivals_ms: list[float] = []
+        shapes: list[tuple[int, int]] = []
         try:
             for request in islice(self, _LINES_TO_INFER_FROM):
-                yield request
-                has_any = True
+                arrivals_ms.append(request.arrival_ms)
+                if request.hash_ids is not None:
+                    shapes.append((request.input_length, len(request.hash_ids)))
         except TraceError:
-            if self.block_size is None or not has_any:
+            if self.block_size is None or not arrivals_ms:
                 raise
-
-    def _check_first_lines(self) -> int | None:
-        """Determine the kind of the trace and, unless given, its block size."""
-        num_fitting = dict.fromkeys(_CANDIDATE_BLOCK_SIZES, 0)
-        seen = 0
-        with_ids = 0
-        arrivals_ms: list[float] = []
-        for request in self._read_first():
-            seen += 1
-            arrivals_ms.append(request.arrival_ms)
-            if request.hash_ids is not None:
-                with_ids += 1
-                for size in num_fitting:
-                    num_fitting[size] += _fits(request.input_length, len(request.hash_ids), size)
-        self._warn_of_times(arrivals_ms)
-        if not seen:
+        if not arrivals_ms:
             why = f"; the first broken line: {self.first_broken}" if self.first_broken else ""
             raise TraceError(f"{self.path}: the file contains no request{why}")
-        if not with_ids:
-            return None
-        if self.block_size is not None:
-            return self.block_size
+        warning = describe_suspicious_times(arrivals_ms)
+        if warning is not None and f"{self.path} {warning}" not in _warned:
+            _warned.add(f"{self.path} {warning}")
+            _logger.warning("%s: %s", self.path, warning)
+        if not shapes or self.block_size is not None:
+            return self.block_size if shapes else None
+        num_fitting = {size: sum(_fits(*shape, size) for shape in shapes) for size in _CANDIDATE_BLOCK_SIZES}
         # If broken lines are skipped, a line with a wrong count must not decide.
-        wanted = with_ids
-        if self.skip_broken and 2 * max(num_fitting.values()) > with_ids:
+        wanted = len(shapes)
+        if self.skip_broken and 2 * max(num_fitting.values()) > wanted:
             wanted = max(num_fitting.values())
         candidates = [size for size, fitting in num_fitting.items() if fitting == wanted]
         if len(candidates) != 1:
             found = ", ".join(map(str, candidates)) or "no power of two"
             raise TraceError(
-                f"{self.path}: the tokens per hash id cannot be inferred from the first {seen} requests "
-                f"({found} would fit); give --trace-block-size"
+                f"{self.path}: the tokens per hash id cannot be inferred from the first {len(arrivals_ms)} "
+                f"requests ({found} would fit); give --trace-block-size"
             )
         return candidates[0]
 

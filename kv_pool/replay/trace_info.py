@@ -1,9 +1,10 @@
 """`describe_trace`: the figures of a trace that do not depend on a pool."""
 
 from array import array
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from itertools import takewhile
+from itertools import accumulate, takewhile
 
 import msgspec
 
@@ -241,12 +242,6 @@ def summarize_counts(counts: dict[float, int]) -> Percentiles:
         return Percentiles()
     ordered = sorted(counts.items())
     mean = sum(value * count for value, count in ordered) / num_values
-    found = []
-    at = num_below = 0
-    for percent in (10, 50, 90, 99, 100):
-        rank = max(1, -(-num_values * percent // 100))
-        while num_below + ordered[at][1] < rank:
-            num_below += ordered[at][1]
-            at += 1
-        found.append(ordered[at][0])
-    return Percentiles(num_values, mean, *found)
+    num_up_to = list(accumulate(count for _, count in ordered))
+    ranks = (max(1, -(-num_values * percent // 100)) for percent in (10, 50, 90, 99, 100))
+    return Percentiles(num_values, mean, *(ordered[bisect_left(num_up_to, rank)][0] for rank in ranks))

@@ -51,6 +51,15 @@ def find_obstacle(path: str) -> str | None:
 
 
 @contextmanager
+def writing(path: str, what: str) -> Iterator[None]:
+    """Raise an OSError of the `with` block as a TraceError: `what` cannot be written to `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise TraceError(f"{path}: cannot write {what}: {error.strerror or error}") from error
+
+
+@contextmanager
 def open_trace_writer(path: str) -> Iterator[WriteLine]:
     """Create a trace file and yield a function that writes one line to it.
 
@@ -65,20 +74,28 @@ def open_trace_writer(path: str) -> Iterator[WriteLine]:
     is_device = Path(path).exists() and not Path(path).is_file()
     written = path if is_device else f"{path}.{os.getpid()}.part"
     try:
-        with open_stream(path, written) as file:
-            encode = msgspec.json.Encoder().encode
+        with writing(path, "the trace"):
+            with open_stream(path, written) as file:
+                encode = msgspec.json.Encoder().encode
 
-            def write(line: object) -> None:
-                file.write(encode(line) + b"\n")
+                def write(line: object) -> None:
+                    file.write(encode(line) + b"\n")
 
-            yield write
-        if not is_device:
-            os.replace(written, path)
-    except OSError as error:
-        raise TraceError(f"{path}: cannot write the trace: {error.strerror or error}") from error
+                yield write
+            if not is_device:
+                os.replace(written, path)
     finally:
         if not is_device:
             Path(written).unlink(missing_ok=True)
+
+
+def import_zstd(path: str | Path, doing: str) -> Any:
+    """Return the module that reads and writes .zst. Raises TraceError if it is not installed."""
+    try:
+        from backports import zstd
+    except ImportError as error:
+        raise TraceError(f"{path}: {doing} .zst needs backports.zstd: {describe_install('lab')}") from error
+    return zstd
 
 
 @contextmanager
@@ -98,12 +115,7 @@ def open_stream(path: str, written: str, *, append: bool = False) -> Iterator[IO
             with lzma.open(raw, "wb") as packed:
                 yield packed
         elif suffix == ".zst":
-            try:
-                from backports import zstd
-            except ImportError as error:
-                raise TraceError(
-                    f"{path}: writing .zst needs backports.zstd: {describe_install('lab')}"
-                ) from error
+            zstd = import_zstd(path, "writing")
             # With a checksum, like the zstd command: a damaged file is noticed.
             with zstd.open(raw, "wb", options={zstd.CompressionParameter.checksum_flag: 1}) as packed:
                 yield packed
@@ -189,9 +201,8 @@ def open_parts(pattern: str) -> Iterator[PartFiles]:
         raise TraceError(f"{pattern}: cannot write the parts: {obstacle}")
     parts = PartFiles(pattern)
     try:
-        yield parts
-    except OSError as error:
-        raise TraceError(f"{pattern}: cannot write the parts: {error.strerror or error}") from error
+        with writing(pattern, "the parts"):
+            yield parts
     finally:
         for written in parts.written.values():
             Path(written).unlink(missing_ok=True)

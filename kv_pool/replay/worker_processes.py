@@ -1,13 +1,16 @@
-"""`WorkerProcesses`: a `concurrent.futures.Executor` of processes that end at once when the caller ends."""
+"""`WorkerProcesses`: a `concurrent.futures.Executor` of processes that end at once when the caller ends.
+
+`open_executor` opens these, or the workers of a Dask or Ray cluster.
+"""
 
 import logging
 import multiprocessing
 import os
 import signal
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
@@ -15,7 +18,14 @@ from threading import Lock
 from typing import Any, ParamSpec, TypeVar
 
 from kv_pool.core.arguments import as_count
-from kv_pool.errors import KVPoolError, OutOfThreadsError, WorkerLostError
+from kv_pool.errors import (
+    InvalidArgumentError,
+    KVPoolError,
+    MissingDependencyError,
+    OutOfThreadsError,
+    WorkerLostError,
+    describe_install,
+)
 from kv_pool.threads import start_thread, submit
 
 _Result = TypeVar("_Result")
@@ -163,15 +173,15 @@ def work(pipe: Connection) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _list_signals() - {signal.SIGINT})
     logging.getLogger("kv_pool.replay.trace").setLevel(logging.ERROR)  # the caller has opened the trace
     logging.getLogger("kv_pool.core.policy_host").setLevel(logging.CRITICAL)  # the replay raises the error
-    calls: SimpleQueue[_Call] = SimpleQueue()
     try:
-        start_thread(_NAME, _receive, pipe, calls)
+        start_thread(_NAME, _end_with_caller)
     except OutOfThreadsError as error:
         pipe.send(error)
-        _receive(pipe, calls)  # until the error has been read and the pipe closes
+        while True:  # until the error has been read and the pipe closes
+            _receive(pipe)
     while True:
-        function, arguments, options = calls.get()
         try:
+            function, arguments, options = _receive(pipe)
             pipe.send(function(*arguments, **options))
         except Exception as error:
             if not isinstance(error, KVPoolError):
@@ -179,21 +189,113 @@ def work(pipe: Connection) -> None:
             pipe.send(error)
 
 
-def _receive(pipe: Connection, calls: "SimpleQueue[_Call]") -> None:
-    """Queue the calls that arrive. End this process when the pipe closes, as the caller has ended."""
-    while True:
-        try:
-            call: _Call = pipe.recv()
-        except (EOFError, OSError):
-            os._exit(1)
-        except Exception as error:  # such as a module that only the caller can import
-            call = (_raise, (error,), {})
-        calls.put(call)
+def _receive(pipe: Connection) -> _Call:
+    """Return the next call. End this process when the pipe closes.
+
+    Raises:
+        Exception: the call cannot be read, such as one of a module that only the caller can import.
+    """
+    try:
+        call: _Call = pipe.recv()
+    except (EOFError, OSError):
+        os._exit(1)
+    return call
 
 
-def _raise(error: Exception) -> None:
-    raise error
+def _end_with_caller() -> None:
+    caller = multiprocessing.parent_process()
+    assert caller is not None
+    caller.join()
+    os._exit(1)
 
 
 def _list_signals() -> set[signal.Signals]:
     return {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+
+
+CONNECT_S = 30
+"""Seconds to wait for an answer of a cluster."""
+
+
+@contextmanager
+def open_executor(address: str | None, num_processes: int) -> Iterator[Executor]:
+    """Yield an executor, and end it or disconnect from it at the end.
+
+    Args:
+        address: dask://HOST:PORT of a Dask scheduler, ray://HOST:PORT of a Ray Client server, or None for
+            local processes.
+        num_processes: number of local processes.
+    Raises:
+        InvalidArgumentError: the address is none of these.
+        MissingDependencyError: the package of the cluster is not installed.
+        WorkerLostError: the cluster does not answer.
+    """
+    if address is None:
+        with WorkerProcesses(num_processes) as workers:
+            yield workers
+        return
+    kind, _, place = address.partition("://")
+    if kind not in ("dask", "ray") or ":" not in place:
+        raise InvalidArgumentError(
+            f"{address!r} is not an address such as dask://HOST:8786 or ray://HOST:10001"
+        )
+    with _connect_to_dask(place) if kind == "dask" else _connect_to_ray(address) as executor:
+        yield executor
+
+
+@contextmanager
+def _connect_to_dask(place: str) -> Iterator[Executor]:
+    try:
+        from distributed import Client
+    except ImportError as error:
+        raise MissingDependencyError(f"dask:// needs distributed: {describe_install('dask')}") from error
+    try:
+        client = Client(f"tcp://{place}", timeout=CONNECT_S, set_as_default=False)
+    except (OSError, ValueError) as error:  # a timeout is an OSError
+        raise WorkerLostError(f"no Dask scheduler answers at {place}: {error}") from error
+    with client:
+        yield client.get_executor(pure=False)
+
+
+@contextmanager
+def _connect_to_ray(address: str) -> Iterator[Executor]:
+    try:
+        import ray
+    except ImportError as error:
+        raise MissingDependencyError(f"ray:// needs Ray: {describe_install('ray')}") from error
+    try:
+        connection = ray.init(address, log_to_driver=False, logging_level="ERROR")
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise WorkerLostError(
+            f"no Ray cluster answers at {address}: {error}. A cluster with token authentication also needs "
+            "its token in RAY_AUTH_TOKEN"
+        ) from error
+    with connection:
+        yield RayExecutor()
+
+
+class RayExecutor(Executor):
+    """Runs each job as a Ray task, which takes one CPU.
+
+    `ray.init` must have been called. Each task may run in another process; jobs are pickled by cloudpickle.
+    """
+
+    def __init__(self) -> None:
+        import ray
+
+        self._call = ray.remote(_call)
+
+    def submit(
+        self,
+        fn: Callable[_Arguments, _Result],
+        /,
+        *args: _Arguments.args,
+        **kwargs: _Arguments.kwargs,
+    ) -> "Future[_Result]":
+        """Start a task that calls `fn(*args, **kwargs)`."""
+        future: Future[_Result] = self._call.remote(fn, args, kwargs).future()
+        return future
+
+
+def _call(function: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    return function(*arguments, **options)

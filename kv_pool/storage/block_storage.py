@@ -7,11 +7,12 @@ from typing import Any, cast
 
 import numpy as np
 
-from kv_pool.errors import CopyFailedError, InvalidArgumentError, InvalidBlockError
+from kv_pool.errors import CopyFailedError, InvalidArgumentError
 from kv_pool.ids import BlockId
 from kv_pool.storage.copy_cpu import copy_on_cpu
 from kv_pool.storage.move_plan import Moves, parse_moves, split_rounds
 from kv_pool.storage.segments import IntArray, Segment, SegmentTable, split_alike
+from kv_pool.storage.spans import make_block_ids
 from kv_pool.storage.tensors import find_device, find_dtype, find_memory, find_strides_bytes
 
 CopyBlocks = Callable[[SegmentTable, SegmentTable, IntArray, IntArray], None]
@@ -238,7 +239,7 @@ class BlockStorage:
         Raises:
             InvalidBlockError: the id is out of range.
         """
-        self._check_block(block_id)
+        make_block_ids([block_id], self.num_blocks)
         host = make_host_buffer(self.block_bytes, 1, self.block_format)
         self.copy_to(host, [(block_id, 0)])
         array: bytes = host.segments.owners[0].tobytes()
@@ -251,7 +252,7 @@ class BlockStorage:
             InvalidBlockError: the id is out of range.
             InvalidArgumentError: `data` does not have `block_bytes` bytes. In both cases nothing was written.
         """
-        self._check_block(block_id)
+        make_block_ids([block_id], self.num_blocks)
         array = np.frombuffer(data, np.uint8)
         if array.nbytes != self.block_bytes:
             raise InvalidArgumentError(f"data has {array.nbytes} bytes; a block has {self.block_bytes}")
@@ -267,10 +268,6 @@ class BlockStorage:
             if self._copy_stream is not None:
                 self._copy_stream.synchronize()
             torch.cuda.current_stream(self.device).synchronize()
-
-    def _check_block(self, block_id: BlockId) -> None:
-        if not 0 <= block_id < self.num_blocks:
-            raise InvalidBlockError(f"block {block_id} is not one of 0 to {self.num_blocks - 1}")
 
 
 def find_copy(device: str) -> CopyBlocks:

@@ -94,37 +94,6 @@ def test_broken_policy_is_named_and_others_go_on(folder):
     assert cells["sieve"][2].endswith("%")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("a.jsonl --blocks 12", "pass one or more traces, and --policies"),
-        ("--policies sieve --blocks 12", "pass one or more traces, and --policies"),
-        ("a.jsonl --policies sieve", "pass the capacity either as --blocks or as --memory"),
-        ("a.jsonl --policies nothing --blocks 12", "there is no cache policy 'nothing'"),
-        ("a.jsonl nowhere --policies sieve --blocks 12", "nowhere: no such file"),
-        ("a.jsonl --policies sieve --blocks 12 --on slurm://a:1", "'slurm://a:1' is not an address such as"),
-        ("a.jsonl --again a.jsonl", "--again takes traces, policies and capacities from its file"),
-        ("--again a.jsonl", "a.jsonl: not the JSON of a comparison"),
-        ("a.jsonl --policies sieve --blocks 12 --csv no/c.csv", "no/c.csv: cannot write the report"),
-    ],
-)
-def test_invalid_options_are_one_line_and_status_2(folder, options, message):
-    done = compare(folder, *options.split(), *SIZES)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert message in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-
-
-@pytest.mark.slow
-def test_trace_clock_shows_no_optimum(folder):
-    options = "--policies sieve --blocks 30 --clock trace --png c.svg"
-    done = compare(folder, "a.jsonl", *options.split(), *SIZES)
-    assert done.returncode == 0, done.stderr
-    assert "no optimum: with the trace clock, running requests hold blocks" in done.stdout
-    assert "above the optimum" not in done.stdout
-    assert [cell[1] for cell in list_rows(done.stdout)] == ["LRU", "sieve", "infinite cache"]
-
-
 @pytest.mark.slow
 def test_bounds_are_called_bounds(folder):
     options = "--policies sieve --blocks 30 --convention ids_as_blocks_cap --png c.svg"

@@ -69,30 +69,3 @@ def test_sample_shows_standard_errors(folder):
     assert " of 120 requests, sampled by session; ± is one standard error" in done.stdout
     assert done.stdout.count("% ±") == 4
     assert "blocks in the sample" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--blocks 4 --memory 1GiB", "pass the capacity either as --blocks or as --memory"),
-        ("--memory 1GiB", "--memory needs either --model"),
-        ("--blocks some", "--blocks: 'some' is not a whole number"),
-        ("--blocks 0", "each of 1 block or more"),
-        ("--csv nowhere/curve.csv", "nowhere/curve.csv: cannot write the report: there is no folder"),
-        ("--sample 2", "the sample's rate is 2.0; it must be above 0 and below 1"),
-        ("--png curve.xyz", "curve.xyz: cannot write the picture"),
-    ],
-)
-def test_invalid_options_are_one_line(folder, options, message):
-    done = curve(folder, *options.split())
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-    assert not list(folder.glob("*.png"))
-
-
-def test_ids_that_name_no_prefix_are_an_error(folder):
-    write_trace(folder / "trace.jsonl", [record(16, [1, 2]), record(16, [3, 2])])
-    done = curve(folder)
-    assert done.returncode == 2
-    assert "kv-pool sweep replays such a trace" in done.stderr

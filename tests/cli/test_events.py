@@ -18,8 +18,7 @@ from events.pool_map import pool_map
 from rich.console import Console
 
 from kv_pool import AllBlocksCleared, BlockRemoved, BlockStored
-from kv_pool.cli.event_lines import LineFilter, make_lines
-from kv_pool.cli.events import MirrorTable
+from kv_pool.cli.events import LineFilter, MirrorTable, make_lines
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.events.batch import DecodedBatch
 from kv_pool.events.config import PublisherConfig
@@ -287,25 +286,3 @@ def test_terminal_output_has_colours_and_rates(publisher, options):
         assert running.wait(20) == 130
         assert running.stderr.read() == b""
     os.close(near)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("localhost:5557", "tcp://host:port"),
-        ("tcp://127.0.0.1:1 --kind moved", "one of stored, removed, cleared"),
-        ("tcp://127.0.0.1:1 tcp://127.0.0.1:2 --replay tcp://127.0.0.1:3", "one for each, or none"),
-        ("tcp://127.0.0.1:1 --mirror --json", "--mirror shows a table"),
-        ("tcp://127.0.0.1:1 --curve-secret-key mine.key_secret", "pass the publisher's --curve-server-key"),
-        ("tcp://127.0.0.1:1 --curve-server-key none.key", "server key none.key: "),
-        (
-            "tcp://127.0.0.1:1 --curve-server-key a.key --curve-server-key b.key",
-            "1 endpoints and 2 times --curve-server-key; pass one for each, or one for all",
-        ),
-    ],
-)
-def test_invalid_options_are_one_line(tmp_path, arguments, message):
-    done = kv_pool_command("events", *arguments.split(), cwd=tmp_path)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1

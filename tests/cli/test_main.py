@@ -1,4 +1,4 @@
-"""The entry point: help and user errors."""
+"""The entry point: help, version and what it needs."""
 
 import os
 import subprocess
@@ -7,78 +7,15 @@ from pathlib import Path
 
 import pytest
 from cli.kv_pool_command import kv_pool_command
-from replay.made_trace import record, write_trace
 
 import kv_pool
 from kv_pool.replay.capacity import MODELS
-
-TRACE = [record(24, [1, 2, 3]), record(32, [1, 2, 4, 5])]
-
-
-@pytest.fixture
-def folder(tmp_path):
-    write_trace(tmp_path / "trace.jsonl", TRACE)
-    write_trace(tmp_path / "short.jsonl", [record(8, [1])])
-    (tmp_path / "photo.jpg").write_bytes(b"\xff\xd8\xff\xe0" * 100)
-    return tmp_path
 
 
 def test_help_names_the_sub_commands(tmp_path):
     done = kv_pool_command("--help", cwd=tmp_path)
     assert done.returncode == 0
     assert all(name in done.stdout for name in ("replay", "sweep", "serve", "stats", "defrag", "info"))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("replay nowhere.jsonl --blocks 10", "nowhere.jsonl: no such file"),
-        ("replay photo.jpg --blocks 10", "photo.jpg:1: JSON is malformed"),
-        ("replay short.jsonl --blocks 10", "give --trace-block-size"),
-        ("replay trace.jsonl --trace-block-size 8 --blocks 2", "the smallest request needs 3"),
-        ("replay trace.jsonl --trace-block-size 8 --blocks 9 --clock wall", "unknown clock 'wall'"),
-        ("replay trace.jsonl --trace-block-size 8 --memory much --model llama-3-8b", "'much' is not a size"),
-        ("sweep trace.jsonl --trace-block-size 8 --blocks 2,9 --jobs 1", "the smallest request needs 3"),
-    ],
-)
-def test_user_errors_are_one_line_and_status_2(folder, arguments, message):
-    done = kv_pool_command(*arguments.split(), cwd=folder)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    (line,) = done.stderr.strip().splitlines()
-    assert line.startswith("error: ")
-    assert message in line
-
-
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        (
-            ".",
-            "this is a folder; give one of its files; bundled traces: ",
-        ),
-        ("-", "a trace is read more than once, so it cannot come from standard input or a pipe"),
-        ("/dev/stdin", "a trace is read more than once, so it cannot come from standard input or a pipe"),
-        (
-            "table.csv",
-            "table.csv:1: this is CSV, with the columns timestamp,input_length; kv-pool trace convert ",
-        ),
-    ],
-)
-def test_invalid_trace_error_describes_a_trace(folder, path, message):
-    (folder / "table.csv").write_text("timestamp,input_length\n0,24\n")
-    done = kv_pool_command("replay", path, "--blocks", "10", cwd=folder)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert message in done.stderr
-
-
-@pytest.mark.parametrize("arguments", ["replay trace.jsonl", "serve trace.jsonl --socket here.sock"])
-def test_ten_billion_blocks_are_refused_at_once(folder, arguments):
-    sizes = ("--trace-block-size", "8", "--blocks", "10000000000")
-    done = kv_pool_command(*arguments.split(), *sizes, cwd=folder)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "error: a pool of 10,000,000,001 blocks needs 1," in done.stderr
-    assert "GB are available" in done.stderr
 
 
 def test_module_runs_as_the_command_and_shows_the_version(tmp_path):

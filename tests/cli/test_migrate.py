@@ -116,7 +116,7 @@ def test_impossible_migration_is_one_line_and_status_2(folder):
     with node(folder, "a", "busy.jsonl", "--peer", "gone=127.0.0.1:1"):
         sequence_id, _ = wait_for_sequence("a")
         for arguments, message in (
-            (f"{sequence_id} gone", "127.0.0.1:1: cannot connect: Connection refused"),
+            (f"{sequence_id} gone", "127.0.0.1:1: cannot connect"),
             ("7 gone", f"sequence 7 has no blocks on node a; these have: {sequence_id}"),
             ("x gone", "'x' is not a sequence id of a GPUKVPool; give a number, or newest"),
             (f"{sequence_id} gone --max-rate fast", "'fast' is not a rate; write it as 100MB/s"),
@@ -155,27 +155,3 @@ def test_interrupted_migration_is_cancelled(folder):
                 pass
         assert list_ids("a") == [sequence_id]
         assert list_ids("b") == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--listen 127.0.0.1:0", "listen is an option of nodes"),
-        ("--peer b=127.0.0.1:1", "peer is an option of nodes, and a node needs a name; set name, too"),
-        ("--name a/b", "'a/b' is not a valid node name"),
-        ("--name a --peer b", "'b' is not a peer; write name=host:port"),
-        ("--name a --listen nowhere", "'nowhere' is not a node address"),
-        ("--name a --nodes nowhere.toml", "nowhere.toml: cannot read the nodes"),
-        ("--name a --registry b", "node 'b' is unknown"),
-        ("--name a --registry 127.0.0.1:1", "127.0.0.1:1: cannot connect"),
-        ("--name a --secret-file nowhere", "nowhere: cannot read the shared secret"),
-        ("--name a --block-bytes 0", "block_bytes: Expected `int` >= 1"),
-        ("--name a --max-rate 0", "the rate '0' is below 1 byte per second"),
-    ],
-)
-def test_invalid_node_is_one_line_and_status_2(folder, arguments, message):
-    done = ask(folder, "serve", "idle.jsonl", *SIZES, *arguments.split())
-    assert done.returncode == 2
-    line = done.stderr.strip().splitlines()[-1]  # behind a warning of the trace's times
-    assert line.startswith("error: ")
-    assert message in line

@@ -77,24 +77,3 @@ def test_named_models_have_flops(folder):
     check = json.loads((folder / "plan.json").read_text())["checks"][0]
     assert 1 < check["speedup_by_flops"] < check["speedup_by_tokens"]
     assert "times in FLOPs" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("", "a plan needs either --model, or --num-layers"),
-        (f"{SMALL} --memory 1KiB --target-hit-rate 0.2", "one goal, not target_hit_rate and memory_bytes"),
-        (f"{SMALL} --target-hit-rate 0.99", "no capacity has a token hit rate of 99.00%"),
-        (f"{SMALL} --memory 200", "hold 2 blocks of 8 tokens besides the null block"),
-        (f"{SMALL} --price gpu=1", "needs gpu, and either prefill or gpu-hour"),
-        (f"{SMALL} --block-sizes some", "--block-sizes: 'some' is not a whole number"),
-        (f"{SMALL} --json nowhere/plan.json", "there is no folder"),
-        (f"{SMALL} --png plan.xyz", "plan.xyz: cannot write the picture"),
-    ],
-)
-def test_invalid_options_are_one_line(folder, options, message):
-    done = plan(folder, options)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-    assert not list(folder.glob("*.png"))

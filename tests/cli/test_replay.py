@@ -96,32 +96,6 @@ def test_evicted_blocks_are_onboarded_from_tiers(folder):
     assert report["tiers"][0]["bytes_moved"] == 0
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--groups full,half", "'half' in groups 'full,half' is not a group; write full, window:TOKENS"),
-        ("--groups mamba --chunk-tokens 4", "a step of 4 prompt tokens is too short; it needs at least 8"),
-        ("--watermark 1", "watermark is 1.0; it is a share of the pool, 0 to below 1"),
-        ("--host-blocks 9 --clock trace", "--host-blocks needs --model or dimensions"),
-        ("--host-blocks 9 --model llama-3-8b", "which only the trace clock has"),
-        ("--host-tier 9 --clock trace", "with the trace clock --host-tier and --disk-tier need --model"),
-        ("--disk-tier 9 --tier-write never", "unknown tier_write 'never'; known are back, through"),
-        ("--disk-rate slow", "'slow' is not a size"),
-        ("--preempt never", "unknown preemption 'never'; known are cost, swap, recompute"),
-        ("--copy-rate fast", "'fast' is not a size"),
-        ("--copy-rate 0GB", "copy_bytes_per_s is 0; it must be above 0"),
-        ("--keep-sessions 60", "has no session_id"),
-        ("--model llama-3-8b --num-layers 3", "pass either --model, or --num-layers"),
-    ],
-)
-def test_invalid_options_are_one_line_and_status_2(folder, options, message):
-    done = kv_pool_command(
-        "replay", "trace.gz", "--trace-block-size", "8", "--blocks", "20", *options.split(), cwd=folder
-    )
-    assert (done.returncode, done.stdout) == (2, "")
-    assert message in done.stderr
-
-
 def test_skipped_broken_lines_are_shown(folder):
     write_trace(folder / "trace.gz", [TRACE[0], "not json", TRACE[1], "{}"])
     stdout, report = replay(folder, "--blocks", "20", "--skip-broken")
@@ -186,23 +160,6 @@ def test_publisher_is_configured_by_a_file(folder):
     assert re.match(r"in a second terminal: kv-pool events tcp://\S+ --replay tcp://\S+\n", done.stdout)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--publish-config wrong.toml", "wrong.toml: [publisher]: unknown key 'topics' for a publisher"),
-        ("--pace 3", "--pace is for events; pass --publish, too"),
-        ("--publish tcp://127.0.0.1:0 --pace 0", "the pace is 0.0 requests per second; it must be above 0"),
-        ("--publish nowhere", "endpoint is 'nowhere'; write tcp://host:port"),
-        ("--publish-replay tcp://127.0.0.1:0", "publish_replay is for missed events; set publish, too"),
-    ],
-)
-def test_unpublishable_events_are_one_line_and_status_2(folder, options, message):
-    (folder / "wrong.toml").write_text('[publisher]\ntopics = "kv"\n')
-    done = kv_pool_command("replay", "trace.gz", "--blocks", "20", *options.split(), cwd=folder)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert message in done.stderr
-
-
 def test_one_line_per_request_is_written_on_demand(folder):
     done = kv_pool_command("replay", "trace.gz", "--blocks", "20", "--requests", "requests.jsonl", cwd=folder)
     assert done.returncode == 0, done.stderr
@@ -231,17 +188,3 @@ def test_long_breakdowns_are_cut_in_the_table_only(folder):
     stdout, report = replay(folder, "--blocks", "50", "--by", "session")
     assert "5 more rows in the file of --json" in stdout
     assert len(report["breakdowns"]["session"]) == 25
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--by hour", "unknown --by 'hour'; known are session, turn, tenant, minute, position"),
-        ("--png x.png", "--png draws what --by lists; pass --by, too"),
-        ("--by turn --png x.txt", "cannot write the picture: its name must end in one of"),
-    ],
-)
-def test_invalid_breakdowns_are_refused(folder, options, message):
-    done = kv_pool_command("replay", "trace.gz", "--blocks", "20", *options.split(), cwd=folder)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert message in done.stderr

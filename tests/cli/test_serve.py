@@ -167,35 +167,6 @@ def test_command_line_overrides_options_of_a_file(folder):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--config nowhere.toml", "nowhere.toml: cannot read the settings"),
-        ("--config wrong.toml", "wrong.toml: unknown key 'block'; known are trace, blocks, "),
-        ("--blocks 0", "blocks: Expected `int` >= 1"),
-        ("nowhere.jsonl", "nowhere.jsonl: no such file"),
-        ("trace.jsonl --trace-block-size 8 --blocks 2 --block-size 8", "the smallest request needs 4"),
-        (f"trace.jsonl --trace-block-size 8 --socket {'x' * 108}", "a socket's path has at most 10"),
-        ("trace.jsonl --trace-block-size 8 --socket trace.jsonl", "is not a socket and was left unchanged"),
-        ("trace.jsonl --trace-block-size 8 --publish here", "endpoint is 'here'; write tcp://host:port"),
-        (
-            "trace.jsonl --trace-block-size 8 --publish-replay tcp://127.0.0.1:0",
-            "publish_replay is for missed events; set publish, too",
-        ),
-        ("trace.jsonl --publish-config nowhere.toml", "nowhere.toml: cannot read the publisher's config"),
-        ("trace.jsonl --publish-config wrong.toml", "wrong.toml: there is no table [publisher]"),
-    ],
-)
-def test_invalid_settings_are_one_line_and_status_2(folder, arguments, message):
-    (folder / "wrong.toml").write_text("block = 10")
-    done = kv_pool_command("serve", *arguments.split(), cwd=folder)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    (line,) = done.stderr.strip().splitlines()
-    assert line.startswith("error: ")
-    assert message in line
-
-
-@pytest.mark.parametrize(
     ("options", "status", "message"),
     [((), 0, ""), (("--publish", "tcp://127.0.0.1:0"), 2, "needs pyzmq: pip install '.[zmq]'")],
 )

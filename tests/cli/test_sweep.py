@@ -50,24 +50,6 @@ def test_host_tier_is_combined_with_each_capacity(folder):
     assert (folder / "sweep.png").read_bytes()[:8] == PNG
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--host-tier some", "--host-tier: 'some' is not a whole number"),
-        ("--disk-tier 1:2", "--disk-tier: '1:2' is not a range; write it as"),
-        ("--host-tier 9 --clock trace", "--host-tier and --disk-tier need --model or dimensions"),
-        ("--memory 1GiB", "pass the capacity either as --blocks or as --memory"),
-        ("--overlay nowhere.json", "nowhere.json: cannot read a sweep or a replay"),
-        ("--host-tier 9,-1", "--host-tier: '-1' is not a whole number"),
-        ("--host-tier 9 --tier-write never", "unknown tier_write 'never'"),
-    ],
-)
-def test_invalid_options_are_one_line_and_status_2(folder, options, message):
-    done = sweep(folder, "--blocks", "50", "--jobs", "1", *options.split())
-    assert (done.returncode, done.stdout) == (2, "")
-    assert message in done.stderr
-
-
 def test_curve_is_drawn_to_the_named_file(folder):
     done = sweep(folder, "--blocks", "4,50", "--jobs", "1", "--png", "curve.png")
     assert done.returncode == 0, done.stderr

@@ -34,20 +34,3 @@ def test_skipped_lines_are_counted(folder):
     write_trace(folder / "log.jsonl", ["broken", '{"kind": "stored", "block_hashes": [1], "block_size": 8}'])
     lines = convert(folder, "log.jsonl", "--from", "events", "-o", "out.jsonl", "--skip-broken")
     assert lines[1].startswith("skipped: 1 broken lines; the first: log.jsonl:1: ")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("trace.gz --from weka -o x", "unknown format 'weka'"),
-        ("trace.gz --from mooncake --to events -o x", "record them with kv-pool events"),
-        ("trace.gz --from lmcache -o x", "trace.gz:1: "),
-        ("trace.gz --from mooncake --to kv-cache-tester -o x.json", "has no {part}"),
-        ("nowhere --from dynamo -o x", "nowhere: no such file"),
-    ],
-)
-def test_invalid_conversions_are_one_line_and_status_2(folder, arguments, message):
-    done = kv_pool_command("trace", "convert", *arguments.split(), "--trace-block-size", "8", cwd=folder)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert message in done.stderr
-    assert sorted(path.name for path in folder.iterdir()) == ["trace.gz"]

@@ -36,19 +36,3 @@ def test_distributions_are_options(tmp_path):
     assert [line["input_length"] for line in first] == [120, 135, 150]
     assert [line["output_length"] for line in first] == [5, 5, 5]
     assert [line["timestamp"] for line in first] == [0, 500, 1000]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--turns many", "'many' is not a distribution; write fixed:VALUE, uniform:LOW:HIGH"),
-        ("--sessions-per-s 0", "sessions_per_s is 0.0; it must be above 0"),
-        ("-o nowhere/x", "nowhere/x: cannot write the trace: there is no folder"),
-    ],
-)
-def test_invalid_options_are_one_line_and_status_2(tmp_path, options, message):
-    given = ["trace", "generate", "chat", "--requests", "9", "-o", "made.jsonl", *options.split()]
-    done = kv_pool_command(*given, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert message in done.stderr
-    assert list(tmp_path.iterdir()) == []

@@ -40,18 +40,3 @@ def test_names_and_shared_ids_are_options(folder):
     merged = list(Trace(folder / "m.jsonl", block_size=8))
     assert [one.tenant for one in merged] == ["x", "y", "x"]
     assert merged[0].hash_ids == merged[1].hash_ids
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("merge a.jsonl b.gz -o m.jsonl --names a,", "--names 'a,' contains an empty name"),
-        ("merge a.jsonl nowhere -o m.jsonl", "nowhere: no such file"),
-        ("split a.jsonl --by turn -o {part}.gz", "cannot split by 'turn'"),
-        ("split a.jsonl --by time -o {part}.gz", "needs the seconds of a part (--every)"),
-    ],
-)
-def test_invalid_options_are_one_line_and_status_2(folder, arguments, message):
-    done = kv_pool_command("trace", *arguments.split(), "--trace-block-size", "8", cwd=folder)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert message in done.stderr

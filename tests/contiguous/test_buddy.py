@@ -6,7 +6,6 @@ import pytest
 
 from kv_pool import BlockAllocationRequest, GPUKVPool
 from kv_pool.contiguous.buddy import BuddySystem
-from kv_pool.contiguous.run_pool import RunBlockPool
 
 EMPTY = 1
 
@@ -60,22 +59,6 @@ def test_a_run_comes_from_the_smallest_old_chunk(picture, num_blocks, good_age, 
     assert BuddySystem().find_run(num_blocks, ages, good_age, 255) == found
 
 
-@pytest.mark.parametrize(
-    ("picture", "max_age", "found"),
-    [
-        (".111 1111", 1, 1),
-        ("..11 1.11", 1, 4),
-        ("..11 9.11", 1, 2),
-        ("..99 9.11", 1, 6),
-        ("..99 9.99", 1, 0),
-        ("..99 9.99", 9, 4),
-    ],
-)
-def test_a_single_block_comes_from_the_smallest_old_chunk(picture, max_age, found):
-    assert BuddySystem().find_single(make_ages(picture), max_age) == found
-    assert BuddySystem().find_run(1, make_ages(picture), max_age, max_age) == found
-
-
 def run_life(seed, num_steps):
     """Take and free ranges at random, and compare with the model."""
     draw = random.Random(seed)
@@ -106,96 +89,6 @@ def run_life(seed, num_steps):
 @pytest.mark.parametrize("seed", range(20))
 def test_chunks_agree_with_a_slow_model(seed):
     run_life(seed, 500)
-
-
-class PoolLife:
-    """Take runs and single blocks, and free them in any order."""
-
-    def __init__(self, seed):
-        self.draw = random.Random(seed)
-        self.pool = RunBlockPool(self.draw.choice((9, 40, 100)), True, 4, placement="buddy")
-        self.tables = []
-        self.num_cached = 0
-
-    def step(self):
-        step = self.draw.choice(
-            (self.take_run, self.take_single, self.take_some, self.free, self.free, self.cache)
-        )
-        step()
-        check_chunks(self.pool)
-
-    def take_run(self):
-        """A run of a power of two is aligned while such a chunk is free; no other block is taken."""
-        order = self.draw.randrange(5)
-        count = self.draw.randint(2**order // 2 + 1, 2**order)
-        num_free = self.pool.get_num_free_blocks()
-        if count > num_free:
-            return
-        has_chunk = any(size >= order for _, size in list_chunks(self.pool.run_index.ages))
-        run = self.pool.get_new_run(count)
-        if run is None:
-            assert not has_chunk
-            return
-        first = run[0].block_id
-        assert [block.block_id for block in run] == list(range(first, first + count))
-        assert self.pool.get_num_free_blocks() == num_free - count
-        if has_chunk:
-            assert first % 2**order == 0
-        self.tables.append(run)
-
-    def take_single(self):
-        if self.pool.get_num_free_blocks():
-            self.tables.append(self.pool.get_new_blocks(1))
-
-    def take_some(self):
-        count = self.draw.randint(2, 9)
-        if count <= self.pool.get_num_free_blocks():
-            self.tables.append(self.pool.get_new_blocks(count))
-            assert len(set(self.tables[-1])) == count
-
-    def free(self):
-        if self.tables:
-            table = self.tables.pop(self.draw.randrange(len(self.tables)))
-            if self.draw.random() < 0.3:
-                self.tables.append(table[: len(table) // 2])
-                table = table[len(table) // 2 :]
-            self.pool.free_blocks(table)
-
-    def cache(self):
-        for block in self.draw.choice(self.tables or [[]]):
-            if block.block_hash is None:
-                self.num_cached += 1
-                self.pool._insert_block_hash(b"hash %d" % self.num_cached, block, 4)
-
-    def end(self):
-        """After all blocks are freed, the chunks are those of a new pool."""
-        for table in self.tables:
-            self.pool.free_blocks(table)
-        fresh = bytearray([0] + [EMPTY] * (self.pool.num_gpu_blocks - 1))
-        assert set(self.pool.run_index.buddies.list_chunks(self.pool.run_index.ages)) == list_chunks(fresh)
-
-
-def check_chunks(pool):
-    index = pool.run_index
-    if index.buddies is not None:
-        assert set(index.buddies.list_chunks(index.ages)) == list_chunks(index.ages)
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_a_pool_follows_runs_single_blocks_and_frees(seed):
-    life = PoolLife(seed)
-    for _ in range(300):
-        life.step()
-    life.end()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(200, 220))
-def test_a_pool_follows_runs_single_blocks_and_frees_for_long(seed):
-    life = PoolLife(seed)
-    for _ in range(5_000):
-        life.step()
-    life.end()
 
 
 def test_runs_of_a_fresh_pool_are_aligned():

@@ -144,29 +144,6 @@ def test_c5_to_c8_damage_after_a_move_is_detected(damage, broken):
         invariants.check_relocation(before, pool, relocation)
 
 
-def test_c9_a_write_that_overtakes_the_copy_is_detected():
-    pool, engine = make_engine("free: 1 | in use: 2")
-    queued = []  # the engine's stream: work in the order it was queued
-
-    def queue_copy(planned):
-        queued.append(lambda: engine.copy(planned))
-
-    slots, planned = dict(engine.slots), moves((2, 1))
-    apply_moves(pool, planned, queue_copy)
-    (taken,) = pool.get_new_blocks(1)
-    assert taken.block_id == 2
-    queued.append(lambda: engine.write([taken], "new"))
-    for work in queued:
-        work()
-    assert engine.read(blocks(pool, 1)) == [slots[2]]
-    overtaken = SlotEngine(pool)
-    overtaken.slots = dict(slots)
-    overtaken.write([taken], "new")
-    overtaken.copy(planned)
-    with pytest.raises(AssertionError, match="C4: slot 1"):
-        invariants.check_bytes(slots, overtaken.slots, planned)
-
-
 @pytest.mark.parametrize("fail_after", [0, 1, 2, 3])
 def test_c10_a_failed_copy_moves_nothing(fail_after):
     pool, engine = make_engine(enable_kv_cache_events=True)
@@ -177,6 +154,17 @@ def test_c10_a_failed_copy_moves_nothing(fail_after):
     invariants.check_nothing_moved(before, pool)
     invariants.check(pool)
     assert engine.read(blocks(pool, 4, 5, 7)) == ["slot/4", "slot/5", "slot/7"]
+
+
+def test_c10_ids_exchanged_before_the_copy_are_detected():
+    pool, engine = make_engine()
+    before = invariants.Snapshot(pool)
+    engine.fail_after = 0
+    pool.swap_block_ids([(4, 2)])
+    with pytest.raises(CopyFailedError):
+        engine.copy(moves((4, 2)))
+    with pytest.raises(AssertionError, match=r"^C10: "):
+        invariants.check_nothing_moved(before, pool)
 
 
 # ---- exchanges -----------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from kv_pool import InvalidArgumentError
 from kv_pool.contiguous.fragmentation import (
     find_run_length,
     get_fragmentation_rate,
-    get_largest_run_loss,
     get_unusable_share,
 )
 
@@ -61,11 +60,6 @@ def test_the_rate_equals_a_count_block_by_block(seed):
     runs = [len(run) for run in picture.split("x") if run]
     assert get_fragmentation_rate(runs, run_length) == pytest.approx(rate)
     assert 0 <= rate <= get_unusable_share(runs, length) + 1e-12
-
-
-@pytest.mark.parametrize(("run_lengths", "loss"), [([], 0), ([7], 0), ([4, 4], 0.5), ([1, 2, 1], 0.5)])
-def test_largest_run_loss_is_the_share_outside_it(run_lengths, loss):
-    assert get_largest_run_loss(run_lengths) == pytest.approx(loss)
 
 
 @pytest.mark.parametrize("formula", [get_unusable_share, get_fragmentation_rate])

@@ -52,13 +52,6 @@ def test_pack_moves_the_highest_blocks_to_the_lowest_slots():
     assert plan_pack(pool) == [(6, 1), (7, 3)]
 
 
-def test_blocks_without_an_empty_slot_are_exchanged():
-    pool = make_run_pool("free: 1* 2* 5 | in use: 3 4")
-    assert plan_pack(pool) == [(1, 5), (4, 2), (2, 4)]
-    apply_moves(pool, plan_pack(pool), SlotEngine(pool).copy)
-    assert plan_pack(pool) == [(3, 1)]
-
-
 def test_in_a_full_cache_pack_exchanges_blocks():
     pool = make_run_pool("free: 2* 1* 5* | in use: 3 4 6")
     assert plan_pack(pool) == [(4, 1), (1, 4), (6, 2), (2, 6)]
@@ -126,13 +119,6 @@ def test_gather_clears_the_emptiest_into_the_fullest_window():
     assert plan_gather(pool, 4) == [(4, 9)]
 
 
-def test_gather_clears_no_more_windows_than_needed():
-    pool = make_run_pool("free: 5 6 7 9 10 11 13 14 15 | in use: 1 2 3 4 8 12")
-    assert len(plan_gather(pool, 4, goal=0.0)) == 2
-    assert len(plan_gather(pool, 4, goal=0.6)) == 1
-    assert plan_gather(pool, 4, goal=1.0) == []
-
-
 def test_gather_overwrites_the_oldest_content_up_to_a_limit():
     pool = make_run_pool("free: 9* 10* 2* 6* 7* 11* | in use: 1 3 4 5 8 12 13 14 15")
     assert plan_gather(pool, 4, exchanges=False) == []
@@ -185,11 +171,6 @@ def test_cached_blocks_move_out_while_slots_are_empty():
     assert plan_clear_run(pool, 2) == (4, [])
     pool = make_run_pool("free: 5* 1 2 4 | in use: 3 6")
     assert plan_clear_run(pool, 3) == (1, [(3, 4)])
-
-
-def test_in_a_full_cache_the_next_blocks_are_overwritten():
-    pool = make_run_pool("free: 4* 1* | in use: 2 3")
-    assert plan_clear_run(pool, 2) == (1, [(2, 4)])
 
 
 def test_a_window_with_a_held_block_is_never_cleared():
@@ -255,13 +236,6 @@ def test_after_its_moves_a_cleared_window_is_free(seed):
 def test_blocks_in_use_move_below_the_bar():
     pool = make_run_pool("free: 1 3 6 | in use: 2 4 5")
     assert plan_drain(pool, 3) == [(4, 1), (5, 3)]
-
-
-def test_drain_overwrites_the_next_blocks_of_a_full_cache():
-    pool = make_run_pool("free: 2* 1* 4* | in use: 3 5")
-    assert plan_drain(pool, 2) == [(4, 1), (5, 2)]
-    pool = make_run_pool("free: 4* 1* 2* | in use: 3 5")
-    assert plan_drain(pool, 2) == [(5, 1)]
 
 
 def test_a_drain_that_does_not_fit_is_refused():

@@ -7,7 +7,7 @@ import pytest
 from contiguous.slot_engine import make_run_pool
 from drawing import blocks, cache, ids, state
 
-from kv_pool import InvalidArgumentError, InvalidBlockError, InvalidTypeError, KVCacheBlock, OutOfBlocksError
+from kv_pool import InvalidArgumentError, InvalidBlockError, InvalidTypeError, OutOfBlocksError
 from kv_pool.contiguous import invariants
 from kv_pool.contiguous.run_pool import RunBlockPool
 
@@ -106,16 +106,6 @@ def test_a_sequence_grows_into_the_ids_after_it():
     assert state(pool) == "free: 3 | in use: 1 2 4 5 6"
 
 
-def test_a_sequence_does_not_grow_into_recent_content():
-    pool = RunBlockPool(12, True, 4, early_share=0.1)
-    held = pool.get_new_blocks(11)
-    for block in held:
-        cache(pool, block)
-    pool.free_blocks(blocks(pool, 1, 2, 3, 7, 8, 9, 10, 11))
-    pool.free_blocks(blocks(pool, 5))
-    assert ids(pool.get_new_blocks_after(pool.blocks[4], 1)) != [5]
-
-
 @pytest.mark.parametrize("share", [-0.1, 1.1])
 def test_a_share_outside_0_to_1_is_refused(share):
     with pytest.raises(InvalidArgumentError, match="early_share"):
@@ -136,25 +126,6 @@ def test_a_raising_watcher_keeps_pool_and_index_consistent():
         pool.get_new_run(4)
     assert pool.get_num_free_blocks() == 4
     invariants.check(pool)
-
-
-def test_pending_content_counts_as_used():
-    pool = make_run_pool("free: 1 2 3* | in use: 4 5")
-    pool.unpin_blocks(blocks(pool, 4, 5), print)
-    assert ids(pool.get_new_run(2)) == [1, 2]
-    pool.rebuild_index()
-    assert pool.run_index.ages[4] > 1
-
-
-def test_bare_and_foreign_blocks_are_not_in_the_index():
-    pool = make_run_pool("free: 1 2 3 | in use: 4")
-    other = make_run_pool("free: | in use: 1 2")
-    bare = KVCacheBlock(4, ref_cnt=1)
-    pool.free_blocks([other.blocks[1], bare])
-    assert pool.run_index.ages[4] == 0
-    assert pool.run_index.ages[1] == 1
-    invariants.check(other)
-    assert ids(pool.get_new_blocks(4)) == [4, 1, 2, 3]
 
 
 @pytest.mark.parametrize("num_blocks", [4, 40])

@@ -1,10 +1,41 @@
-"""Checks of a live replay that work over a `GPUKVPool` and over a `KVCacheManager`."""
+"""Live replays on a test clock, and checks of them, over a `GPUKVPool` and over a `KVCacheManager`."""
 
 from adapter import made_pool
+from replay.made_trace import record, write_trace
 
 from kv_pool import GPUKVPool
 from kv_pool.contiguous import invariants
+from kv_pool.control.live_replay import STEP_S, LiveReplay
+from kv_pool.control.serve_settings import ServeSettings
 from kv_pool.migration.pool_site import PoolSite
+from kv_pool.replay.settings import EngineRates
+
+RATES = EngineRates(prefill_tokens_per_s=1000, decode_tokens_per_s=10)
+# The trace repeats one second after its last request.
+LAST = record(8, [99], 1, 1_000_000)
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def make_live(path, records, clock, *, rates=RATES, publisher=None, **settings):
+    """Return a live replay of these records."""
+    settings = {"block_size": 8, "trace_block_size": 8, **settings}
+    made = ServeSettings(trace=str(write_trace(path, records)), **settings)
+    return LiveReplay(made, rates=rates, publisher=publisher, clock=clock)
+
+
+def run_for(seconds, clock, *replays):
+    """Run replays that share a clock, and check their pools after each step."""
+    for _ in range(round(seconds / STEP_S)):
+        clock.now += STEP_S
+        for replay in replays:
+            replay.step()
+            check(replay.pool)
 
 
 def check(pool):

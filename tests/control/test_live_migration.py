@@ -5,22 +5,16 @@ from contextlib import ExitStack
 
 import msgspec
 import pytest
-from control.live_checks import check, count_free, list_held, list_ids, make_site
-from replay.made_trace import make_random_records, record, write_trace
+from control.live_checks import LAST, Clock, count_free, list_held, list_ids, make_live, make_site, run_for
+from replay.made_trace import make_random_records, record
 
 from kv_pool import CorruptedPoolError, InvalidArgumentError, PoolExhaustedError
-from kv_pool.control.live_replay import STEP_S, LiveReplay, find_first_number
-from kv_pool.control.serve_settings import ServeSettings
+from kv_pool.control.live_replay import STEP_S, find_first_number
 from kv_pool.events.event_publisher import NullEventPublisher
 from kv_pool.migration.backends.in_process import InProcessBackend
 from kv_pool.migration.migration_hook import MigrationHook
 from kv_pool.migration.migrator import Migrator
 from kv_pool.migration.subjects import SequenceSubject
-from kv_pool.replay.settings import EngineRates
-
-RATES = EngineRates(prefill_tokens_per_s=1000, decode_tokens_per_s=10)
-# The trace repeats one second after its last request.
-LAST = record(8, [99], 1, 1_000_000)
 
 
 class Keeping(NullEventPublisher):
@@ -38,32 +32,20 @@ class Pair:
     """Two live replays on one clock, each a node."""
 
     def __init__(self, folder, stack, records, blocks, **settings):
-        self.now = 100.0
+        self.clock = Clock()
         self.replays, self.nodes, self.publishers = {}, {}, {}
         for name in ("a", "b"):
-            path = write_trace(folder / f"{name}.jsonl", [*records[name], LAST])
-            made = ServeSettings(
-                trace=str(path),
-                name=name,
-                blocks=blocks[name],
-                block_size=8,
-                trace_block_size=8,
-                block_bytes=64,
-                **settings,
-            )
             publisher = self.publishers[name] = Keeping()
-            replay = LiveReplay(made, rates=RATES, publisher=publisher, clock=lambda: self.now)
+            settings |= {"name": name, "blocks": blocks[name], "block_bytes": 64}
+            path = folder / f"{name}.jsonl"
+            replay = make_live(path, [*records[name], LAST], self.clock, publisher=publisher, **settings)
             site = make_site(replay)
             node = Migrator(name, site, backends=[InProcessBackend(site.storage)])
             self.replays[name], self.nodes[name] = replay, stack.enter_context(node)
         self.nodes["a"].connect(self.nodes["b"])
 
     def run_for(self, seconds):
-        for _ in range(round(seconds / STEP_S)):
-            self.now += STEP_S
-            for replay in self.replays.values():
-                replay.step()
-                check(replay.pool)
+        run_for(seconds, self.clock, *self.replays.values())
 
     def migrate(self, sequence_id, source="a", target="b", is_move=True):
         migration = self.nodes[source].migrate(SequenceSubject(sequence_id), target, is_move=is_move)
@@ -121,17 +103,6 @@ def test_requests_move_while_too_few_blocks_are_free_and_finish(make_pair):
     assert (pair.count("a"), pair.count("b")) == ((0, 1), (0, 1))
 
 
-def test_prefill_takes_the_same_time_after_a_migration(make_pair):
-    pair = make_pair([record(80, list(range(10)), 1)])
-    pair.now += 0.04
-    pair.replays["a"].step()  # computed in 0.08 s
-    pair.migrate(ONE)
-    pair.run_for(STEP_S)
-    assert pair.count("b") == (1, 0)
-    pair.run_for(0.2)
-    assert pair.count("b") == (0, 1)
-
-
 def test_suspended_request_generates_nothing(make_pair):
     pair = make_pair([record(8, [1], 100)])
     pair.run_for(1.0)
@@ -147,37 +118,6 @@ def test_suspended_request_generates_nothing(make_pair):
     assert len(list_ids(pair.replays["a"], ONE)) <= len(held) + 1
     pair.run_for(2.0)
     assert len(list_ids(pair.replays["a"], ONE)) > len(held)
-
-
-def test_growing_request_waits_while_others_migrate(make_pair):
-    pair = make_pair([record(16, [1, 2], 60), record(16, [3, 4], 60)], blocks=10)
-    pair.run_for(0.5)
-    site = pair.nodes["a"].site
-    with site.lock:
-        site.freeze(SequenceSubject(ONE + 1))
-    pair.run_for(8)
-    assert set(pair.list_ids("a")) == {ONE, ONE + 1}
-    with site.lock:
-        site.thaw(SequenceSubject(ONE + 1))
-    pair.run_for(20)
-    assert pair.count("a") == (0, 2)
-
-
-def test_copied_request_continues_on_both_nodes(make_pair):
-    pair = make_pair([record(16, [1, 2], 20)])
-    pair.run_for(1.0)
-    pair.migrate(ONE, is_move=False)
-    pair.run_for(3.0)
-    assert pair.count("a") == pair.count("b") == (0, 1)
-
-
-def test_request_evicted_after_migration_restarts_there(make_pair):
-    pair = make_pair([record(16, [1, 2], 30)], [record(32, [11, 12, 13, 14], 40)], blocks_of_b=10)
-    pair.run_for(1.0)
-    pair.migrate(ONE)
-    pair.run_for(20)
-    assert pair.replays["b"].get_progress().num_preempted > 0
-    assert pair.count("b") == (0, 2)
 
 
 def test_migrated_blocks_are_published_with_tokens_and_hit(make_pair):

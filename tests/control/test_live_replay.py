@@ -5,7 +5,7 @@ import threading
 from itertools import islice
 
 import pytest
-from control.live_checks import check, count_free, list_held
+from control.live_checks import LAST, RATES, Clock, count_free, list_held, make_live, run_for
 from events.pool_map import pool_map
 from replay.made_trace import make_random_records, record, write_trace
 
@@ -15,38 +15,18 @@ from kv_pool.control.serve_settings import ServeSettings
 from kv_pool.events.event_publisher import NullEventPublisher
 from kv_pool.events.mirror import PrefixMirror
 from kv_pool.events.stream_state import StreamState
-from kv_pool.replay.settings import EngineRates
 from kv_pool.replay.trace import Trace
 from kv_pool.reports.layout import BlockState
-
-RATES = EngineRates(prefill_tokens_per_s=1000, decode_tokens_per_s=10)
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self):
-        return self.now
 
 
 @pytest.fixture(params=[False, True], ids=["pool", "manager"])
 def make_replay(tmp_path, request):
     def make(records, rates=RATES, publisher=None, **settings):
-        path = write_trace(tmp_path / "trace.jsonl", records)
         clock = Clock()
-        settings = {"block_size": 8, "trace_block_size": 8, "run_length": 2, **settings}
-        settings["manager"] = request.param
-        replay = LiveReplay(
-            ServeSettings(trace=str(path), **settings), rates=rates, publisher=publisher, clock=clock
-        )
-
-        def run(seconds):
-            for _ in range(round(seconds / STEP_S)):
-                clock.now += STEP_S
-                replay.step()
-                check(replay.pool)
-
-        replay.run_for = run
+        settings = {"run_length": 2, "manager": request.param, **settings}
+        path = tmp_path / "trace.jsonl"
+        replay = make_live(path, records, clock, rates=rates, publisher=publisher, **settings)
+        replay.run_for = lambda seconds: run_for(seconds, clock, replay)
         return replay
 
     return make
@@ -68,10 +48,6 @@ class Mirroring(NullEventPublisher):
 
     def publish(self, events):
         self.mirror.apply("here", self.state.apply(events))
-
-
-# The trace repeats one second after its last request.
-LAST = record(8, [99], 1, 1_000_000)
 
 
 def test_request_allocates_grows_and_releases_its_blocks(make_replay):
@@ -107,16 +83,6 @@ def test_repeated_prompt_is_hit_except_for_its_last_token(make_replay):
     }
 
 
-def test_requests_wait_for_blocks_and_start_in_order_of_arrival(make_replay):
-    records = [record(32, [at, at + 1, at + 2, at + 3], 5) for at in (10, 20, 30)]
-    replay = make_replay([*records, LAST], blocks=8)
-    replay.run_for(STEP_S)
-    assert count(replay) == (2, 1, 0)
-    assert list(list_held(replay)) == [1]
-    replay.run_for(4)
-    assert count(replay) == (0, 0, 3)
-
-
 def test_growing_request_evicts_another_which_restarts(make_replay):
     records = [record(24, [1, 2, 3], 30), record(16, [4, 5], 30)]
     replay = make_replay([*records, LAST], blocks=7)
@@ -132,13 +98,6 @@ def test_repeated_trace_has_new_request_ids(make_replay):
     replay = make_replay([record(16, [1, 2], 1, 0), record(8, [3], 1, 500)], blocks=10)
     replay.run_for(4.45)  # rounds begin at 0, 1.5 and 3
     assert count(replay) == (0, 0, 6)
-
-
-def test_speedup_makes_requests_arrive_faster(make_replay):
-    rates = EngineRates(1000, 10, speedup=10)
-    replay = make_replay([record(16, [1, 2], 1, 0), record(8, [3], 1, 9_000), LAST], rates, blocks=10)
-    replay.run_for(1.2)
-    assert count(replay) == (0, 0, 2)
 
 
 def test_requests_without_timestamps_do_not_pile_up(make_replay):
@@ -157,16 +116,6 @@ def test_scattered_blocks_are_compacted_within_a_budget(make_replay):
     statistics = replay.pool.get_statistics()
     assert statistics.moved_blocks > 1
     assert statistics.moved_blocks == statistics.epoch == replay.defragmenter.num_moves
-
-
-def test_busy_pool_keeps_its_invariants(make_replay):
-    records = [
-        record(8 * (1 + at % 5), list(range(at, at + 1 + at % 5)), 3 * at % 40, 40 * at) for at in range(60)
-    ]
-    replay = make_replay(records, blocks=40, max_evictions=4, defrag_interval=0.2, defrag_moves=3)
-    replay.run_for(15)
-    assert replay.get_progress().num_finished > 60
-    assert replay.pool.get_statistics().moved_blocks > 0
 
 
 def test_run_continues_until_stop_is_set(tmp_path):

@@ -5,18 +5,13 @@ import random
 from contextlib import contextmanager
 
 import pytest
-from control.live_checks import check
-from replay.made_trace import make_random_records, record, write_trace
+from control.live_checks import LAST, Clock, make_live, run_for
+from replay.made_trace import make_random_records, record
 
 from kv_pool import ControlError
 from kv_pool.control import ControlClient, ControlServer
-from kv_pool.control.live_replay import STEP_S, LiveReplay
-from kv_pool.control.serve_settings import ServeSettings
 from kv_pool.errors import LayoutMismatchError
-from kv_pool.replay.settings import EngineRates
 
-RATES = EngineRates(prefill_tokens_per_s=1000, decode_tokens_per_s=10)
-LAST = record(8, [99], 1, 1_000_000)
 # The first prompt again, after others have used all blocks.
 AGAIN = [
     record(40, [1, 2, 3, 4, 5], 2, 0),
@@ -37,19 +32,11 @@ def replaying(request):
 @contextmanager
 def run_replay(folder, records, **settings):
     """Yield a live replay, and a function that runs it for a number of seconds."""
-    path = write_trace(folder / "trace.jsonl", records)
-    settings = {"blocks": 12, "block_size": 8, "trace_block_size": 8, "block_bytes": 64, **settings}
-    now = [100.0]
-    replay = LiveReplay(ServeSettings(trace=str(path), **settings), rates=RATES, clock=lambda: now[0])
-
-    def run(seconds):
-        for _ in range(round(seconds / STEP_S)):
-            now[0] += STEP_S
-            replay.step()
-            check(replay.pool)
-
+    clock = Clock()
+    settings = {"blocks": 12, "block_bytes": 64, **settings}
+    replay = make_live(folder / "trace.jsonl", records, clock, **settings)
     try:
-        yield replay, run
+        yield replay, lambda seconds: run_for(seconds, clock, replay)
     finally:
         replay.tiers.close()
 

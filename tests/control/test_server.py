@@ -16,7 +16,7 @@ import pytest
 from adapter.made_pool import check, draw, make, make_scattered, make_storage, take
 from control.raw_client import RawClient
 from made_threads import no_new_threads
-from migration.made_channels import Beside
+from migration.made_channels import LONG, beside
 
 from kv_pool import ControlError, CopyFailedError
 from kv_pool.control import ControlClient, ControlServer
@@ -286,8 +286,8 @@ def test_of_servers_replacing_one_dead_socket_one_remains(path):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
             dead.bind(str(path))
         servers = [ControlServer(make(), path) for _ in range(4)]
-        outcomes = [Beside(server.start) for server in servers]
-        errors = [outcome.get_error() for outcome in outcomes]
+        outcomes = [beside(server.start) for server in servers]
+        errors = [outcome.exception(LONG) for outcome in outcomes]
         assert [type(error) for error in errors if error is not None] == [ControlError] * 3
         with ControlClient(path) as client:
             assert client.get_statistics().total_blocks == 10

@@ -317,14 +317,6 @@ def test_an_unknown_id_evicts_nothing(unknown):
     assert state(pool) == "free: 1* 2* 3* 4*"
 
 
-def test_a_reset_is_refused_while_a_block_is_in_use(caplog):
-    pool = make_pool("free: 3 1* | in use: 2*", enable_kv_cache_events=True)
-    assert pool.reset_prefix_cache() is False
-    assert state(pool) == "free: 3 1* | in use: 2*"
-    assert pool.take_events() == []
-    assert "1 blocks are still in use" in caplog.text
-
-
 # ---- particular blocks, other ids, other sizes
 
 
@@ -354,33 +346,6 @@ def test_a_block_that_cannot_be_taken_changes_nothing(wrong, position):
         pool.take_blocks(listed)
     assert state(pool) == picture
     invariants.check(pool)
-
-
-def test_taking_given_blocks_notifies_watchers_and_observer():
-    seen = []
-
-    class Observer:
-        def on_block_allocated(self, block):
-            seen.append(("allocated", block.block_id))
-
-        def on_block_accessed(self, block):
-            pass
-
-        def on_block_evicted(self, block):
-            seen.append(("evicted", block.block_id))
-
-        def reset(self):
-            pass
-
-    pool = make_pool("free: 1 | in use: 2* 3", metrics_collector=Observer())
-    seen.clear()
-    pool.unpin_blocks(
-        blocks(pool, 2, 3), lambda block: seen.append(("reused", block.ref_cnt, block.block_id))
-    )
-    pool.take_blocks(blocks(pool, 3, 1))
-    told = [("reused", 0, 3), ("evicted", 3), ("allocated", 3), ("evicted", 1), ("allocated", 1)]
-    assert seen == told
-    assert state(pool) == "free: 2* | in use: 1 3"
 
 
 def test_an_id_swap_keeps_copies_and_secondary_keys_in_order():

@@ -11,7 +11,6 @@ from kv_pool import (
     Request,
     SlidingWindowSpec,
 )
-from kv_pool.core.hash_map import CachedKey
 
 
 @pytest.mark.parametrize("use_int_block_hashes", [True, False])
@@ -34,14 +33,3 @@ def test_cached_keys_agree_with_the_events(use_int_block_hashes):
         (group_id, block_hash) for group_id in (0, 1) for block_hash in request.block_hashes
     }
     assert all(pool.get_cached_block(key.block_hash, [key.group_id]) for key in keys)
-
-
-def test_the_iterator_shows_the_keys_of_the_call():
-    manager = KVCacheManager(BlockPool(20, True, 4))
-    request = Request("r", range(8), BlockHasher(block_size=4))
-    manager.allocate_slots(request, 8)
-    keys = manager.iter_cached_keys()
-    manager.free(request)
-    assert manager.reset_prefix_cache()
-    assert [type(key) for key in keys] == [CachedKey, CachedKey]
-    assert list(manager.iter_cached_keys()) == []

@@ -9,7 +9,6 @@ from kv_pool import (
     InvalidArgumentError,
     InvalidBlockError,
     KVCacheBlock,
-    OutOfBlocksError,
 )
 from kv_pool.core.invariants import check_free_queue
 
@@ -26,11 +25,6 @@ def order(queue):
 
 def is_unlinked(block):
     return block.prev_free_block is None and block.next_free_block is None
-
-
-def test_popleft_of_an_empty_queue_raises():
-    with pytest.raises(OutOfBlocksError, match="No free blocks available"):
-        FreeKVCacheBlockQueue([]).popleft()
 
 
 def test_popleft_detects_a_wrong_counter():
@@ -96,15 +90,6 @@ def test_listing_a_broken_queue_raises():
     made[1].next_free_block = None
     with pytest.raises(RuntimeError, match="a link is missing in the free queue after 2 blocks"):
         queue.get_all_free_blocks()
-
-
-def test_iteration_starts_at_the_front_or_after_a_cursor():
-    made, queue = make_queue(4)
-    assert list(queue.iter_blocks_after(None)) == made
-    assert list(queue.iter_blocks_after(made[1])) == made[2:]
-    assert list(queue.iter_blocks_after(made[3])) == []
-    queue.remove(made[1])
-    assert list(queue.iter_blocks_after(made[1])) == []
 
 
 def test_iteration_sees_changes_ahead_of_it():

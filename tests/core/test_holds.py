@@ -42,14 +42,6 @@ def list_states(pool):
 # ---- references and ids --------------------------------------------------------------------------
 
 
-def test_blocks_are_released_last_block_first():
-    pool = make_pool("free: 1 | in use: 2* 3* 4*")
-    hold = pool.hold(blocks(pool, 2, 3, 4), "a table")
-    pool.free_blocks(blocks(pool, 2, 3, 4))
-    hold.release()
-    assert state(pool) == "free: 1 4* 3* 2*"
-
-
 def test_a_held_block_keeps_its_id_until_the_hold_is_released():
     pool = make_pool(PICTURE)
     hold = pool.hold(blocks(pool, 4), "read by a network card")
@@ -62,17 +54,6 @@ def test_a_held_block_keeps_its_id_until_the_hold_is_released():
     hold.release()
     pool.swap_block_ids([(4, 3)])
     assert state(pool) == "free: 4 1* | in use: 2* 3 5"
-
-
-def test_a_hold_prevents_reset_and_shrinking():
-    pool = make_pool("free: 3 1* | in use: 2", RunBlockPool)
-    hold = pool.hold(blocks(pool, 1), "sent")
-    pool.free_blocks(blocks(pool, 2))
-    assert not pool.reset_prefix_cache()
-    with pytest.raises(InvalidBlockError, match="block 1 is in use"):
-        pool.shrink(3)
-    hold.release()
-    assert pool.reset_prefix_cache()
 
 
 # ---- refusals ------------------------------------------------------------------------------------

@@ -9,10 +9,8 @@ import msgspec
 import pytest
 
 from kv_pool import (
-    AllBlocksCleared,
     BlockHasher,
     BlockPool,
-    BlockRemoved,
     BlockStored,
     KVCacheManager,
     LoRARequest,
@@ -58,16 +56,6 @@ def test_the_stream_equals_that_of_vllm_byte_for_byte():
     manager.free(salted)
     assert manager.reset_prefix_cache()
     assert encode(manager) == V5
-
-
-def test_an_event_is_a_map_with_its_type_and_without_defaults():
-    removed = BlockRemoved(block_hashes=[7], medium="GPU")
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(removed)) == {
-        "type": "BlockRemoved",
-        "block_hashes": [7],
-        "medium": "GPU",
-    }
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(AllBlocksCleared())) == {"type": "AllBlocksCleared"}
 
 
 def test_events_are_mutable():

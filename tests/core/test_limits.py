@@ -1,10 +1,9 @@
 """Counts that a pool cannot have are refused without a change."""
 
 import pytest
-from drawing import blocks, make_pool, state
+from drawing import make_pool, state
 
 from kv_pool import BlockPool, InvalidArgumentError, InvalidBlockError
-from kv_pool.contiguous import invariants as run_invariants
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core import invariants
 
@@ -19,17 +18,6 @@ def test_a_pool_cannot_be_resized_by_a_negative_number(name, pool_class):
         getattr(pool, name)(-1)
     assert state(pool) == PICTURE
     invariants.check(pool)
-
-
-def test_the_run_index_follows_add_blocks_and_remove_last_blocks():
-    pool = RunBlockPool(8, True, 4)
-    pool.add_blocks(2)
-    run_invariants.check(pool)
-    assert [block.block_id for block in pool.get_new_run(9)] == list(range(1, 10))
-    pool.free_blocks(blocks(pool, *range(1, 10)))
-    pool.remove_last_blocks(3)
-    run_invariants.check(pool)
-    assert pool.get_new_run(6) is not None
 
 
 @pytest.mark.parametrize("pool_class", [BlockPool, RunBlockPool])

@@ -4,7 +4,7 @@ import random
 from types import SimpleNamespace
 
 import pytest
-from core.policy_pool import BLOCK_SIZE, HASHER, make_manager, run, start
+from core.policy_pool import BLOCK_SIZE, HASHER, make_manager, run
 
 from kv_pool import BlockPool, CorruptedPoolError, Request
 from kv_pool.contiguous.run_pool import RunBlockPool
@@ -129,35 +129,6 @@ def test_the_stack_is_sound_after_any_calls(seed):
         invariants.check_live_curve(pool)
     assert len(curve.stack.blocks) <= curve.stack.limit
     assert sum(curve.counts) <= curve.looked_up_blocks + 1e-6 or curve.rate < 1
-
-
-def test_generated_blocks_are_used_but_not_looked_up():
-    manager = make_sampled(30)
-    request, _, _ = start(manager, "a", range(9))
-    for token in range(100, 110):
-        request.append_output_token_ids([token])
-        assert manager.allocate_slots(request, 1) is not None
-        request.num_computed_tokens += 1
-    curve = manager.block_pool.live_curve
-    assert curve.looked_up_blocks == 2
-    assert len(curve.stack.blocks) == 4
-    manager.free(request)
-    run(manager, "b", [*range(9), *range(100, 110)])
-    assert (curve.looked_up_blocks, curve.hit_blocks) == (6, 4)
-    invariants.check(manager.block_pool)
-
-
-def test_a_resized_pool_starts_its_curve_again():
-    manager = make_manager(30, None, live_curve=True)
-    run(manager, "a", range(21))
-    manager.block_pool.add_blocks(10)
-    run(manager, "b", range(21))
-    curve = manager.block_pool.live_curve
-    assert curve.capacity == 40
-    assert (curve.looked_up_blocks, curve.hit_blocks) == (5, 5)
-    manager.block_pool.remove_last_blocks(20)
-    invariants.check(manager.block_pool)
-    assert (curve.capacity, curve.looked_up_blocks) == (20, 0)
 
 
 def spoil_count(stack):

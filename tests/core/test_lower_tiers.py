@@ -50,16 +50,6 @@ def test_reused_blocks_are_reported_while_they_have_keys(kind):
     assert not any(block.block_hash for block in blocks)
 
 
-def test_explicitly_evicted_content_is_not_reported_as_reused():
-    pool = make_pool(BlockPool)
-    _, blocks = cache(pool, 12)
-    pool.evict_blocks([blocks[0].block_id])
-    pool.free_blocks(blocks)
-    pool.get_new_blocks(7)
-    assert [what for what, *_ in pool.lower_tiers.told] == ["cached", "reused"]
-    assert len(pool.lower_tiers.told[1][1]) == 2
-
-
 def test_tiers_are_notified_of_a_reset():
     pool = make_pool(BlockPool)
     _, blocks = cache(pool, 12)

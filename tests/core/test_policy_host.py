@@ -9,14 +9,13 @@ from core.policy_pool import (
     LosesRuns,
     NamesAbsentQueue,
     ReturnsNothing,
-    look_up_alone,
     make_manager,
     raise_in,
     run,
     start,
 )
 
-from kv_pool import BlockPool, InvalidArgumentError, KVCacheManager, Request
+from kv_pool import BlockPool, InvalidArgumentError, Request
 from kv_pool.contiguous import invariants as run_invariants
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core import invariants
@@ -128,39 +127,6 @@ def test_a_parent_with_a_copy_may_go_before_its_children(policy):
     assert run(manager, "d", range(13)) == 3
 
 
-def test_flat_mode_makes_each_block_an_object_of_its_own():
-    manager = make_manager(10, Noting)
-    pool = BlockPool(5, True, BLOCK_SIZE, policy="flat:lru")
-    assert manager.block_pool.policy_host.is_flat is False
-    assert pool.policy_host.is_flat is True
-    manager = KVCacheManager(pool)
-    run(manager, "a", range(16))
-    assert len(pool.policy_host.table.list_runs()) == 4
-    assert not look_up_alone(pool, b"key")
-    assert look_up_alone(pool, b"key")
-    invariants.check(pool)
-
-
-def test_resizing_tells_the_policy_the_capacity():
-    pool = make_manager(6, LRU).block_pool
-    pool.add_blocks(4)
-    assert pool.policy_host.policy.capacity == 10
-    pool.remove_last_blocks(2)
-    assert pool.policy_host.policy.capacity == 8
-    invariants.check(pool)
-
-
-def test_groups_that_skip_blocks_have_runs_without_parents():
-    manager = make_manager(10, Noting)
-    host = manager.block_pool.policy_host
-    run(manager, "a", range(16))
-    run(manager, "b", [*range(8), *range(50, 58)])
-    assert any(run.parent is not None for run in host.table.list_runs())
-    host.unchain(0)
-    assert all(run.parent is None for run in host.table.list_runs())
-    invariants.check(manager.block_pool)
-
-
 def test_a_pool_has_a_policy_or_a_retention():
     pool = BlockPool(5, True, 4, policy="lru")
     with pytest.raises(InvalidArgumentError, match="make the pool without a policy"):
@@ -203,16 +169,6 @@ def test_a_broken_policy_is_named_and_the_pool_intact(policy, pool_type, caplog)
     for number in range(5):
         run(manager, f"b{number}", range(100 * number, 100 * number + 16))
         (run_invariants if pool_type is RunBlockPool else invariants).check(pool)
-
-
-def test_a_broken_hit_does_not_prevent_a_touch():
-    pool = BlockPool(4, True, 4, policy=raise_in("hit"))
-    look_up_alone(pool, b"key")
-    found = pool.get_cached_block(b"key", [0])
-    pool.touch(found)
-    assert "BrokenError: in hit" in str(pool.policy_host.failure)
-    assert found[0].ref_cnt == 1
-    invariants.check(pool)
 
 
 def test_a_policy_that_cannot_start_is_not_opened():

@@ -18,7 +18,6 @@ from kv_pool.core.block_keys import (
     get_group_id,
     make_block_hash_with_group_id,
     make_external_block_hash,
-    make_external_block_hashes,
 )
 from kv_pool.core.kv_events import KVEventTypes
 from kv_pool.core.pool_part import PoolPart
@@ -149,13 +148,6 @@ def test_the_null_block_accepts_no_keys():
     invariants.check(pool)
 
 
-def test_a_free_block_is_not_cached_partially():
-    pool = make_pool("free: 1 2")
-    with pytest.raises(InvalidBlockError, match="block 1 is free"):
-        cache_partially(pool, 1, 8)
-    assert state(pool) == "free: 1 2"
-
-
 def test_a_reset_changes_nothing_if_a_watcher_raises():
     pool = make_pool("free: 2* | in use: 1*")
 
@@ -169,19 +161,6 @@ def test_a_reset_changes_nothing_if_a_watcher_raises():
     assert pool.reset_prefix_cache()
     assert state(pool) == "free: 2 1"
     invariants.check(pool)
-
-
-def test_num_evictions_counts_keys():
-    pool = make_pool("free: 4 | in use: 1 2 3*")
-    cache_partially(pool, 1, 12)
-    cache_partially(pool, 1, 4)
-    pool.move_block_hashes(pool.blocks[1], pool.blocks[2])
-    assert pool.num_evictions == 2
-    pool.evict_blocks(iter([3]))
-    assert pool.num_evictions == 3
-    pool.free_blocks(blocks(pool, 1, 2, 3))
-    pool.reset_prefix_cache()
-    assert pool.num_evictions == 5
 
 
 def make_chain(**options):
@@ -233,17 +212,6 @@ def test_a_key_replaced_by_hand_does_not_prevent_reuse():
     pool.get_new_blocks(8)
     assert told(pool) == ["-14", "-12", "-11"]
     assert list(entries) == [b"other"]
-
-
-@pytest.mark.parametrize("size", [1, 3, 8, 16, 32])
-@pytest.mark.parametrize("number", [1, 63, 64, 65, 200])
-def test_batched_external_hashes_equal_single_ones(size, number):
-    hashes = [(position * 77777).to_bytes(40, "big")[-size:] for position in range(number)]
-    expected = [make_external_block_hash(block_hash) for block_hash in hashes]
-    assert make_external_block_hashes(hashes, 0) == expected
-    assert make_external_block_hashes([block_hash + GROUP for block_hash in hashes], 4) == expected
-    mixed = [*hashes, b"longer" * 8]
-    assert make_external_block_hashes(mixed, 0)[:-1] == expected
 
 
 def test_an_engine_can_supply_its_own_event_classes():
@@ -316,12 +284,6 @@ def test_dense_events_join_the_removals_of_one_call():
     pool.get_new_blocks(7)
     removals = [(event.group_idx, len(event.block_hashes)) for event in pool.take_events()]
     assert removals == [(0, 3), (0, 1), (1, 2)]
-
-
-def test_without_a_reported_class_hits_use_the_stored_class():
-    pool = make_chain(enable_kv_cache_events=True, event_types=KVEventTypes())
-    pool.emit_cached_block_events(REQUEST, 2, 4, 0)
-    assert [type(event) for event in pool.take_events()] == [BlockStored]
 
 
 def test_an_interrupted_call_of_a_watcher_is_not_forgotten():

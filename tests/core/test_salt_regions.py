@@ -43,17 +43,6 @@ def test_a_region_may_begin_in_the_generated_tokens():
     assert request.block_hashes[1] != plain.block_hashes[1]
 
 
-def test_lookahead_tokens_of_a_region_make_a_block_private():
-    hasher = BlockHasher("sha256", "s", BLOCK_SIZE, num_lookahead_tokens=2)
-    made = [
-        Request("r", range(14), hasher, salt_regions=[SaltRegion(start, salt)]).block_hashes
-        for start, salt in ((5, "a"), (5, "b"), (6, "a"), (6, "b"))
-    ]
-    assert made[0][0] != made[1][0]  # token 5 is a lookahead token of the first block
-    assert made[2][0] == made[3][0]
-    assert made[2][1] != made[3][1]
-
-
 def test_with_regions_media_are_keyed_with_their_length():
     request = make_request(
         [],

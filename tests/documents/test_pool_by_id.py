@@ -123,19 +123,6 @@ def live_randomly(pool, rng, num_steps=1000):
             pool.free(block_ids[: len(block_ids) // 2])
 
 
-def test_the_benchmark_runs_as_written():
-    """The times are measured by benchmarks/bench_pool_targets.py. The first part takes all 10,000 blocks, so
-    the second part finds none free: nothing is fragmented, and nothing needs compaction.
-    """
-    pool = make_refusing_pool()
-    given = [pool.allocate(BlockAllocationRequest(num_blocks=10, sequence_id=i)) for i in range(1000)]
-    assert len({block_id for ids in given for block_id in ids}) == 10_000
-    assert pool.get_free_blocks() == 0
-    live_randomly(pool, random.Random(0))
-    pool.defragment()
-    assert pool.get_fragmentation_rate() < 0.1
-
-
 @pytest.mark.parametrize("seed", range(2))
 def test_the_benchmark_runs_with_blocks_for_its_second_part(seed):
     rng = random.Random(seed)

@@ -65,15 +65,6 @@ def test_single_blocks_in_sequence_share_a_span():
     assert snap(state) == ["> " + " ".join(map(str, numbers))]
 
 
-@pytest.mark.parametrize(
-    "fields", [{"lora_name": "a"}, {"extra_keys": [("salt",)]}, {"token_ids": [1, 2, 3]}, {"token_ids": []}]
-)
-def test_a_block_of_another_kind_does_not_join_a_span(fields):
-    state = made(stored([1, 2]), stored([3], 2, **fields))
-    assert len(list_spans(state)) == 2
-    assert snap(state)[0] == "> 1 2"
-
-
 def test_span_drops_fields_of_blocks_once_most_are_removed():
     numbers = list(range(1, 4 * MIN_TRIMMED_BLOCKS + 1))
     state = made(stored(numbers))

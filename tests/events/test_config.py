@@ -25,12 +25,6 @@ def path(tmp_path):
     return path
 
 
-def test_default_endpoint_is_loopback():
-    config = PublisherConfig()
-    assert (config.endpoint, config.replay_endpoint) == ("tcp://127.0.0.1:5557", None)
-    assert (config.buffer_steps, config.hwm, config.max_queue_size) == (10_000, 10_000, 100_000)
-
-
 def test_file_can_set_every_field(path):
     assert PublisherConfig.from_toml(path) == PublisherConfig(
         endpoint="tcp://*:5557",
@@ -85,6 +79,7 @@ def test_error_for_unknown_key_lists_known_keys(values):
         ({"first_sequence": -1}, "first_sequence"),
         ({"first_sequence": True}, "first_sequence"),
         ({"heartbeat_s": 0}, "heartbeat_s is 0"),
+        ({"slow_reader_s": 0.0}, "slow_reader_s is 0.0"),
         ({"linger_s": -1}, "linger_s is -1"),
         ({"linger_s": float("inf")}, "linger_s is inf"),
         ({"endpoint": "5557"}, "write tcp://host:port"),
@@ -129,10 +124,3 @@ def test_router_preset_has_required_settings_and_ports_for_ranks():
         for rank_endpoint in (one.rank_endpoint, one.rank_replay_endpoint)
     }
     assert len(ports) == 200
-
-
-def test_settings_override_the_router_preset():
-    config = PublisherConfig.for_routers(replay_endpoint=None, first_sequence="zero", topic="t")
-    assert (config.replay_endpoint, config.first_sequence, config.topic) == (None, "zero", "t")
-    with pytest.raises(InvalidArgumentError, match="slow_reader_s"):
-        PublisherConfig.for_routers(slow_reader_s=0.0)

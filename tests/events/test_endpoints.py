@@ -45,18 +45,6 @@ def test_each_rank_has_its_own_endpoint(endpoint, rank, expected):
 
 
 @pytest.mark.parametrize(
-    ("endpoint", "rank", "message"),
-    [
-        ("ipc:///tmp/events", 1, "cannot be offset by data-parallel rank 1; use tcp or inproc"),
-        ("tcp://*:65535", 1, "is port 65536; a port is at most 65535"),
-    ],
-)
-def test_rank_without_an_endpoint_is_rejected(endpoint, rank, message):
-    with pytest.raises(InvalidArgumentError, match=message):
-        offset_endpoint(endpoint, rank)
-
-
-@pytest.mark.parametrize(
     "endpoint",
     [
         "",

@@ -61,11 +61,6 @@ def test_of_equal_publishers_the_first_registered_is_best():
     assert mirror.find_best([1]) == ("z", 1)
 
 
-def test_mirror_without_publishers_returns_nothing():
-    assert PrefixMirror().find_prefix([1]) == {}
-    assert PrefixMirror().publisher_ids == []
-
-
 def test_hashes_may_be_signed_or_bytes_on_either_side():
     digest = bytes(24) + b"\xff" * 7 + b"\x05"
     mirror = make_mirror(unsigned=[stored(2**64 - 251)], signed=[stored(-251)], long=[stored(digest)])
@@ -116,16 +111,6 @@ def test_missing_medium_is_gpu_and_missing_group_is_0():
     assert mirror.find_prefix([1, 2], group=0, medium="GPU") == {"a": 2}
     mirror.apply("a", [removed(2, medium=None), removed(1, group_idx=0)])
     assert mirror.get_blocks("a") == set()
-
-
-@pytest.mark.parametrize("kind", ["sliding_window", "mamba", "chunked_local_attention", "something_new"])
-def test_groups_that_are_not_prefixes_are_kept_but_not_searched(kind):
-    mirror = make_mirror(a=[stored(1, 2, group_idx=0, kv_cache_spec_kind=kind)])
-    assert mirror.find_prefix([1, 2]) == {}
-    assert mirror.find_prefix([1, 2], group=0) == {}
-    assert mirror.get_blocks("a") == {(0, "GPU", 1), (0, "GPU", 2)}
-    mirror.apply("a", [removed(1, group_idx=0)])
-    assert mirror.get_blocks("a") == {(0, "GPU", 2)}
 
 
 @pytest.mark.parametrize("kind", ["full_attention", "mla_attention", "sink_full_attention"])

@@ -10,6 +10,7 @@ import pytest
 import zmq
 import zmq.auth
 from events.deadlines import wait_until
+from events.made_events import draw
 from events.made_publisher import FREE_PORT, GatedState, make_publisher
 from events.stream_readers import TIMEOUT_MS, Reader, Requester, Subscriber, removed, subscribed
 from made_threads import no_new_threads
@@ -27,7 +28,6 @@ from kv_pool.events.batch import KVEventBatch, decode_batch, encode_batch, encod
 from kv_pool.events.config import GroupSpec, PublisherConfig
 from kv_pool.events.event_publisher import NullEventPublisher, PublisherStatistics
 from kv_pool.events.publisher import ZMQEventPublisher
-from kv_pool.events.stream_state import StreamState
 from kv_pool.events.subscriber import KVEventSubscriber
 from kv_pool.threads import start_thread
 
@@ -156,48 +156,29 @@ def test_several_threads_may_publish():
 # ---- a full queue ------------------------------------------------------------------------------------
 
 
-def publish_into_a_full_queue(when_full):
-    """Publish batches 1 to 5 into a queue of 3 while batch 0 blocks; return the sent batches."""
+@pytest.mark.parametrize(
+    ("when_full", "sent"),
+    [
+        ("drop_oldest", {0: ["- 0"], 3: ["clear", "- 3"], 4: ["- 4"], 5: ["- 5"], 6: ["- 6"]}),
+        ("drop_newest", {0: ["- 0"], 1: ["- 1"], 2: ["- 2"], 3: ["- 3"], 6: ["clear", "- 6"]}),
+    ],
+)
+def test_full_queue_drops_batches_and_leaves_a_hole(when_full, sent):
+    """Batches 1 to 5 are published into a queue of 3 while batch 0 blocks."""
     entered, gate = threading.Event(), threading.Event()
-    state = GatedState(entered, gate)
-    publisher = make_publisher(state, max_queue_size=3, when_full=when_full)
-    with publisher:
+    with make_publisher(GatedState(entered, gate), max_queue_size=3, when_full=when_full) as publisher:
         publisher.publish([removed(0)])
         assert entered.wait(20)
         for number in range(1, 6):
             publisher.publish([removed(number)])
         dropped = publisher.get_statistics()
         gate.set()
-        if when_full == "drop_newest":
-            wait_until(lambda: publisher.get_statistics().last_sequence == 3, "sent")
-            publisher.publish([removed(6)])
-        wait_until(
-            lambda: publisher.get_statistics().last_sequence == (6 if when_full == "drop_newest" else 5),
-            "sent",
-        )
-        answer = [
-            (sequence, decode_batch(payload)) for sequence, payload in publisher._buffer.list_from(0, 9)
-        ]
+        wait_until(lambda: publisher.get_statistics().num_queued == 0, "taken")
+        publisher.publish([removed(6)])
+        wait_until(lambda: publisher.get_statistics().last_sequence == 6, "sent")
+        batches = publisher._buffer.list_from(0, 9)
     assert (dropped.num_batches_dropped, dropped.num_events_dropped, dropped.num_queued) == (2, 2, 3)
-    return [
-        (
-            sequence,
-            [
-                "clear" if isinstance(event, AllBlocksCleared) else event.block_hashes[0]
-                for event in batch.events
-            ],
-        )
-        for sequence, batch in answer
-    ]
-
-
-def test_full_queue_drops_oldest_batch_and_leaves_a_hole():
-    assert publish_into_a_full_queue("drop_oldest") == [(0, [0]), (3, ["clear", 3]), (4, [4]), (5, [5])]
-
-
-def test_full_queue_drops_newest_batch_and_leaves_a_hole():
-    answer = publish_into_a_full_queue("drop_newest")
-    assert answer == [(0, [0]), (1, [1]), (2, [2]), (3, [3]), (6, ["clear", 6])]
+    assert {sequence: draw(decode_batch(payload).events) for sequence, payload in batches} == sent
 
 
 def test_heartbeat_shows_a_loss_that_no_batch_follows():
@@ -310,23 +291,6 @@ def test_inproc_endpoint_is_in_the_shared_context():
 
 
 # ---- restarts ----------------------------------------------------------------------------------------
-
-
-def test_restart_with_a_number_continues_the_sequence():
-    """A reader of the first incarnation misses no batch and sees no restart."""
-    seen = []
-    first_sequence = 0
-    for life in range(2):
-        state = StreamState()
-        with (
-            make_publisher(state, first_sequence=first_sequence) as publisher,
-            Requester(publisher.replay_endpoint) as requester,
-        ):
-            publisher.publish([removed(life)])
-            publisher.publish([removed(life)])
-            seen += [sequence for sequence, _ in requester.ask_until(first_sequence, first_sequence + 1)]
-        first_sequence = state.last_sequence + 1
-    assert seen == [0, 1, 2, 3]
 
 
 # ---- CURVE -------------------------------------------------------------------------------------------

@@ -1,16 +1,15 @@
 """Answers to readers that missed batches, on real sockets."""
 
-import threading
-
 import pytest
 import zmq
 from events.deadlines import wait_until
 from events.made_publisher import make_publisher
-from events.stream_readers import Reader, Requester, numbers_of, removed, subscribed
+from events.stream_readers import Reader, Requester, numbers_of, removed
 
 from kv_pool.core.kv_events import AllBlocksCleared, BlockStored
 from kv_pool.events import replay_server
 from kv_pool.events.batch import END_OF_REPLAY, decode_batch, pack_sequence
+from kv_pool.events.invariants import Reader as StreamReader
 from kv_pool.events.replay_server import MAX_WAITING_REQUESTS
 from kv_pool.events.stream_state import StreamState
 
@@ -26,17 +25,10 @@ def publish_numbers(publisher, numbers):
 
 def resident_after(batches):
     """Return the hashes that a reader of these batches knows."""
-    resident = set()
+    reader = StreamReader()
     for _, batch in batches:
-        for event in batch.events:
-            if isinstance(event, AllBlocksCleared):
-                resident.clear()
-            elif isinstance(event, BlockStored):
-                assert event.parent_block_hash is None or event.parent_block_hash in resident
-                resident.update(event.block_hashes)
-            else:
-                resident.difference_update(event.block_hashes)
-    return resident
+        reader.read(batch.events)
+    return {block_hash for _, block_hash in reader.known}
 
 
 @pytest.fixture
@@ -126,14 +118,6 @@ def test_close_returns_if_the_replay_thread_has_ended():
 # ---- slow readers ------------------------------------------------------------------------------------
 
 
-def test_disconnected_reader_does_not_disturb_the_server(publisher):
-    for _ in range(20):
-        with Requester(publisher.replay_endpoint) as leaving:
-            leaving.request(0)
-    with Requester(publisher.replay_endpoint) as requester:
-        assert requester.ask_for_sequences(6) == [6, 7]
-
-
 # ---- snapshots ---------------------------------------------------------------------------------------
 
 
@@ -201,33 +185,6 @@ def test_snapshots_stay_valid_across_heartbeats():
         assert resident_after(answer) == {1}
         sequences = [sequence for sequence, _ in answer]
         assert sequences == list(range(sequences[0], sequences[0] + len(sequences)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("positional", [False, True])
-def test_snapshots_are_correct_while_batches_continue(positional):
-    """Any answer plus the live batches after it leads to the pool's state."""
-    num_batches = 2_000
-    with (
-        make_publisher(StreamState(), positional=positional) as publisher,
-        subscribed(publisher) as (subscriber, hole),
-        Requester(publisher.replay_endpoint) as requester,
-    ):
-        publisher.publish([object()])
-
-        def run():
-            for number in range(1, num_batches + 1):
-                publisher.publish([stored(number), *([removed(number - 30)] if number > 30 else [])])
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        answers = [requester.ask(hole) for _ in range(20)]
-        thread.join()
-        live = [subscriber.receive() for _ in range(num_batches)]
-    assert [sequence for sequence, _ in live] == list(range(hole + 1, hole + 1 + num_batches))
-    for answer in [[], *answers]:
-        following = [batch for batch in live if not answer or batch[0] > answer[-1][0]]
-        assert resident_after([*answer, *following]) == set(range(num_batches - 29, num_batches + 1))
 
 
 def test_answer_ends_if_buffer_does_not_continue_its_snapshot():

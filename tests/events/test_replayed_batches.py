@@ -10,20 +10,6 @@ def replayed(**payloads):
     return batches
 
 
-def test_live_batch_with_bytes_of_a_replayed_one_is_known():
-    batches = replayed(s3=b"three")
-    assert batches.contains(3, b"three")
-    assert not batches.contains(3, b"another")
-    assert not batches.contains(4, b"three")
-
-
-def test_only_other_bytes_under_the_same_number_contradict():
-    batches = replayed(s3=b"three")
-    assert batches.contradicts(3, b"another")
-    assert not batches.contradicts(3, b"three")
-    assert not batches.contradicts(4, b"another")
-
-
 def test_numbers_in_a_snapshot_are_known_whatever_their_bytes():
     batches = ReplayedBatches()
     batches.passed = 5

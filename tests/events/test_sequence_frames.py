@@ -2,7 +2,6 @@ import pytest
 
 from kv_pool.errors import EventStreamError, InvalidArgumentError
 from kv_pool.events.batch import (
-    END_OF_REPLAY,
     MAX_SEQUENCE,
     pack_sequence,
     unpack_sequence,
@@ -28,7 +27,3 @@ def test_end_marker_is_not_a_valid_sequence(sequence):
 def test_frame_of_another_length_is_rejected(frame):
     with pytest.raises(EventStreamError, match=f"has {len(frame)} bytes"):
         unpack_sequence(frame)
-
-
-def test_end_marker_is_one_above_the_highest_sequence():
-    assert unpack_sequence(END_OF_REPLAY) == MAX_SEQUENCE + 1

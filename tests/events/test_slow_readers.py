@@ -61,19 +61,6 @@ def test_unread_replays_use_bounded_memory(caplog):
     assert len([record for record in caplog.records if "replays" in record.message]) <= 8
 
 
-def test_slow_reader_does_not_block_the_replays_of_others():
-    with (
-        make_publisher(buffer_steps=400, linger_s=0.0) as publisher,
-        Requester(publisher.replay_endpoint) as requester,
-        Reader(zmq.DEALER, publisher.replay_endpoint, **NEVER_READS) as stalled,
-    ):
-        publish_20_kb(publisher, 400)
-        stalled.socket.send_multipart([b"", pack_sequence(0)])
-        for _ in range(3):
-            assert len(requester.ask(0)) == 400
-        assert publisher.get_statistics().num_readers_dropped == 0
-
-
 def test_unread_snapshots_share_the_memory_of_one():
     with (
         make_publisher(StreamState(), buffer_steps=1, linger_s=0.0, slow_reader_s=1.0) as publisher,

@@ -23,10 +23,6 @@ def made(*events, **options):
     return state
 
 
-def test_empty_snapshot_is_a_single_clear():
-    assert snap(StreamState()) == ["clear"]
-
-
 def test_chain_becomes_one_event_however_it_was_stored():
     assert snap(made(stored([1, 2]), stored([3], 2), stored([4, 5], 3))) == ["clear", "> 1 2 3 4 5"]
 
@@ -75,11 +71,6 @@ def test_session_of_a_block_is_not_kept():
 def test_orphans_come_last_with_their_original_parent():
     state = made(stored([1, 2, 3, 4]), removed(2), stored([9], medium="CPU"))
     assert snap(state) == ["clear", "> 1", "> 9", "2 > 3 4"]
-
-
-def test_parent_stored_after_its_children_precedes_them():
-    state = made(stored([1, 2, 3]), removed(1), stored([1]))
-    assert snap(state) == ["clear", "> 1 2 3"]
 
 
 def test_blocks_in_a_parent_cycle_are_stored_once():

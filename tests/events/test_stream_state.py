@@ -3,7 +3,7 @@
 import pytest
 from events.made_events import draw, removed, stored
 
-from kv_pool import AllBlocksCleared, BlockHasher, BlockPool, KVCacheManager, Request
+from kv_pool import AllBlocksCleared
 from kv_pool.core.kv_events import BlockReported
 from kv_pool.events.stream_state import StreamState
 
@@ -37,21 +37,10 @@ def test_only_new_blocks_of_a_store_are_sent():
     assert [event.extra_keys for event in sent] == [[("a",)], [None, ("d",)]]
 
 
-def test_report_of_hits_is_neither_counted_nor_sent():
-    state = StreamState()
-    state.apply([stored([1, 2])])
-    assert send(state, stored([1, 2, 3], event_class=BlockReported)) == []
-    assert send(state, removed(2)) == ["- 2"]
-
-
 def test_report_that_is_sent_is_not_counted_as_a_copy():
     state = StreamState(exact=False)
     assert send(state, stored([1], event_class=BlockReported)) == ["> 1"]
     assert len(state.resident) == 0
-
-
-def test_removal_of_an_unknown_hash_is_sent():
-    assert send(StreamState(), removed(5), removed(6)) == ["- 5 6"]
 
 
 def test_consecutive_removals_from_one_place_are_merged():
@@ -106,18 +95,3 @@ def test_repeated_hash_in_an_exact_store_is_a_second_copy():
     state = StreamState()
     assert send(state, stored([1, 2, 2, 3], 1)) == ["> 1 2", "2 > 3"]
     assert send(state, removed(2)) == []
-
-
-def test_unchanged_events_are_sent_as_the_same_object():
-    event = stored([1, 2])
-    assert StreamState().apply([event])[0] is event
-
-
-def test_attention_kind_is_in_events_and_snapshots():
-    manager = KVCacheManager(BlockPool(6, True, 4, enable_kv_cache_events=True))
-    manager.allocate_slots(Request("A", range(1, 11), BlockHasher(block_size=4)), 10)
-    state = StreamState()
-    (sent,) = state.apply(manager.take_events())
-    _, (_, told) = state.take_snapshot()
-    assert sent.kv_cache_spec_kind == told.kv_cache_spec_kind == "full_attention"
-    assert told == sent

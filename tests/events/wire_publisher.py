@@ -30,7 +30,6 @@ class WirePublisher:
         self.ts = 1_700_000_000.0
         self.requests = []
         self.ignores_requests = False
-        self.drops_from_replays = set()
         self.lock = threading.Lock()
         self.is_closing = False
         self.thread = threading.Thread(target=self.answer, daemon=True)
@@ -59,7 +58,7 @@ class WirePublisher:
                 if self.ignores_requests:
                     continue
                 for sequence, payload in self.buffer:
-                    if sequence >= wanted and sequence not in self.drops_from_replays:
+                    if sequence >= wanted:
                         number = struct.pack(">Q", sequence)
                         self.router.send_multipart([identity, b"", b"", number, payload])
                 self.router.send_multipart([identity, b"", b"", b"\xff" * 8, b""])

@@ -166,7 +166,7 @@ def main():
         num_differences += len(found)
     if num_differences:
         print(f"{name} does not fit. Add a Release to kv_pool/integrations/vllm/releases.py and, for what")
-        print("differs, small classes such as BlockPool032 in older_classes.py beside it.")
+        print("differs, small classes such as BlockPool032 in older_pools.py beside it.")
         sys.exit(1)
     if options.suites == "none":
         print(f"{name} fits as far as checked; it is added only after its own tests have run.")

@@ -38,53 +38,12 @@ def compute(manager, seq, num_tokens):
     seq.num_scheduled_tokens = 0
 
 
-def decode(manager, seq, token_ids, eager=False):
-    """A step for each token: sampled at the end of one, computed in the next."""
-    for token_id in token_ids:
-        seq.append_token(token_id)
-        assert manager.can_append(seq)
-        manager.may_append(seq)
-        if not eager:
-            compute(manager, seq, 1)
-
-
 @pytest.fixture(params=[False, True], ids=["today", "2025"])
 def eager(request):
     return request.param
 
 
 # ---- admission -----------------------------------------------------------------------------------
-
-
-def test_all_blocks_of_the_engine_are_allocated_from_id_0(eager):
-    manager = make_manager(4)
-    seq = start(manager, range(16), eager)
-    assert seq.block_table == [0, 1, 2, 3]
-    assert state(manager.block_pool) == "free: | in use: 1* 2* 3* 4*"
-
-
-def test_second_sequence_shares_the_prefix(eager):
-    manager = make_manager()
-    start(manager, range(10), eager)
-    second = start(manager, [*range(8), 90, 91], eager)
-    assert second.block_table == [0, 1, 3]
-    assert state(manager.block_pool) == "free: 5 6 7 8 | in use: 1*x2 2*x2 3 4"
-
-
-def test_todays_scheduler_recomputes_the_last_block():
-    manager = make_manager()
-    start(manager, range(8))
-    twin = MadeSequence(range(8))
-    assert manager.can_allocate(twin) == 1
-    manager.allocate(twin, 1)
-    assert (twin.block_table, twin.num_cached_tokens) == ([0, 2], 4)
-
-
-def test_scheduler_of_2025_hits_a_full_last_block():
-    manager = make_manager()
-    start(manager, range(8), eager=True)
-    twin = start(manager, range(8), eager=True)
-    assert (twin.block_table, twin.num_cached_tokens) == ([0, 1], 8)
 
 
 def test_can_allocate_answers_both_schedulers():
@@ -107,22 +66,6 @@ def test_cost_of_a_cached_block_in_use_differs_by_scheduler():
     assert answer * manager.block_size == 4
 
 
-def test_cached_free_block_costs_a_free_block():
-    manager = make_manager(2)
-    manager.deallocate(start(manager, range(8)))
-    assert manager.can_allocate(MadeSequence(range(8))) == 1
-    assert manager.can_allocate(MadeSequence(range(9))) == -1
-
-
-def test_can_allocate_changes_nothing(eager):
-    manager = make_manager()
-    seq = start(manager, range(10), eager)
-    manager.deallocate(seq)
-    before = state(manager.block_pool)
-    manager.can_allocate(MadeSequence(range(10)))
-    assert state(manager.block_pool) == before
-
-
 def test_allocate_accepts_fewer_hits_than_available():
     manager = make_manager()
     start(manager, range(10))
@@ -131,116 +74,7 @@ def test_allocate_accepts_fewer_hits_than_available():
     assert (seq.block_table, seq.num_cached_tokens) == ([3, 4, 5], 0)
 
 
-def test_own_hits_are_not_reused_for_the_rest_of_the_sequence(eager):
-    manager = make_manager(3)
-    manager.deallocate(start(manager, range(8), eager))
-    seq = start(manager, range(12), eager)
-    assert sorted(seq.block_table) == [0, 1, 2]
-    assert seq.block_table[:2] == [0, 1]
-
-
 # ---- what is cached, and when --------------------------------------------------------------------
-
-
-def test_todays_scheduler_caches_computed_blocks():
-    manager = make_manager()
-    seq = MadeSequence(range(10))
-    manager.allocate(seq, 0)
-    assert state(manager.block_pool) == "free: 4 5 6 7 8 | in use: 1 2 3"
-    compute(manager, seq, 6)
-    assert state(manager.block_pool) == "free: 4 5 6 7 8 | in use: 1* 2 3"
-    compute(manager, seq, 4)
-    assert state(manager.block_pool) == "free: 4 5 6 7 8 | in use: 1* 2* 3"
-
-
-def test_step_that_caches_a_filled_block_differs_by_scheduler(eager):
-    manager = make_manager()
-    seq = start(manager, range(3), eager)
-    seq.append_token(3)
-    manager.may_append(seq)
-    assert state(manager.block_pool).endswith("in use: 1*" if eager else "in use: 1")
-    if not eager:
-        compute(manager, seq, 1)
-        assert state(manager.block_pool).endswith("in use: 1*")
-
-
-def test_scheduler_of_2025_caches_full_blocks_on_allocation():
-    manager = make_manager()
-    manager.allocate(MadeSequence(range(10)))
-    assert state(manager.block_pool) == "free: 4 5 6 7 8 | in use: 1* 2* 3"
-
-
-def test_generated_tokens_allocate_and_fill_blocks(eager):
-    manager = make_manager()
-    seq = start(manager, range(6), eager)
-    decode(manager, seq, [100, 101], eager)
-    assert state(manager.block_pool) == "free: 3 4 5 6 7 8 | in use: 1* 2*"
-    decode(manager, seq, [102], eager)
-    assert state(manager.block_pool) == "free: 4 5 6 7 8 | in use: 1* 2* 3"
-    assert seq.block_table == [0, 1, 2]
-    manager.deallocate(seq)
-    assert start(manager, [*range(6), 100, 101, 102], eager).block_table[:2] == [0, 1]
-
-
-def test_existing_block_is_not_appended_twice(eager):
-    manager = make_manager()
-    seq = start(manager, range(4), eager)
-    seq.append_token(9)
-    manager.may_append(seq)
-    manager.may_append(seq)
-    assert seq.block_table == [0, 1]
-
-
-def test_blocks_of_one_token_are_appended(eager):
-    manager = BlockManager(4, 1)
-    seq = MadeSequence([7], block_size=1)
-    manager.allocate(seq, *([] if eager else [0]))
-    decode(manager, seq, [8, 9], eager)
-    assert seq.block_table == [0, 1, 2]
-
-
-def test_same_tokens_after_another_prefix_are_not_a_hit(eager):
-    """Their manager of 2025 counts 8 here: block 1 held the fives behind the ones before it was reused."""
-    manager = make_manager(3)
-    manager.deallocate(start(manager, [1, 1, 1, 1, 5, 5, 5, 5], eager))
-    other = start(manager, [2, 2, 2, 2, 5, 5, 5, 5], eager)
-    assert other.block_table == [2, 1]
-    manager.deallocate(other)
-    third = MadeSequence([1, 1, 1, 1, 5, 5, 5, 5, 9])
-    manager.allocate(third, *([] if eager else [manager.can_allocate(third)]))
-    assert third.num_cached_tokens == 4
-
-
-def test_hits_return_the_copy_cached_last():
-    manager = make_manager(6)
-    older, newer = MadeSequence(range(5)), MadeSequence(range(5))
-    manager.allocate(older, 0)
-    manager.allocate(newer, 0)
-    compute(manager, older, 5)
-    compute(manager, newer, 5)
-    assert state(manager.block_pool) == "free: 5 6 | in use: 1 2 3* 4"
-    manager.deallocate(newer)
-    manager.deallocate(older)
-    assert state(manager.block_pool) == "free: 5 6 4 3* 2 1"
-    start(manager, range(50, 66))
-    assert manager.can_allocate(MadeSequence(range(5))) == 0
-
-
-def test_blocks_are_reused_in_the_order_of_freeing(eager):
-    manager = make_manager(5)
-    first = start(manager, range(6), eager)
-    second = start(manager, range(50, 56), eager)
-    manager.deallocate(first)
-    manager.deallocate(second)
-    assert state(manager.block_pool) == "free: 5 2 1* 4 3*"
-    assert list(manager.free_block_ids) == [4, 1, 0, 3, 2]
-
-
-def test_free_ids_follow_the_pool():
-    manager = make_manager(3)
-    assert manager.free_block_ids == [0, 1, 2]
-    start(manager, range(4))
-    assert manager.free_block_ids == [1, 2]
 
 
 # ---- the caller's mistakes -----------------------------------------------------------------------

@@ -4,20 +4,12 @@ The workloads of vLLM issue 45238: 64 prompts of 2,200 tokens over 8 shared pref
 one at a time.
 """
 
-import logging
-
 import pytest
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("no_warnings")]
 
 BLOCK = 528
 STATES = "KV_POOL_VLLM_STATES"
-
-
-@pytest.fixture(autouse=True)
-def no_warnings(caplog):
-    for name in ("vllm", "kv_pool"):
-        caplog.set_level(logging.CRITICAL, name)
 
 
 def make_engine(tmp_path, level, interval=0):
@@ -84,7 +76,6 @@ def replay(scheduler, make, num_shared):
 
 @pytest.mark.parametrize(("num_shared", "shares"), [(1600, [1056, 1584]), (1500, [1056])])
 def test_vllm_hits_all_prompts_but_the_first_of_a_prefix(num_shared, shares, tmp_path, monkeypatch):
-    pytest.importorskip("kv_pool.integrations.vllm.manager_classes")
     monkeypatch.setenv(STATES, "bounded")
     scheduler, make = make_engine(tmp_path, "manager")
     cached, most = replay(scheduler, make, num_shared)

@@ -155,27 +155,6 @@ def test_setting_1_opens_the_default_socket_of_the_process(run):
     )
 
 
-@pytest.mark.slow
-def test_command_line_shows_the_pool_of_the_engine(run):
-    shown = run(
-        """
-        import subprocess
-        pool = make_pool()
-        pool.get_new_blocks(4)
-        for command in (["stats"], ["layout"], ["sequences", "--holds"], ["defrag"]):
-            done = subprocess.run([sys.executable, "-P", "-m", "kv_pool", *command, "--socket", "here.sock"])
-            print(done.returncode, flush=True)
-        """,
-        "here.sock",
-    )
-    lines = [line.strip() for line in shown.splitlines()]
-    assert "Used Blocks: 4 (44.4%)" in lines
-    assert "Events: 0 queued" in lines
-    assert not [line for line in lines if "Sequences" in line or "Latency" in line]
-    assert "no runs of sequences" in shown
-    assert [line for line in lines if line in ("0", "2")] == ["0", "0", "0", "2"]
-
-
 @pytest.mark.parametrize("control", ["", "0"])
 def test_no_socket_and_no_lock_by_default(run, control):
     run(

@@ -3,31 +3,9 @@
 import pytest
 from integrations.vllm_process import VERSION, run_program
 
-from kv_pool.integrations.vllm.releases import find_release
-
 pytestmark = pytest.mark.vllm
 
 POOL_LINE = f"{VERSION} manages"
-
-
-def vllm_version():
-    import vllm
-
-    return vllm.__version__
-
-
-def test_scheduler_makes_the_same_decisions(tmp_path):
-    theirs, _ = run_program("vllm_schedule.py", tmp_path / "theirs", "")
-    ours, log = run_program("vllm_schedule.py", tmp_path / "ours", "kv_pool")
-    assert theirs.pop("pool") == "vllm.v1.core.block_pool"
-    assert ours.pop("pool") == find_release(vllm_version()).pool_class.partition(":")[0]
-    assert f"{POOL_LINE} 60 KV blocks, medium GPU" in log
-    assert ours == theirs
-    assert any(step["preempted"] for step in ours["steps"])
-    assert any(num_computed for step in ours["steps"] for _, _, num_computed in step["new"])
-    assert any("BlockRemoved" in event for event in ours["events"])
-    assert any(step["samples"] for step in ours["steps"])
-    assert ours["reset"]
 
 
 def test_engine_computes_the_same(tmp_path):

@@ -173,12 +173,6 @@ def test_configuration_that_is_not_served_gets_level_pool(made_up_vllm):
     )
 
 
-def test_all_classes_of_the_pool_are_replaced_at_level_manager(made_up_vllm):
-    seen, _ = run(made_up_vllm, "register()", **LEVEL)
-    of_the_pool = {name: owner for name, owner in seen.items() if name.split(".")[-1] in POOL_NAMES}
-    assert is_ours(of_the_pool)
-
-
 @pytest.mark.parametrize("error", ["TypeError", "RuntimeError", "KeyError"])
 def test_a_manager_module_that_fails_changes_nothing(made_up_vllm, error):
     """vLLM's registry raises while the manager's module is imported."""

@@ -1,20 +1,16 @@
 """Live curves under vLLM's scheduler, switched on by an environment variable (marker `vllm`)."""
 
-import logging
-
 import pytest
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("no_warnings")]
 
 KINDS = ["full", "full groups", "window", "full + window", "full + mamba"]
 
 
 @pytest.fixture(autouse=True)
-def live_curve(monkeypatch, caplog):
-    """Switch live curves on, and leave out vLLM's warnings on small blocks and refused resets."""
+def live_curve(monkeypatch):
+    """Switch live curves on."""
     monkeypatch.setenv("KV_POOL_VLLM_LIVE_CURVE", "1")
-    for name in ("vllm", "kv_pool"):
-        caplog.set_level(logging.CRITICAL, name)
 
 
 @pytest.mark.parametrize("kind", KINDS)

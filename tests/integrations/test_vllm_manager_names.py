@@ -7,7 +7,7 @@ import ast
 import inspect
 
 import pytest
-from integrations.vllm_names import last_name, vllm_sources
+from integrations.vllm_names import last_name, list_parameters, vllm_sources
 
 from kv_pool.integrations.vllm.releases import find_release, load_classes
 
@@ -126,28 +126,10 @@ def test_every_name_that_vllm_uses_exists():
 
 def test_source_walk_finds_the_known_uses_in_vllm():
     used = used_names()
-    assert {
-        "allocate_slots",
-        "cache_blocks",
-        "coordinator",
-        "empty_kv_cache_blocks",
-        "estimate_cached_tokens",
-        "evict_blocks",
-        "finalize_partial_tail_offloads",
-        "free",
-        "get_block_ids",
-        "get_computed_blocks_for_connector",
-        "make_prefix_cache_stats",
-        "new_step_starts",
-        "pop_blocks_for_free",
-        "record_blocks_for_zeroing",
-        "take_boundary_state_offloads",
-        "take_events",
-        "take_kv_cache_block_copies",
-        "take_new_block_ids",
-        "truncate_computed_blocks",
-        "usage",
-    } <= set(used["KVCacheManager"])
+    assert {"allocate_slots", "coordinator", "take_boundary_state_offloads", "usage"} <= set(
+        used["KVCacheManager"]
+    )
+    assert len(used["KVCacheManager"]) >= 20
     assert "enable_partial_hash_hits" in used["KVCacheCoordinator"]
     assert {"block_size", "kv_cache_spec"} <= set(used["SingleTypeKVCacheManager"])
     assert "blocks" in used["KVCacheBlocks"]
@@ -176,14 +158,6 @@ def test_methods_and_parameters_match_those_of_vllm(class_name):
         assert list_parameters(counterparts[name])[: len(expected)] == expected, f"{class_name}.{name}"
     constructor = ours.__init__ if inspect.isfunction(ours.__init__) else ours  # compiled, the class has it
     assert set(list_parameters(theirs.__init__)) <= set(list_parameters(constructor))
-
-
-def list_parameters(function):
-    return [
-        (parameter.name, parameter.default)
-        for parameter in inspect.signature(function).parameters.values()
-        if parameter.name != "self"
-    ]
 
 
 def test_fields_of_vllm_manager_exist():

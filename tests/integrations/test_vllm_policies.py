@@ -1,21 +1,12 @@
 """Cache policies under vLLM's scheduler, selected by an environment variable (marker `vllm`)."""
 
-import logging
-
 import pytest
 from integrations.scheduler_options import SCHEDULER_KINDS
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("no_warnings")]
 
 LRU_AS_POLICY = "kv_pool.core.cache_policy:LRU"
 NUM_STEPS = 150
-
-
-@pytest.fixture(autouse=True)
-def no_warnings(caplog):
-    """Leave out vLLM's warnings on small blocks and refused resets."""
-    for name in ("vllm", "kv_pool"):
-        caplog.set_level(logging.CRITICAL, name)
 
 
 def find_difference(monkeypatch, policy, kind, seed, level, theirs="vllm"):
@@ -43,13 +34,6 @@ def test_lru_as_a_policy_evicts_what_vllm_evicts(monkeypatch, level, kind):
         assert find_difference(monkeypatch, LRU_AS_POLICY, kind, seed, level) == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", SCHEDULER_KINDS)
-def test_lru_as_a_policy_evicts_the_same_in_more_schedules(monkeypatch, kind):
-    for seed in range(100, 140):
-        assert find_difference(monkeypatch, LRU_AS_POLICY, kind, seed, "manager") == []
-
-
 @pytest.mark.parametrize(
     ("kind", "seed"),
     [
@@ -68,12 +52,6 @@ def test_a_block_with_a_copy_goes_before_what_follows_it(monkeypatch, kind, seed
 def test_the_pool_level_notices_windows_late(monkeypatch):
     """The guide says so: the pool does not know the groups until a request's first blocks are null."""
     assert find_difference(monkeypatch, LRU_AS_POLICY, "full + larger window blocks", 54, "pool")
-
-
-@pytest.mark.parametrize("policy", ["s3fifo", "slru", "gdsf", "flat:sieve"])
-def test_a_policy_evicts_the_same_blocks_at_both_levels(monkeypatch, policy):
-    for seed in range(2):
-        assert find_difference(monkeypatch, policy, "full", seed, "manager", "pool") == []
 
 
 def test_a_policy_changes_what_vllm_evicts(monkeypatch):

@@ -1,6 +1,5 @@
 """The same requests evict the same blocks live, in the replay and under vLLM's scheduler (marker `vllm`)."""
 
-import logging
 import random
 
 import pytest
@@ -11,18 +10,11 @@ from kv_pool.core.policy_names import list_policies
 from kv_pool.replay.settings import ReplaySettings
 from kv_pool.replay.simulator import run_replay
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("no_warnings")]
 
 NUM_BLOCKS = 40
 BLOCK_SIZE = 8
 POLICIES = ["lru", *list_policies(), "flat:sieve", "flat:arc"]
-
-
-@pytest.fixture(autouse=True)
-def no_warnings(caplog):
-    """Leave out vLLM's warnings on small blocks."""
-    for name in ("vllm", "kv_pool"):
-        caplog.set_level(logging.CRITICAL, name)
 
 
 class Victims:

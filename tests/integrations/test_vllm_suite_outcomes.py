@@ -4,7 +4,7 @@ import argparse
 import json
 
 import pytest
-from integrations import check_vllm_release, run_vllm_suite
+from integrations import check_vllm_release
 from integrations.run_vllm_suite import compare, find_outdated, find_unexplained, read_exceptions
 
 THEIRS = {
@@ -45,12 +45,6 @@ def test_only_exceptions_by_their_whole_id_are_explained(source, outcome):
     assert find_unexplained(different, exceptions) == ["tests.core.test_a::test_internals[1]"]
 
 
-def test_a_test_that_passes_only_with_ours_needs_no_reason(source):
-    _, different = compare(THEIRS, THEIRS | {"tests.core.test_a.TestB::test_broken": "passed"}, source)
-    assert len(different) == 1
-    assert find_unexplained(different, {}) == []
-
-
 def test_exceptions_that_pass_or_are_gone_are_outdated(source):
     ours = THEIRS | {"tests.core.test_a::test_internals": "failed"}
     exceptions = {
@@ -62,32 +56,6 @@ def test_exceptions_that_pass_or_are_gone_are_outdated(source):
     }
     outdated = ["tests.core.test_a::test_internals[1]", "tests.core.test_a::test_renamed"]
     assert find_outdated(exceptions, ours, source) == outdated
-
-
-def test_folders_are_searched_for_files_that_are_not_left_out(source, monkeypatch):
-    monkeypatch.setattr(run_vllm_suite, "LEFT_OUT", ["tests/core/test_c.py"])
-    tests = ["tests/core/test_d.py", "tests/core", "tests/gone", "tests/core/test_gone.py"]
-    files = ["tests/core/test_d.py", "tests/core/test_a.py"]
-    assert run_vllm_suite.list_files(tests, source) == files
-
-
-def test_the_file_of_outcomes_grows_by_test_files(source, tmp_path, monkeypatch):
-    runs = []
-
-    def run_tests(source, tests, with_ours, options):
-        runs.append(tests)
-        file_of = run_vllm_suite.file_of
-        return {name: result for name, result in outcomes.items() if file_of(name, source) in tests}
-
-    outcomes = THEIRS | {"tests.core.test_d": "skipped"}
-    monkeypatch.setattr(run_vllm_suite, "run_tests", run_tests)
-    options = argparse.Namespace(theirs=tmp_path / "theirs.json")
-    first, *others = files = [f"tests/core/test_{name}.py" for name in "acd"]
-    of_first = {name: outcome for name, outcome in THEIRS.items() if "test_a" in name}
-    assert run_vllm_suite.read_theirs(source, [first], options) == of_first
-    assert run_vllm_suite.read_theirs(source, files, options) == outcomes
-    assert run_vllm_suite.read_theirs(source, [first], options) == of_first
-    assert runs == [[first], others]
 
 
 @pytest.mark.parametrize("level", ["pool", "manager"])

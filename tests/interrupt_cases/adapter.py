@@ -21,21 +21,17 @@ class Busy:
 
     def __init__(self, losing=(), placement="oldest"):
         self.losing = losing
-        self.pool = self.make_pool(placement=placement, on_moved=lambda relocation: None)
-        self.pools = [self.pool]
-        self.fill()
-        self.contents = self.read_all()
-        self.pins = {block: sum(pins.values()) for block, pins in self.pool.holdings.pins.owners.items()}
-
-    def make_pool(self, device_id=0, **options):
-        return make(
+        self.pool = make(
             NUM_BLOCKS,
-            device_id=device_id,
             storage=make_storage(NUM_BLOCKS + 4),
             eviction_policy=LRUEviction(),
             enable_kv_cache_events=True,
-            **options,
+            placement=placement,
+            on_moved=lambda relocation: None,
         )
+        self.fill()
+        self.contents = self.read_all()
+        self.pins = {block: sum(pins.values()) for block, pins in self.pool.holdings.pins.owners.items()}
 
     def fill(self):
         pool = self.pool
@@ -67,17 +63,13 @@ class Busy:
     # ---- what `try_case` calls -------------------------------------------------------------------
 
     def is_interrupted(self):
-        return any(pool.block_pool.is_changing for pool in self.pools)
+        return self.pool.block_pool.is_changing
 
     def call_next(self):
-        for pool in self.pools:
-            if pool.block_pool.is_changing:
-                take(pool, 90, 1)
+        take(self.pool, 90, 1)
 
     def repair(self):
-        for pool in self.pools:
-            if pool.block_pool.is_changing:
-                pool.repair()
+        self.pool.repair()
 
     def check(self, is_repaired):
         pool = self.pool
@@ -113,34 +105,6 @@ class Busy:
         pass
 
 
-class Connected(Busy):
-    """As `Busy`, with a connected pool. Sequence 1 is in exactly one of them afterwards."""
-
-    def __init__(self):
-        super().__init__()
-        self.peer = self.make_pool(device_id=1)
-        self.pool.connect(self.peer)
-        self.pools.append(self.peer)
-        self.losing = (1,)
-
-    def check(self, is_repaired):
-        peer = self.peer
-        check(peer)
-        assert not peer.holdings.frozen
-        here = read(self.pool, 1) if 1 in self.pool.list_sequences() else []
-        there = read(peer, 1) if 1 in peer.list_sequences() else []
-        assert sorted(here + there) == self.contents[1]
-        for sequence_id in peer.list_sequences():
-            peer.free_sequence(sequence_id)
-        assert peer.get_free_blocks() == peer.total_blocks
-        super().check(is_repaired and not len(self.pool.block_pool.cached_block_hash_to_block))
-
-
-def unpin_all(busy):
-    pool = busy.pool
-    pool.unpin(pool.blocks_of(4)[:2])
-
-
 CALLS = {
     "allocate": lambda pool: take(pool, 6, 3),
     "allocate, growing": lambda pool: take(pool, 1, 2),
@@ -172,10 +136,6 @@ LOSING_CALLS = {
     "allocate, a run": lambda pool: take(pool, 6, 6, contiguous="require"),
     "unpin": lambda pool: pool.unpin(pool.blocks_of(4)[:2]),
 }
-MIGRATIONS = {
-    "migrate_blocks": lambda pool: pool.migrate_blocks(pool.blocks_of(1)[3:], 1),
-    "migrate_sequence": lambda pool: pool.migrate_sequence(1, 1),
-}
 
 
 def call_pool(call, subject):
@@ -193,5 +153,4 @@ CASES = [
         partial(Busy, placement="buddy"),
         partial(call_pool, CALLS["allocate"]),
     ),
-    *(Case(f"GPUKVPool.{name}", Connected, partial(call_pool, call)) for name, call in MIGRATIONS.items()),
 ]

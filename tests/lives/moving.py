@@ -1,31 +1,17 @@
 """`Moving`: one migration between two nodes, by a `Pull` that goes on from message to message."""
 
-from concurrent.futures import Future
-
 from lives.contents import HASHER
 from lives.network import Link
 from lives.promises import Promise, Writer
 from lives.source_role import ACKNOWLEDGED, LEASE_S
 from lives.turns import Turns
+from migration.made_nodes import make_settings
 
 from kv_pool.errors import InvalidContentError
 from kv_pool.migration.messages import CancelTransfer, PullSubject
 from kv_pool.migration.status import MigrationPhase
 from kv_pool.migration.subjects import BlocksSubject, PrefixSubject, SequenceSubject
 from kv_pool.migration.target import Pull
-from kv_pool.migration.verified_reads import PullSettings, RateLimit
-
-
-class Inline:
-    """Runs a node's background calls at once."""
-
-    def submit(self, work):
-        future = Future()
-        try:
-            future.set_result(work())
-        except Exception as error:
-            future.set_exception(error)
-        return future
 
 
 class Moving:
@@ -43,16 +29,13 @@ class Moving:
         self.world = world = source.world
         if sequence is not None:
             world.travelling[subject.sequence_id] = sequence
-        settings = PullSettings(
-            target.name,
+        settings = make_settings(
             target.site,
             LEASE_S,
             world.read_clock,
-            world.read_clock,
-            RateLimit(0.0, world.read_clock),
-            Inline(),
             lambda pull: self.observe(),
             self.note_unsettled,
+            target.name,
         )
         wanted = PullSubject(world.rng.randbytes(16), subject, sequence is not None, source.name)
         self.hold_s = world.rng.choice((0.0, 5.0))

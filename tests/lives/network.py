@@ -9,7 +9,7 @@ from kv_pool.migration.transfer_backend import ReadCount
 
 
 class Link:
-    """The source of one pull, reached over the network. See `PullPeer`."""
+    """The source of one pull, reached over the network. See `PeerOfPull`."""
 
     def __init__(self, moving):
         self.moving = moving

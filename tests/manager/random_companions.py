@@ -1,11 +1,9 @@
-"""Companions of a `RandomScheduler`'s manager: swapped requests, kept blocks, leased blocks."""
+"""Companions of a `RandomScheduler`'s manager: swapped requests and kept blocks."""
 
 import numpy as np
 
 from kv_pool import AllocStatus, BlockPool
 from kv_pool.errors import PinLimitError
-from kv_pool.manager.invariants import check_leases
-from kv_pool.manager.leases import BlockLeases
 from kv_pool.manager.retention.block_retention import BlockRetention
 from kv_pool.manager.retention.directive import RetentionDirective
 from kv_pool.manager.retention.invariants import check_retention
@@ -143,44 +141,3 @@ class RandomRetention:
         for sequence in [*self.scheduler.waiting]:
             self.retention.forget_request(sequence.name)
         self.retention.release_all()
-
-
-class RandomLeases:
-    """Leases blocks with content to readers that release them or are late."""
-
-    def __init__(self, scheduler):
-        self.scheduler = scheduler
-        self.now = 0.0
-        self.leases = BlockLeases(scheduler.pool, lambda: self.now)
-        self.content = {}
-
-    def act(self):
-        rng, pool = self.scheduler.rng, self.scheduler.pool
-        self.now += 1.0
-        for lease in self.leases.expire():
-            del self.content[lease.lease_id]
-            self.scheduler.done["late readers"] += 1
-        cached = [block for block in pool.blocks if block.block_hash is not None]
-        if cached and rng.random() < 0.2:
-            blocks = rng.sample(cached, min(2, len(cached)))
-            lease = self.leases.acquire(blocks, self.now + rng.choice((1.0, 4.0)), "a reader")
-            self.content[lease.lease_id] = [
-                self.scheduler.engine.slots[block.block_id].copy() for block in blocks
-            ]
-            self.scheduler.done["leased"] += 1
-        for lease in self.leases.list_leases():
-            if rng.random() < 0.3:
-                del self.content[lease.lease_id]
-                lease.release()
-
-    def check(self):
-        """Check that leased blocks were not written."""
-        check_leases(self.leases)
-        for lease in self.leases.list_leases():
-            for block, before in zip(lease.blocks, self.content[lease.lease_id], strict=True):
-                assert np.array_equal(self.scheduler.engine.slots[block.block_id], before), lease
-
-    def drain(self):
-        self.now += 100.0
-        self.leases.expire()
-        assert self.leases.num_leased_blocks == 0

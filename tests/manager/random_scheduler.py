@@ -11,7 +11,7 @@ import random
 from collections import Counter
 from dataclasses import dataclass
 
-from manager.random_companions import RandomLeases, RandomRetention, RandomSwaps
+from manager.random_companions import RandomRetention, RandomSwaps
 from manager.slow_manager_model import (
     count_blocks,
     count_free_blocks,
@@ -56,7 +56,7 @@ class Setup:
     runs: bool = False
     num_host_blocks: int = 0
     keeps: bool = False
-    """With retention, and blocks leased to readers."""
+    """With retention."""
     bounded: bool = False
     """With `PrefixRules(bounded_states=True)`, whose counts the model does not compute."""
 
@@ -120,8 +120,7 @@ class RandomScheduler:
             prefix_rules=PrefixRules(bounded_states=True, partial_hits=False) if setup.bounded else None,
         )
         self.swaps = RandomSwaps(self, setup.num_host_blocks) if setup.num_host_blocks else None
-        leases = RandomLeases(self) if retention else None
-        self.companions = [one for one in (self.swaps, retention, leases) if one is not None]
+        self.companions = [one for one in (self.swaps, retention) if one is not None]
         self.hasher = BlockHasher("sha256", "s", setup.hash_block_size)
         self.encoders = [[self.rng.getrandbits(60) for _ in range(size)] for size in (1, 5, 8)]
         self.documents = [self._draw_tokens(setup.max_model_len) for _ in range(4)]

@@ -95,18 +95,6 @@ def test_a_released_state_is_reused_at_once():
     assert released.ref_cnt == 1, "the next step of turn 2 takes it"
 
 
-def test_a_state_in_use_is_not_released():
-    manager = make_manager()
-    tokens = list(range(42))
-    run(manager, "turn 0", tokens)
-    for blocks in manager.get_computed_blocks(Request("probe", tokens, HASHER)).blocks:
-        manager.block_pool.touch([block for block in blocks if not block.is_null])  # as a transfer does
-    for turn in range(1, 4):
-        tokens = [*tokens, *range(100 * turn, 100 * turn + 10)]
-        run(manager, f"turn {turn}", tokens)
-    assert list_states(manager, tokens) == [20, 40, 60, 68]
-
-
 def test_a_retained_state_is_not_released():
     pool = BlockPool(2000, True, BLOCK)
     groups = [FullAttentionSpec(block_size=BLOCK), MambaSpec(block_size=BLOCK)]
@@ -194,21 +182,6 @@ def test_states_equal_a_slow_model(seed):
         assert set(list_states(manager, tokens)) == kept
         assert count_states(manager) == len(model.states)
     invariants.check_manager(manager, [])
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_at_most_two_states_a_request_in_a_small_pool(seed):
-    rng = random.Random(seed)
-    manager = make_manager(60)
-    prompts = [()]
-    for number in range(200):
-        base = rng.choice(prompts[-8:])[: rng.randrange(60)]
-        tokens = base + tuple(rng.randrange(1_000_000) for _ in range(rng.randrange(1, 30)))
-        prompts.append(tokens)
-        before = set(list_states(manager, tokens))
-        run(manager, f"r{number}", tokens)
-        assert len(set(list_states(manager, tokens)) - before) <= 2
-        invariants.check_manager(manager, [])
 
 
 @pytest.mark.parametrize("policy", [None, "lru", "s3fifo"])

@@ -53,17 +53,6 @@ def test_first_writer_of_a_shared_block_gets_a_copy():
     stop(manager, a, b)
 
 
-def test_edits_of_a_table_are_counted():
-    manager, a = make_parent()
-    b = fork(manager, a, "b", [50])
-    assert manager.get_table("b").num_edits == 0
-    grow(manager, b)
-    assert manager.get_table("b").num_edits == 1
-    grow(manager, b, range(51, 56))
-    assert manager.get_table("b").num_edits == 1
-    stop(manager, a, b)
-
-
 @pytest.mark.parametrize(
     ("num_computed", "message"),
     [

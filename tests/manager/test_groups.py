@@ -39,21 +39,6 @@ def test_a_window_releases_blocks_the_next_token_does_not_see():
     stop(manager, a)
 
 
-def test_rejected_tokens_do_not_shrink_the_window():
-    """Five speculative tokens, one accepted: the window of the next token starts from the counted ones."""
-    manager = make_manager((WINDOW,), 6)
-    a = make_request("a", range(8))
-    start(manager, a)
-    a.append_output_token_ids([8])
-    manager.allocate_slots(a, 1 + 5)
-    a.append_output_token_ids([9, 10])
-    a.num_computed_tokens = 10
-    assert draw(manager, a) == "- 2* 3 4"
-    manager.allocate_slots(a, 1)
-    assert draw(manager, a) == "- 2* 3 4"  # token 10 sees tokens 6 to 10
-    stop(manager, a)
-
-
 # ---- chunks --------------------------------------------------------------------------------------
 
 

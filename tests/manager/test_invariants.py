@@ -175,14 +175,6 @@ def test_a_broken_run_pool_invariant_is_named():
         check_manager(manager, [request])
 
 
-def test_references_from_elsewhere_are_counted():
-    manager, requests = make_running()
-    blocks = manager.block_pool.get_new_blocks(2)
-    check_manager(manager, requests, blocks)
-    with pytest.raises(CorruptedPoolError, match=r"^T2:"):
-        check_manager(manager, requests, blocks[:1])
-
-
 # ---- steps ---------------------------------------------------------------------------------------
 
 

@@ -49,16 +49,6 @@ def test_caching_more_tokens_than_slots_is_refused():
     assert state(manager.block_pool) == "free: 2 3 4 5 6 7 8 | in use: 1"
 
 
-def test_double_free_is_refused():
-    manager = make_manager()
-    request = make_request("a", range(4))
-    start(manager, request)
-    manager.free(request)
-    with pytest.raises(InvalidArgumentError, match="request 'a' has no blocks: never allocated, or freed"):
-        manager.free(request)
-    assert manager.block_pool.get_num_free_blocks() == 8
-
-
 def test_a_stale_prefix_is_refused_and_changes_nothing():
     manager = make_manager(3)
     first = make_request("a", range(8))
@@ -156,16 +146,6 @@ def test_a_freed_request_with_computed_tokens_is_refused():
 def test_a_block_size_that_is_not_an_int_is_refused():
     with pytest.raises(InvalidTypeError, match="block_size is of type float; expected int"):
         KVCacheManager(BlockPool(9, True, 4), 4.0)
-
-
-def test_a_request_grows_into_the_ids_after_its_own():
-    manager = KVCacheManager(RunBlockPool(40, True, 4))
-    request = make_request("a", range(30))
-    for num_tokens in (16, 1, 4, 9):
-        manager.allocate_slots(request, num_tokens)
-        request.num_computed_tokens += num_tokens
-    first = manager.get_block_ids("a")[0]
-    assert manager.get_block_ids("a") == list(range(first, first + 8))
 
 
 def test_a_request_that_began_without_tokens_grows():

@@ -156,10 +156,3 @@ def test_larger_mixes_end_with_the_right_tokens(data):
     run(scheduler, requests, arrivals)
     for request in requests:
         assert request.all_token_ids == generate_without_blocks(request)
-
-
-def test_a_request_that_does_not_fit_is_refused_on_arrival():
-    scheduler = make_scheduler(3, "recompute")
-    fitting, too_long = make_requests([(4, 2), (4, 3)], (0, 0), shares_prompts=False)
-    assert scheduler.add(fitting)
-    assert not scheduler.add(too_long)

@@ -52,11 +52,6 @@ def test_a_loss_distinguishes_shared_and_cached_tokens():
         count_loss(manager, request)
 
 
-def test_without_caching_all_tokens_are_lost():
-    manager = KVCacheManager(BlockPool(20, False, 4))
-    assert count_loss(manager, start(manager, "one", range(10))) == PreemptionLoss(10, 0, 0, 3)
-
-
 def test_a_loss_counts_the_shortest_prefix_and_all_blocks():
     groups = [FullAttentionSpec(block_size=4), SlidingWindowSpec(block_size=4, sliding_window=5)]
     manager = KVCacheManager(BlockPool(40, True, 4), groups=groups)

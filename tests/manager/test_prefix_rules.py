@@ -1,7 +1,7 @@
 """`PrefixRules` by example: which blocks are cached, where hits end, which blocks are copied and kept."""
 
 import pytest
-from manager.table_drawing import draw, make_manager, make_request, start, stop, take_copies
+from manager.table_drawing import draw, make_manager, make_request, stop, take_copies
 
 from kv_pool import (
     AllocStatus,
@@ -64,21 +64,6 @@ def test_can_allocate_does_not_count_blocks_of_tokens_in_flight():
 # ---- hits within a block -------------------------------------------------------------------------
 
 
-def test_a_request_that_hits_a_part_of_a_block_gets_a_copy():
-    manager = make(FULL, STATE, hash_block_size=2)
-    a = make_request("a", range(11), 2)
-    for end in (8, 10, 11):
-        step(manager, a, end)
-        take_copies(manager)
-    b = make_request("b", [*range(10), 70, 71], 2)
-    assert start(manager, b) == 10
-    assert draw(manager, b) == "1*x2 2*x2 7*x2 / - - 8x2"
-    check_manager(manager, [a, b])
-    assert take_copies(manager) == [(4, 7), (6, 8)]
-    assert draw(manager, b) == "1*x2 2*x2 7* / - - 8"
-    stop(manager, a, b)
-
-
 def test_blocks_of_copies_are_kept_until_the_caller_frees_them():
     manager = make(FULL, STATE, hash_block_size=2)
     a = make_request("a", range(11), 2)
@@ -91,20 +76,6 @@ def test_blocks_of_copies_are_kept_until_the_caller_frees_them():
     manager.free_blocks(retained)
     assert take_copies(manager) == []
     stop(manager, a)
-
-
-def test_a_state_is_hit_only_in_the_step_after_it_is_written():
-    manager = make(FULL, STATE)
-    a, b = make_request("a", range(9)), make_request("b", range(9))
-    step(manager, a, 8)
-    prefix = manager.get_computed_blocks(b)
-    assert prefix.num_tokens == 8
-    assert manager.can_allocate(b, 1, prefix) is AllocStatus.LATER
-    assert manager.allocate_slots(b, 1, prefix) is None
-    manager.begin_step()
-    assert manager.allocate_slots(b, 1, prefix) is not None
-    b.num_computed_tokens = 9
-    stop(manager, a, b)
 
 
 def test_a_partial_hit_is_stale_after_its_block_was_evicted():
@@ -122,21 +93,6 @@ def test_a_partial_hit_is_stale_after_its_block_was_evicted():
 
 
 # ---- states of drafts and in the middle of a step ------------------------------------------------
-
-
-def test_a_fork_takes_its_own_blocks_for_drafts():
-    manager = make(MambaSpec(block_size=4, num_speculative_blocks=1))
-    a, b = make_request("a", range(30)), make_request("b", range(30))
-    step(manager, a, 6)
-    take_copies(manager)
-    b.num_computed_tokens = 6
-    manager.fork(a, b)
-    assert draw(manager, b) == "- 1x2"
-    step(manager, b, 8)
-    step(manager, a, 8)
-    check_manager(manager, [a, b])
-    assert take_copies(manager) == [(1, 3)]
-    stop(manager, a, b)
 
 
 def test_a_state_that_no_request_can_hit_takes_one_block():

@@ -6,7 +6,7 @@ from manager.table_makers import make_table
 
 from kv_pool import InvalidArgumentError, InvalidTypeError
 from kv_pool.manager.batch_block_table import BatchBlockTable
-from kv_pool.manager.slot_mapping import PAD_SLOT_ID, SlotMapping
+from kv_pool.manager.slot_mapping import SlotMapping
 
 
 def make_mapping(*tables, max_num_tokens=12, **options):
@@ -19,25 +19,6 @@ def make_mapping(*tables, max_num_tokens=12, **options):
 
 def integers(*values):
     return np.array(values, np.int32)
-
-
-def test_slots_after_the_last_token_are_padding():
-    mapping = make_mapping(make_table(7, 2), make_table(9))
-    assert mapping.fill_decode(integers(5, 0), num_slots=4).tolist() == [9, 36, -1, -1]
-    assert mapping.fill_chunks(integers(0, 2), integers(0), num_slots=3).tolist() == [28, 29, PAD_SLOT_ID]
-    assert mapping.fill_chunks(integers(0), integers(), num_slots=2).tolist() == [-1, -1]
-    assert mapping.fill_decode(integers()).tolist() == []
-
-
-def test_a_given_array_is_written_in_place():
-    array = np.zeros(12, np.int64)
-    mapping = make_mapping(make_table(7), array=array)
-    assert mapping.fill_decode(integers(1)).base is array
-    assert array[0] == 29
-    with pytest.raises(InvalidArgumentError, match="int32"):
-        make_mapping(array=np.zeros(12, np.int32))
-    with pytest.raises(InvalidArgumentError, match="max_num_tokens is 0"):
-        make_mapping(max_num_tokens=0)
 
 
 WRONG_PLACES = [
@@ -58,12 +39,6 @@ def test_a_position_without_a_block_raises_and_changes_nothing(position, words):
     with pytest.raises(InvalidArgumentError, match=words):
         mapping.fill_chunks(integers(0, 1, 2), np.array([0, position]))
     assert mapping.slots.tolist() == before.tolist()
-
-
-def test_a_row_without_tokens_may_have_any_first_position():
-    mapping = make_mapping(make_table(7), make_table(9))
-    assert mapping.fill_chunks(integers(0, 0, 1), integers(99, 3)).tolist() == [39]
-    assert mapping.fill_chunks(integers(0, 0, 1), integers(-9, 3)).tolist() == [39]
 
 
 @pytest.mark.parametrize(

@@ -143,13 +143,3 @@ def test_writing_other_tokens_to_a_cached_block_is_refused():
         manager.allocate_slots(session, 2)
     session.num_computed_tokens = 4
     manager.free(session)
-
-
-def test_a_session_without_blocks_is_truncated():
-    manager = make_manager((FULL,))
-    session = make_request("session", range(9))
-    manager.truncate(session, 4)
-    assert (session.num_tokens, len(session.block_hashes)) == (4, 1)
-    session.num_computed_tokens = 4
-    with pytest.raises(InvalidArgumentError, match="has no blocks"):
-        manager.truncate(session, 3)

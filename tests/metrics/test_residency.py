@@ -22,46 +22,6 @@ def clock():
     return Clock()
 
 
-def test_a_sample_has_lifetime_idle_time_and_gaps(clock):
-    collector = KVCacheMetricsCollector(1.0, clock_ns=clock)
-    block = KVCacheBlock(1)
-    collector.on_block_allocated(block)
-    for seconds in (1, 2, 3):
-        clock.advance(seconds)
-        collector.on_block_accessed(block)
-    clock.advance(4)
-    collector.on_block_evicted(block)
-    assert collector.drain_events() == [KVCacheEvictionEvent(10.0, 4.0, (2.0, 3.0))]
-    assert collector.drain_events() == []
-
-
-def test_only_the_last_three_gaps_are_kept(clock):
-    collector = KVCacheMetricsCollector(1.0, clock_ns=clock)
-    block = KVCacheBlock(1)
-    collector.on_block_allocated(block)
-    for seconds in (1, 2, 3, 4, 5):
-        clock.advance(seconds)
-        collector.on_block_accessed(block)
-    collector.on_block_evicted(block)
-    assert collector.drain_events()[0].reuse_gaps_seconds == (3.0, 4.0, 5.0)
-
-
-def test_a_block_without_hits_is_idle_since_allocation(clock):
-    collector = KVCacheMetricsCollector(1.0, clock_ns=clock)
-    collector.on_block_allocated(KVCacheBlock(1))
-    clock.advance(7)
-    collector.on_block_evicted(KVCacheBlock(1))
-    assert collector.drain_events() == [KVCacheEvictionEvent(7.0, 7.0, ())]
-
-
-def test_blocks_that_are_not_sampled_leave_no_trace():
-    collector = KVCacheMetricsCollector(1.0)
-    collector.on_block_accessed(KVCacheBlock(1))
-    collector.on_block_evicted(KVCacheBlock(1))
-    assert collector.block_metrics == {}
-    assert collector.drain_events() == []
-
-
 def test_the_sample_rate_is_the_share_of_sampled_blocks():
     random.seed(0)
     collector = KVCacheMetricsCollector(0.25)

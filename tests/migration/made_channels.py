@@ -1,12 +1,13 @@
 """Pairs of connected channels, and a thread for calls that run in parallel to a test."""
 
 import socket
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from kv_pool.migration.channel import Channel
 
+_executor = ThreadPoolExecutor()
 KEY = b"k" * 32
 LONG = 60.0
 
@@ -44,30 +45,6 @@ def make_frame(*payloads):
         return frames
 
 
-class Beside:
-    """A call in a thread; `get` returns its result or raises its error."""
-
-    def __init__(self, call, *arguments):
-        self._outcome = None
-
-        def run():
-            try:
-                self._outcome = (call(*arguments), None)
-            except BaseException as error:
-                self._outcome = (None, error)
-
-        self._thread = threading.Thread(target=run, daemon=True)
-        self._thread.start()
-
-    def get(self):
-        self._thread.join(LONG)
-        assert not self._thread.is_alive(), "it did not end"
-        result, error = self._outcome
-        if error is not None:
-            raise error
-        return result
-
-    def get_error(self):
-        self._thread.join(LONG)
-        assert not self._thread.is_alive(), "it did not end"
-        return self._outcome[1]
+def beside(call, *arguments):
+    """Run a call in a thread, in parallel to the test; return its future."""
+    return _executor.submit(call, *arguments)

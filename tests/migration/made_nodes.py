@@ -2,16 +2,28 @@
 
 import hashlib
 import threading
+from concurrent.futures import Future
 
 import numpy as np
 
 from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request
 from kv_pool.migration.backends.in_process import InProcessBackend
 from kv_pool.migration.manager_sequences import ManagerSequences
+from kv_pool.migration.messages import (
+    AcknowledgeTransfer,
+    AskChecksums,
+    CancelTransfer,
+    DescribeNode,
+    NodeDescription,
+    NodeLocation,
+    PrepareTransfer,
+    RenewLease,
+)
 from kv_pool.migration.migrator import Migrator
 from kv_pool.migration.pool_site import PoolSite
 from kv_pool.migration.sequences import SequenceOwner
-from kv_pool.migration.transfer_backend import BlockReader, ReadCount
+from kv_pool.migration.transfer_backend import ReadCount
+from kv_pool.migration.verified_reads import PullSettings, RateLimit
 from kv_pool.storage import KVStorage
 
 BLOCK_SIZE = 4
@@ -24,6 +36,40 @@ class Clock:
 
     def __call__(self):
         return self.now
+
+
+class Inline:
+    """An executor that runs work immediately in the caller's thread."""
+
+    def submit(self, work):
+        future = Future()
+        try:
+            future.set_result(work())
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+def make_settings(site, lease_s, clock, on_change, on_unsettled, name="target"):
+    """Settings of pulls that run in one thread by one clock, without a limit of the rate."""
+    return PullSettings(
+        name, site, lease_s, clock, clock, RateLimit(0.0, clock), Inline(), on_change, on_unsettled
+    )
+
+
+def answer_as_source(transfers, message, site):
+    """Return the reply of a node that has only a source."""
+    if isinstance(message, DescribeNode):
+        incarnation = transfers._incarnation
+        return NodeDescription("source", incarnation, site.layout, 0, 0, {}, NodeLocation())
+    answers = {
+        PrepareTransfer: transfers.prepare,
+        AskChecksums: transfers.compute_checksums,
+        RenewLease: transfers.renew,
+        AcknowledgeTransfer: transfers.acknowledge,
+        CancelTransfer: transfers.cancel,
+    }
+    return answers[type(message)](message)
 
 
 class MadeEngine(SequenceOwner):
@@ -135,33 +181,22 @@ def make_node(name, engine, backend=None, **options):
 
 
 class HalvingBackend(InProcessBackend):
-    """A reader that reads in two parts and calls `between` after the first, to interfere with a read."""
+    """A backend whose readers read in two parts and call `between` after the first, to interfere."""
 
     def __init__(self, storage, between):
         super().__init__(storage)
         self.between = between
 
     def open(self, peer_name, description):
-        return HalvingReader(super().open(peer_name, description), self.between)
+        reader = super().open(peer_name, description)
+        read = reader.read
 
+        def read_in_two(transfer_id, remote_ids, local_ids, deadline):
+            half = len(local_ids) // 2
+            first = read(transfer_id, remote_ids[:half], local_ids[:half], deadline)
+            self.between()
+            rest = read(transfer_id, remote_ids[half:], local_ids[half:], deadline)
+            return ReadCount(first.num_bytes + rest.num_bytes, first.num_descriptors + rest.num_descriptors)
 
-class HalvingReader(BlockReader):
-    def __init__(self, reader, between):
-        self.reader = reader
-        self.between = between
-
-    def read(self, transfer_id, remote_ids, local_ids, deadline):
-        half = len(local_ids) // 2
-        first = self.reader.read(transfer_id, remote_ids[:half], local_ids[:half], deadline)
-        self.between()
-        rest = self.reader.read(transfer_id, remote_ids[half:], local_ids[half:], deadline)
-        return ReadCount(first.num_bytes + rest.num_bytes, first.num_descriptors + rest.num_descriptors)
-
-    def is_settled(self):
-        return self.reader.is_settled()
-
-    def is_usable(self):
-        return self.reader.is_usable()
-
-    def close(self):
-        self.reader.close()
+        reader.read = read_in_two
+        return reader

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kv_pool.migration.machine import NumaNode, name_device, read_machine
+from kv_pool.migration.machine import Accelerator, NumaNode, name_device, read_machine
 
 
 @pytest.fixture
@@ -74,60 +74,37 @@ class MadeNvml:
         return SimpleNamespace(busId=self.addresses[1 - handle])
 
 
-class NoNvml(MadeNvml):
-    """No device."""
-
-    def nvmlDeviceGetCount(self):
-        return 0
-
-
-def test_numa_nodes_and_accelerators_are_read_from_sysfs(sysfs):
-    machine = read_machine(sysfs, NoNvml())
+def test_numa_nodes_and_accelerators_are_read(sysfs):
+    machine = read_machine(sysfs, MadeNvml())
     assert machine.host
+    assert machine.has_nvml
     assert machine.numa_nodes == [NumaNode(0, "0-3,8", 1024 * 1024), NumaNode(1, "4-7", 1025 * 1024)]
-    assert [(device.pci_address, device.numa_node, device.name) for device in machine.accelerators] == [
-        ("0000:3b:00.0", 0, "NVIDIA"),
-        ("0000:af:00.0", 1, "NVIDIA"),
-        ("0000:c1:00.0", None, "AMD"),
+    there, here = ({f"0000:{bus}:00.0": 2, "switch": 1} for bus in ("af", "3b"))
+    assert machine.accelerators == [
+        Accelerator("0000:3b:00.0", 0, "NVIDIA H100", "GPU-0", 80 * 2**30, there),
+        Accelerator("0000:af:00.0", 1, "NVIDIA H100", "GPU-1", 80 * 2**30, here),
+        Accelerator("0000:c1:00.0", None, "AMD"),
     ]
 
 
-def test_nvml_adds_names_memory_and_links(sysfs):
+def test_without_nvml_sysfs_names_the_vendors(sysfs, monkeypatch):
+    monkeypatch.setattr(MadeNvml, "nvmlDeviceGetCount", lambda self: 0)
+    found = read_machine(sysfs, MadeNvml()).accelerators
+    assert [(one.numa_node, one.name) for one in found] == [(0, "NVIDIA"), (1, "NVIDIA"), (None, "AMD")]
+
+
+def test_host_memory_is_named_after_one_of_several_numa_nodes(sysfs):
     machine = read_machine(sysfs, MadeNvml())
-    first, second, _ = machine.accelerators
-    assert (first.name, first.uuid, first.numa_node, first.memory_bytes) == (
-        "NVIDIA H100",
-        "GPU-0",
-        0,
-        80 * 2**30,
-    )
-    assert first.links == {"0000:af:00.0": 2, "switch": 1}
-    assert second.links == {"0000:3b:00.0": 2, "switch": 1}
-    assert machine.has_nvml
-
-
-def test_an_unknown_system_is_an_empty_machine(tmp_path):
-    machine = read_machine(tmp_path / "missing", NoNvml())
-    assert (machine.numa_nodes, machine.accelerators) == ([], [])
-    (tmp_path / "devices/system/node/node0").mkdir(parents=True)
-    assert read_machine(tmp_path, NoNvml()).numa_nodes == [NumaNode(0, "", 0)]
-
-
-def test_host_memory_is_named_after_a_single_numa_node(sysfs):
-    machine = read_machine(sysfs, NoNvml())
-    assert machine.name_memory({1, 8}) == "numa0"
-    assert machine.name_memory({5}) == "numa1"
-    assert machine.name_memory({3, 4}) == ""
-    assert machine.name_memory(set()) == ""
-    (sysfs / "devices/system/node/node1/cpulist").unlink()
+    sets = ({1, 8}, {5}, {3, 4}, set())
+    assert [machine.name_memory(cpus) for cpus in sets] == ["numa0", "numa1", "", ""]
     assert name_device("meta", machine) == ""
-
-
-def test_a_single_numa_node_is_not_named(tmp_path):
-    folder = tmp_path / "devices/system/node/node0"
-    folder.mkdir(parents=True)
-    (folder / "cpulist").write_text("0-7")
-    assert read_machine(tmp_path, NoNvml()).name_memory({0, 1}) == ""
+    for name in ("cpulist", "meminfo"):
+        (sysfs / "devices/system/node/node1" / name).unlink()
+    assert read_machine(sysfs, MadeNvml()).numa_nodes[1] == NumaNode(1, "", 0)
+    (sysfs / "devices/system/node/node1").rmdir()
+    assert read_machine(sysfs, MadeNvml()).name_memory({0, 1}) == ""
+    empty = read_machine(sysfs / "missing", MadeNvml())
+    assert (empty.numa_nodes, len(empty.accelerators)) == ([], 2)
 
 
 def test_this_machine_can_be_read():

@@ -5,7 +5,7 @@ import time
 
 import pytest
 from made_threads import no_new_threads
-from migration.made_nodes import BLOCK_SIZE, HASHER, Clock, HalvingBackend, MadeEngine, make_node
+from migration.made_nodes import BLOCK_SIZE, HASHER, Clock, MadeEngine, make_node
 
 from kv_pool import (
     BlockHasher,
@@ -17,11 +17,7 @@ from kv_pool import (
     SlidingWindowSpec,
     UnknownSequenceError,
 )
-from kv_pool.contiguous import compaction
-from kv_pool.contiguous.run_pool import RunBlockPool
-from kv_pool.core.block_keys import make_block_hash_with_group_id
 from kv_pool.errors import (
-    InvalidContentError,
     LayoutMismatchError,
     MigrationCancelledError,
     MigrationError,
@@ -37,8 +33,6 @@ from kv_pool.migration.migrator import Migrator
 from kv_pool.migration.pool_site import PoolSite
 from kv_pool.migration.status import MigrationPhase
 from kv_pool.migration.subjects import BlocksSubject, PrefixSubject, SequenceSubject
-from kv_pool.tiers.host_tier import HostTier
-from kv_pool.tiers.tiered_cache import TieredCache
 
 PATIENCE_S = 30.0
 SECRET = b"sixteen bytes, or more"
@@ -141,47 +135,30 @@ def test_a_copied_prefix_is_hit_and_announced(make_pair, over):
     pair.check()
 
 
-def test_blocks_present_at_the_target_are_not_read(make_pair, over):
+def test_missing_blocks_are_read_in_one_piece_if_contiguous(make_pair, over):
     pair = make_pair(over)
     pair.a.start("r", range(40))
     pair.b.start("other", [*range(20), 99])
     pair.node_b.fetch(SequenceSubject("r"), "a", is_move=True).wait(PATIENCE_S)
     (status,) = pair.node_b.list_migrations()
     assert (status.num_blocks, status.num_present_blocks, status.num_done_blocks) == (10, 5, 10)
-    assert status.num_bytes == 5 * pair.b.storage.block_bytes
+    assert (status.num_bytes, status.num_descriptors) == (5 * pair.b.storage.block_bytes, 1)
     assert pair.b.manager.get_block_ids("r")[:5] == pair.b.manager.get_block_ids("other")[:5]
     pair.check()
 
 
-def test_contiguous_blocks_are_read_in_one_piece(make_pair, over):
-    pair = make_pair(over)
-    pair.a.start("r", range(80))
-    pair.node_b.fetch(SequenceSubject("r"), "a").wait(PATIENCE_S)
-    (status,) = pair.node_b.list_migrations()
-    assert (status.num_blocks, status.num_descriptors) == (20, 1)
-
-
-def test_a_copy_leaves_the_request_at_the_source(make_pair, over):
+def test_copies_leave_everything_at_the_source(make_pair, over):
     pair = make_pair(over)
     pair.a.start("r", range(10))
     pair.node_a.migrate(SequenceSubject("r"), "b", is_move=False).wait(PATIENCE_S)
     assert pair.a.manager.get_block_ids("r") == pair.b.manager.get_block_ids("r")
-    pair.check()
-
-
-def test_cached_blocks_are_copied_by_id(make_pair, over):
-    pair = make_pair(over)
-    pair.a.start("r", range(12))
-    pair.a.finish("r")
-    generations = tuple(pair.a.pool.blocks[block_id].generation for block_id in (1, 2, 3))
-    pair.node_b.fetch(BlocksSubject((3, 1, 2), generations[2:] + generations[:2]), "a").wait(PATIENCE_S)
-    assert pair.b.check_prefix(range(12)) == 3
-    pair.check()
-
-
-def test_an_empty_prefix_migrates_no_blocks(make_pair, over):
-    pair = make_pair(over)
-    subject = PrefixSubject(tuple(HASHER.hash_blocks(range(8))))
+    pair.a.start("cached", range(100, 112))
+    ids = pair.a.manager.get_block_ids("cached")[::-1]
+    pair.a.finish("cached")
+    generations = tuple(pair.a.pool.blocks[block_id].generation for block_id in ids)
+    pair.node_b.fetch(BlocksSubject(tuple(ids), generations), "a").wait(PATIENCE_S)
+    assert pair.b.check_prefix(range(100, 112)) == 3
+    subject = PrefixSubject(tuple(HASHER.hash_blocks(range(500, 508))))  # nowhere
     assert pair.node_b.fetch(subject, "a").wait(PATIENCE_S) == []
     pair.check()
 
@@ -236,41 +213,31 @@ def test_a_source_refuses_unknown_subjects(make_pair, over, subject, is_move, er
     pair.check()
 
 
-def test_a_full_target_leaves_the_source_unchanged(make_pair, over):
-    pair = make_pair(over, b={"num_blocks": 4})
+REFUSALS = {
+    "full": ({}, {"num_blocks": 4}, OutOfBlocksError, "cannot reserve 4 blocks for a migration: 3 of 3 are"),
+    "id in use": ({}, {}, InvalidArgumentError, "request 'r' already has blocks at this node"),
+    "layout": ({}, {"head_size": 16}, LayoutMismatchError, r"block_format is .* here and .* there"),
+    "model": (
+        {"weights": "r1"},
+        {"weights": "r2"},
+        LayoutMismatchError,
+        "weights is 'r2' here and 'r1' there",
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSALS)
+def test_a_refusing_target_leaves_the_source_unchanged(make_pair, over, reason):
+    a, b, error, message = REFUSALS[reason]
+    pair = make_pair(over, a=a, b=b)
     pair.a.start("r", range(16))
-    with pytest.raises(OutOfBlocksError, match="cannot reserve 4 blocks for a migration: 3 of 3 are free"):
+    if reason == "id in use":
+        pair.b.start("r", range(5))
+    with pytest.raises(error, match=message):
+        pair.node_b.fetch(SequenceSubject("r"), "a", is_move=True).wait(PATIENCE_S)
+    with pytest.raises(error, match=message):
         pair.node_a.migrate(SequenceSubject("r"), "b").wait(PATIENCE_S)
     assert pair.a.manager.holds_blocks("r")
-    pair.check()
-
-
-def test_a_request_that_exists_at_the_target_is_refused(make_pair, over):
-    pair = make_pair(over)
-    pair.a.start("r", range(16))
-    pair.b.start("r", range(5))
-    with pytest.raises(InvalidArgumentError, match="request 'r' already has blocks at this node"):
-        pair.node_b.fetch(SequenceSubject("r"), "a", is_move=True).wait(PATIENCE_S)
-    pair.check()
-
-
-def test_different_layouts_are_refused_before_any_read(make_pair, over):
-    pair = make_pair(over, b={"head_size": 16})
-    pair.a.start("r", range(16))
-    with pytest.raises(LayoutMismatchError, match=r"block_format is .* here and .* there"):
-        pair.node_b.fetch(SequenceSubject("r"), "a").wait(PATIENCE_S)
-    with pytest.raises(LayoutMismatchError, match="block_format"):
-        pair.node_a.migrate(SequenceSubject("r"), "b").wait(PATIENCE_S)
-    pair.check()
-
-
-def test_a_node_of_another_model_is_refused(make_pair, over):
-    pair = make_pair(over, a={"model": "one", "weights": "r1"}, b={"model": "one", "weights": "r2"})
-    request = pair.a.start("r", range(16))
-    with pytest.raises(LayoutMismatchError, match="weights is 'r2' here and 'r1' there"):
-        pair.node_b.fetch(PrefixSubject(tuple(request.block_hashes)), "a").wait(PATIENCE_S)
-    with pytest.raises(LayoutMismatchError, match="weights is 'r2' here and 'r1' there"):
-        pair.node_a.migrate(SequenceSubject("r"), "b").wait(PATIENCE_S)
     pair.check()
 
 
@@ -293,12 +260,19 @@ def test_an_unknown_peer_is_named_with_the_known_ones(make_pair, over):
     pair.check()
 
 
-def test_moving_a_prefix_and_using_a_stopped_node_raise(make_pair):
+def test_invalid_calls_raise(make_pair):
     pair = make_pair()
-    with pytest.raises(InvalidArgumentError, match="cannot be moved, only copied"):
-        pair.node_b.fetch(PrefixSubject(()), "a", is_move=True)
-    with pytest.raises(InvalidArgumentError, match="must be 0"):
-        pair.node_b.fetch(PrefixSubject(()), "a", max_bytes_per_s=-1.0)
+    for call in (pair.node_b.fetch, pair.node_b.migrate):
+        with pytest.raises(InvalidArgumentError, match="cannot be moved, only copied"):
+            call(PrefixSubject(()), "a", is_move=True)
+        with pytest.raises(InvalidArgumentError, match="must be 0"):
+            call(PrefixSubject(()), "a", is_move=False, max_bytes_per_s=-1.0)
+        with pytest.raises(InvalidArgumentError, match="'b' cannot migrate to itself"):
+            call(SequenceSubject("r"), "b")
+    for hold_s in (-1.0, float("inf"), float("nan")):
+        with pytest.raises(InvalidArgumentError, match="hold_s is"):
+            pair.node_b.fetch(PrefixSubject(()), "a", hold_s=hold_s)
+    assert pair.node_b.list_migrations() == []
     pair.node_b.stop()
     with pytest.raises(MigrationError, match="is not running"):
         pair.node_b.fetch(PrefixSubject(()), "a")
@@ -306,6 +280,11 @@ def test_moving_a_prefix_and_using_a_stopped_node_raise(make_pair):
         pair.node_b.start()
     with pytest.raises(PeerUnavailableError):
         pair.node_a.fetch(PrefixSubject(()), "b").wait(PATIENCE_S)
+    with pytest.raises(InvalidArgumentError, match="both nodes are named 'a'"):
+        pair.node_a.connect(make_node("a", pair.b))
+    for wrong, message in (({"listen": "127.0.0.1:0"}, "secret"), ({"lease_s": 0.0}, "lease")):
+        with pytest.raises(InvalidArgumentError, match=message):
+            make_node("c", pair.a, **wrong)
 
 
 def test_a_node_continues_after_a_thread_failed_to_start(make_pair):
@@ -317,41 +296,13 @@ def test_a_node_continues_after_a_thread_failed_to_start(make_pair):
             pair.node_b.fetch(subject, "a")
         with pytest.raises(OutOfThreadsError):
             pair.node_a.migrate(SequenceSubject("r"), "b")
+        silent = make_node("c", MadeEngine(), listen="127.0.0.1:0", secret=SECRET)
+        with pytest.raises(OutOfThreadsError):
+            silent.start()
+    assert silent.address == ""
     assert pair.node_a.list_migrations() == pair.node_b.list_migrations() == []
     assert pair.node_b.fetch(subject, "a").wait(PATIENCE_S) == [1, 2, 3]
     pair.check()
-
-
-def test_a_node_without_a_thread_does_not_listen():
-    engine = MadeEngine()
-    backends = [TcpBackend(engine.storage)]
-    node = Migrator("n", engine.site, backends=backends, listen="127.0.0.1:0", secret=SECRET)
-    with no_new_threads(), pytest.raises(OutOfThreadsError):
-        node.start()
-    assert node.address == ""
-    with node:
-        assert node.address
-
-
-def test_connected_nodes_need_different_names():
-    engine = MadeEngine()
-    first, second = make_node("a", engine), make_node("a", MadeEngine())
-    with pytest.raises(InvalidArgumentError, match="both nodes are named 'a'"):
-        first.connect(second)
-    with pytest.raises(InvalidArgumentError, match="secret"):
-        make_node("c", engine, listen="127.0.0.1:0")
-    with pytest.raises(InvalidArgumentError, match="lease"):
-        make_node("c", engine, lease_s=0.0)
-
-
-def test_a_node_refuses_to_migrate_to_itself():
-    engine = MadeEngine()
-    with make_node("a", engine) as node:
-        with pytest.raises(InvalidArgumentError, match="'a' cannot migrate to itself"):
-            node.migrate(SequenceSubject("r"), "a")
-        with pytest.raises(InvalidArgumentError, match="'a' cannot migrate to itself"):
-            node.fetch(SequenceSubject("r"), "a")
-        assert node.list_migrations() == []
 
 
 # ---- during a migration --------------------------------------------------------------------------
@@ -496,14 +447,22 @@ def test_wait_raises_in_doubt_and_can_be_repeated(make_pair):
     pair.check()
 
 
-def test_a_stopping_node_ends_its_leases(make_pair, over):
-    gate = Gate(MigrationPhase.READING)
+def test_a_stopping_node_ends_its_leases_and_holds(make_pair, over):
+    gate = Gate(MigrationPhase.READING, "out")
     pair = make_pair(over, on_phase=gate)
+    request = pair.b.start("held", range(50, 62))
+    gate.opened.set()
+    pair.node_a.fetch(PrefixSubject(tuple(request.block_hashes)), "b", hold_s=600.0).wait(PATIENCE_S)
+    assert pair.a.pool.get_num_free_blocks() == 28
     pair.a.start("r", range(10))
+    gate.place = ("in", MigrationPhase.READING)
+    gate.reached.clear()
+    gate.opened.clear()
     migration = pair.node_b.fetch(SequenceSubject("r"), "a", is_move=True)
     assert gate.reached.wait(PATIENCE_S)
     pair.node_a.stop()
     assert pair.a.manager.holds_blocks("r")
+    assert pair.a.pool.get_num_free_blocks() == 28
     gate.opened.set()
     with pytest.raises(MigrationError):
         migration.wait(PATIENCE_S)
@@ -522,65 +481,6 @@ def test_fetched_blocks_are_held_until_released(make_pair, over):
     migration.release()
     migration.release()
     assert pair.b.pool.get_num_free_blocks() == 31
-    pair.check()
-    for hold_s in (-1.0, float("inf"), float("nan")):
-        with pytest.raises(InvalidArgumentError, match="hold_s is"):
-            pair.node_b.fetch(subject, "a", hold_s=hold_s)
-
-
-@pytest.mark.parametrize("is_move", [True, False], ids=["request", "prefix"])
-def test_compaction_during_a_fetch_keeps_content_correct(is_move):
-    """Regression: the second half was written to ids that belonged to another request, undetected."""
-    a, b = MadeEngine(), MadeEngine(pool_class=RunBlockPool)
-    a.start("r", range(40))
-    for number in range(4):
-        b.start(f"old {number}", range(100 * number, 100 * number + 10))
-    moved = []
-
-    def compact():
-        with b.lock:
-            for number in (0, 1):
-                b.finish(f"old {number}")
-            for relocation in compaction.pack(b.pool, b.storage.apply_moves, max_evictions=20):
-                moved.extend(relocation.moves)
-            b.start("new", range(500, 530))
-
-    with (
-        make_node("a", a) as node_a,
-        make_node("b", b, HalvingBackend(b.storage, compact)) as node_b,
-    ):
-        node_b.connect(node_a)
-        subject = SequenceSubject("r") if is_move else PrefixSubject(tuple(HASHER.hash_blocks(range(40))))
-        new_ids = node_b.fetch(subject, "a", is_move=is_move, hold_s=600.0).wait(PATIENCE_S)
-        with b.lock:
-            compaction.pack(b.pool, b.storage.apply_moves)
-            b.check_all_cached([range(40)])
-            for name in b.requests:
-                b.check_bytes(name)
-            for position, block_id in enumerate(new_ids):
-                assert b.read(block_id) == b.make_bytes(f"0 {list(range(position * 4 + 4))}")
-        node_b.check_invariants()
-    assert moved
-    assert b.pool.holds.list_immovable_ids() == []
-
-
-@pytest.mark.parametrize("is_move", [True, False], ids=["request", "prefix"])
-def test_blocks_reported_invalid_during_a_read_are_dropped(make_pair, over, is_move):
-    pair = make_pair(over)
-    request = pair.a.start("r", range(40))
-    subject = SequenceSubject("r") if is_move else PrefixSubject(tuple(request.block_hashes))
-    # Slow enough that the report comes between the first batch and the last.
-    limit = 20 * pair.a.storage.block_bytes
-    migration = pair.node_b.fetch(subject, "a", is_move=is_move, max_bytes_per_s=limit)
-    while not pair.a.site.leases.list_leases():
-        assert not migration.wait_for_end(0.001)
-    with pair.a.lock:
-        pair.a.manager.report_invalid_blocks([3])
-    with pytest.raises(InvalidContentError):
-        migration.wait(PATIENCE_S)
-    assert pair.b.check_prefix(range(40)) == 0
-    assert pair.b.pool.get_num_free_blocks() == 31
-    assert pair.a.check_prefix(range(40)) == 2
     pair.check()
 
 
@@ -654,49 +554,15 @@ def test_housekeeping_renews_the_lease_of_a_late_reader(make_pair):
     pair.check()
 
 
-def test_a_stopping_node_releases_its_holds(make_pair, over):
-    pair = make_pair(over)
-    request = pair.a.start("r", range(12))
-    pair.node_b.fetch(PrefixSubject(tuple(request.block_hashes)), "a", hold_s=600.0).wait(PATIENCE_S)
-    pair.node_b.stop()
-    assert pair.b.pool.get_num_free_blocks() == 31
-    pair.check()
-
-
-def test_the_last_thousand_ended_migrations_are_listed():
-    pair = Pair("in_process")
-    try:
-        pair.a.start("r", range(4))
-        subject = PrefixSubject(tuple(pair.a.requests["r"].block_hashes))
-        ids = []
-        for _ in range(1005):
-            migration = pair.node_b.fetch(subject, "a")
-            migration.wait(PATIENCE_S)
-            ids.append(migration.migration_id)
-        assert [status.migration_id for status in pair.node_b.list_migrations()] == ids[5:]
-        with pytest.raises(InvalidArgumentError, match="running: none"):
-            pair.node_b.find_migration(ids[0])
-    finally:
-        pair.stop()
-
-
-def test_blocks_are_flushed_to_tiers_before_they_are_written(make_pair, over):
-    pair = make_pair(over, b={"num_blocks": 8})
-    tier = HostTier(8, pair.b.storage)
-    TieredCache(pair.b.pool, pair.b.storage, [tier])
-    old = range(500, 528)  # fills the pool
-    pair.b.start("old", old)
-    pair.b.finish("old")
-    pair.a.start("r", range(20))
-    pair.node_a.migrate(SequenceSubject("r"), "b").wait(PATIENCE_S)
-    keys = tier.list_keys()
-    assert len(keys) == 5
-    hashes = [make_block_hash_with_group_id(block_hash, 0) for block_hash in HASHER.hash_blocks(old)]
-    with pair.b.lock:
-        blocks = pair.b.pool.get_new_blocks(1)
-    for key in keys:
-        end = (hashes.index(key) + 1) * BLOCK_SIZE
-        tier.load([key], pair.b.storage, [blocks[0].block_id])
-        assert pair.b.read(blocks[0].block_id) == pair.b.make_bytes(f"0 {list(old[:end])}")
-    pair.b.pool.free_blocks(blocks)
-    pair.check()
+def test_the_last_thousand_ended_migrations_are_listed(make_pair):
+    pair = make_pair()
+    pair.a.start("r", range(4))
+    subject = PrefixSubject(tuple(pair.a.requests["r"].block_hashes))
+    ids = []
+    for _ in range(1005):
+        migration = pair.node_b.fetch(subject, "a")
+        migration.wait(PATIENCE_S)
+        ids.append(migration.migration_id)
+    assert [status.migration_id for status in pair.node_b.list_migrations()] == ids[5:]
+    with pytest.raises(InvalidArgumentError, match="running: none"):
+        pair.node_b.find_migration(ids[0])

@@ -1,19 +1,20 @@
-"""Nodes of a registry: announced, expired, replaced."""
+"""Nodes of a registry: announced, expired, replaced; a node that announces itself and learns the others."""
 
+import logging
 import random
+import threading
 
 import pytest
+from adapter.made_pool import make, make_site, make_storage
+from migration.made_nodes import Clock
 
-from kv_pool.errors import InvalidArgumentError
+from kv_pool.errors import InvalidArgumentError, PeerUnavailableError
+from kv_pool.migration.backends.tcp import TcpBackend
 from kv_pool.migration.messages import AnnounceNode, KnownNode, NodeLocation
-from kv_pool.migration.registry import MAX_TTL_S, NodeRegistry
+from kv_pool.migration.migrator import Migrator
+from kv_pool.migration.registry import MAX_TTL_S, Announcer, NodeRegistry
 
-
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
+SECRET = b"sixteen bytes or more"
 
 
 def say(name, incarnation="e1", address="10.0.0.1:7400", ttl_s=15.0):
@@ -35,17 +36,6 @@ def test_a_node_is_listed_until_its_ttl_ends():
     assert names(registry.list_nodes()) == ["c", "registry"]
     registry.announce(say("c", ttl_s=0))
     assert names(registry.list_nodes()) == ["registry"]
-
-
-def test_a_restarted_node_takes_over_its_name():
-    registry = NodeRegistry(Clock())
-    registry.announce(say("b", "e1", "10.0.0.1:1"))
-    [node] = registry.announce(say("b", "e2", "10.0.0.2:2")).nodes
-    assert node.address == "10.0.0.2:2"
-    with pytest.raises(InvalidArgumentError, match=r"another node is named 'b', at 10\.0\.0\.2:2"):
-        registry.announce(say("b", "e1", "10.0.0.1:1"))
-    registry.announce(say("b", "e3", ttl_s=0))  # not its own entry
-    assert names(registry.list_nodes()) == ["b"]
 
 
 def test_invalid_announcements_change_nothing():
@@ -107,7 +97,8 @@ def test_random_announcements_match_a_slow_model(seed):
         is_replaced = message.name in alive and alive[message.name][2] == message.incarnation
         is_full = message.ttl_s > 0 and message.name not in alive and len(alive) >= 4
         if is_replaced or is_full:
-            with pytest.raises(InvalidArgumentError):
+            reason = "another node is named" if is_replaced else "the registry is full: 4 nodes"
+            with pytest.raises(InvalidArgumentError, match=reason):
                 registry.announce(message)
         else:
             registry.announce(message)
@@ -115,3 +106,85 @@ def test_random_announcements_match_a_slow_model(seed):
         assert [(node.name, node.address) for node in registry.list_nodes().nodes] == sorted(
             (name, entry[0].address) for name, entry in slow.find_alive(clock.now).items()
         )
+
+
+# ---- an announcer -------------------------------------------------------------------------------
+
+
+class RegistryCalls:
+    """Counted calls to a registry that can be made unavailable."""
+
+    def __init__(self, registry):
+        self.registry = registry
+        self.is_gone = False
+        self.is_closed = False
+        self.num_calls = 0
+        self.called = threading.Condition()
+
+    def call(self, message, timeout_s):
+        with self.called:
+            self.num_calls += 1
+            self.called.notify_all()
+            if self.is_gone:
+                raise PeerUnavailableError("no answer")
+        return self.registry.announce(message)
+
+    def wait_for_calls(self, count):
+        with self.called:
+            assert self.called.wait_for(lambda: self.num_calls >= count, 30)
+
+    def close(self):
+        self.is_closed = True
+
+
+def make_registry():
+    registry = NodeRegistry(Clock())
+    registry.keep(KnownNode("r", "10.0.0.9:7400"))
+    return registry
+
+
+@pytest.fixture
+def node():
+    site = make_site(make(4, storage=make_storage(5)))
+    with Migrator("a", site, backends=[TcpBackend(site.storage)], secret=SECRET, listen="127.0.0.1:0") as a:
+        yield a
+
+
+def test_a_running_announcer_registers_and_learns_peers(node):
+    calls = RegistryCalls(make_registry())
+    calls.registry.announce(AnnounceNode("b", "e", "10.0.0.2:7400", NodeLocation(), 100.0))
+    with Announcer(node.make_announcement, node.peers, calls, ttl_s=0.03):
+        assert names(calls.registry.list_nodes()) == ["a", "b", "r"]
+        assert [peer.name for peer in node.peers.list_nodes()] == ["b", "r"]
+        calls.registry.announce(AnnounceNode("c", "e", "10.0.0.3:7400", NodeLocation(), 100.0))
+        calls.wait_for_calls(calls.num_calls + 2)
+        assert [peer.name for peer in node.peers.list_nodes()] == ["b", "c", "r"]
+    assert names(calls.registry.list_nodes()) == ["b", "c", "r"]
+    assert calls.is_closed
+
+
+def test_a_registry_outage_keeps_the_peers(node, caplog):
+    calls = RegistryCalls(make_registry())
+    with caplog.at_level(logging.WARNING), Announcer(node.make_announcement, node.peers, calls, ttl_s=0.03):
+        calls.is_gone = True
+        calls.wait_for_calls(calls.num_calls + 4)
+        assert [peer.name for peer in node.peers.list_nodes()] == ["r"]
+        calls.is_gone = False
+        calls.wait_for_calls(calls.num_calls + 3)
+    told = [record.message for record in caplog.records if "registry" in record.message]
+    assert told == [
+        "cannot announce node a to the registry: no answer",
+        "node a is in the registry again",
+    ]
+
+
+def test_start_fails_without_a_registry_or_with_a_taken_name(node):
+    calls = RegistryCalls(make_registry())
+    calls.is_gone = True
+    with pytest.raises(PeerUnavailableError, match="cannot announce node a to the registry: no answer"):
+        Announcer(node.make_announcement, node.peers, calls).start()
+    assert calls.is_closed
+    registry = NodeRegistry(Clock())
+    registry.keep(KnownNode("a", "10.0.0.9:7400"))
+    with pytest.raises(InvalidArgumentError, match=r"another node is named 'a', at 10\.0\.0\.9:7400"):
+        Announcer(node.make_announcement, node.peers, RegistryCalls(registry)).start()

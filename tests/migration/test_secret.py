@@ -40,24 +40,18 @@ def test_a_file_accessible_to_others_is_refused(tmp_path, mode):
         load_secret(path)
 
 
-@pytest.mark.parametrize("content", [b"", b"x" * 15, b"  " + b"x" * 15 + b"\n"])
-def test_a_short_secret_is_refused(tmp_path, content):
-    with pytest.raises(InvalidArgumentError, match="at least 16 random bytes"):
-        load_secret(write(tmp_path / "secret", content))
-
-
-def test_an_invalid_secret_file_is_refused(tmp_path):
-    with pytest.raises(InvalidArgumentError, match="maximum of 4096"):
-        load_secret(write(tmp_path / "long", os.urandom(5000)))
-    with pytest.raises(InvalidArgumentError, match="No such file"):
-        load_secret(tmp_path / "nothing")
-    with pytest.raises(InvalidArgumentError, match="cannot read"):
-        load_secret(tmp_path)
+def test_an_invalid_secret_file_is_named_in_the_error(tmp_path):
+    for content, message in (
+        (b"", "at least 16 random bytes"),
+        (b"  " + b"x" * 15 + b"\n", "at least 16 random bytes"),
+        (os.urandom(5000), "maximum of 4096"),
+    ):
+        path = write(tmp_path / "secret", content)
+        with pytest.raises(InvalidArgumentError, match=message) as error:
+            load_secret(path)
+        assert str(error.value).startswith(str(path))
+    for path, message in ((tmp_path / "nothing", "No such file"), (tmp_path, "cannot read")):
+        with pytest.raises(InvalidArgumentError, match=message):
+            load_secret(path)
     with pytest.raises(InvalidArgumentError, match="cannot create"):
         write_secret_file(tmp_path / "no folder" / "secret")
-
-
-def test_errors_name_the_file(tmp_path):
-    path = write(tmp_path / "secret", b"short")
-    with pytest.raises(InvalidArgumentError, match=str(path)):
-        load_secret(path)

@@ -1,5 +1,5 @@
 import pytest
-from migration.made_nodes import Clock, MadeEngine
+from migration.made_nodes import Clock, MadeEngine, answer_as_source
 
 from kv_pool import InvalidArgumentError
 from kv_pool.errors import InvalidContentError, LayoutMismatchError, MigrationError, StaleTransferError
@@ -50,22 +50,15 @@ class SourceBench:
         self.is_move = is_move
 
     def ask(self, call):
-        match call:
-            case "prepare":
-                subject, layout = SequenceSubject("r"), self.engine.site.layout
-                return self.transfers.prepare(
-                    PrepareTransfer(TRANSFER_ID, subject, self.is_move, layout, "target")
-                )
-            case "checksums":
-                return self.transfers.compute_checksums(AskChecksums(TRANSFER_ID, [2, 0]))
-            case "renew":
-                return self.transfers.renew(RenewLease(TRANSFER_ID))
-            case "acknowledge":
-                return self.transfers.acknowledge(
-                    AcknowledgeTransfer(TRANSFER_ID, self.incarnation, [7, 8, 9])
-                )
-            case _:
-                return self.transfers.cancel(CancelTransfer(TRANSFER_ID, "why not"))
+        subject, layout = SequenceSubject("r"), self.engine.site.layout
+        message = {
+            "prepare": PrepareTransfer(TRANSFER_ID, subject, self.is_move, layout, "target"),
+            "checksums": AskChecksums(TRANSFER_ID, [2, 0]),
+            "renew": RenewLease(TRANSFER_ID),
+            "acknowledge": AcknowledgeTransfer(TRANSFER_ID, self.incarnation, [7, 8, 9]),
+            "cancel": CancelTransfer(TRANSFER_ID, "why not"),
+        }[call]
+        return answer_as_source(self.transfers, message, self.engine.site)
 
     def answer(self, call):
         """Return the answer in one word."""
@@ -175,36 +168,21 @@ def test_acknowledgements_for_earlier_epochs_are_accepted():
         bench.transfers.acknowledge(AcknowledgeTransfer(TRANSFER_ID, make_incarnation("other", "1"), []))
 
 
-def test_a_transfer_id_cannot_be_used_twice():
+def test_other_layouts_and_second_uses_are_refused():
     bench = SourceBench()
-    bench.ask("prepare")
     layout = bench.engine.site.layout
-    other = PrepareTransfer(TRANSFER_ID, PrefixSubject(()), False, layout, "target")
-    with pytest.raises(
-        StaleTransferError, match="already leases sequence r to node 'target'; choose another id"
-    ):
-        bench.transfers.prepare(other)
-
-
-def test_another_layout_is_refused_before_blocks_are_leased():
-    bench = SourceBench()
     other = MadeEngine(16, bench.clock, head_size=16).site.layout
     message = PrepareTransfer(TRANSFER_ID, SequenceSubject("r"), True, other, "target")
-    with pytest.raises(
-        LayoutMismatchError, match="blocks of node 'target' cannot be used here: block_format"
-    ):
+    with pytest.raises(LayoutMismatchError, match="node 'target' cannot be used here: block_format"):
         bench.transfers.prepare(message)
     assert bench.is_here()
-    assert bench.answer("prepare") == "offer"
-
-
-def test_a_request_is_in_one_move_at_a_time():
-    bench = SourceBench()
     bench.ask("prepare")
-    layout = bench.engine.site.layout
-    second = PrepareTransfer(b"another one, too", SequenceSubject("r"), True, layout, "target")
+    message = PrepareTransfer(TRANSFER_ID, PrefixSubject(()), False, layout, "target")
+    with pytest.raises(StaleTransferError, match="already leases sequence r to node 'target'; choose"):
+        bench.transfers.prepare(message)
+    message = PrepareTransfer(b"another one, too", SequenceSubject("r"), True, layout, "target")
     with pytest.raises(InvalidArgumentError, match="is being moved"):
-        bench.transfers.prepare(second)
+        bench.transfers.prepare(message)
     assert bench.engine.site.leases.num_leased_blocks == 3
     bench.check()
 

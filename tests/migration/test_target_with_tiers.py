@@ -1,5 +1,7 @@
 """A target with lower tiers: arriving blocks reuse blocks whose content is offloaded first."""
 
+from contextlib import ExitStack
+
 import pytest
 from migration.made_nodes import HASHER, MadeEngine, make_node
 
@@ -15,49 +17,57 @@ PATIENCE_S = 30.0
 OLD, NEW = list(range(16)), list(range(100, 112))
 
 
-@pytest.mark.parametrize("subject", ["prefix", "request"])
-def test_old_blocks_are_flushed_before_a_migration_writes(subject):
-    source, target = MadeEngine(), MadeEngine(num_blocks=5)
-    tiers = TieredCache(target.pool, target.storage, [HostTier(8, target.storage)])
-    target.start("old", OLD)
-    target.finish("old")
-    source.start("new", NEW)
-    with make_node("source", source) as there, make_node("target", target) as here:
-        here.connect(there)
-        if subject == "prefix":
-            here.fetch(PrefixSubject(tuple(HASHER.hash_blocks(NEW))), "source").wait(PATIENCE_S)
-        else:
-            here.fetch(SequenceSubject("new"), "source", is_move=True).wait(PATIENCE_S)
-    tiers.flush()  # as the next step does
-    assert target.check_prefix(NEW) == 3
-    keys = [make_block_hash_with_group_id(block_hash, 0) for block_hash in HASHER.hash_blocks(OLD)]
-    stored = [position for position, key in enumerate(keys) if key in tiers]
-    assert stored == [1, 2, 3]
-    for position in stored:
-        found = tiers.tiers[0].read([keys[position]])
-        content = f"0 {OLD[: (position + 1) * 4]}"
-        assert found.storage.read_block(found.block_ids[0]) == target.make_bytes(content)
-
-
 def list_keys(token_ids):
     return [make_block_hash_with_group_id(block_hash, 0) for block_hash in HASHER.hash_blocks(token_ids)]
 
 
-def test_arriving_blocks_are_written_through_with_parents():
-    source, target = MadeEngine(), MadeEngine()
-    host = HostTier(8, target.storage)
-    tiers = TieredCache(target.pool, target.storage, [host], "through", enable_events=True)
-    source.start("new", NEW)
-    with make_node("source", source) as there, make_node("target", target) as here:
-        here.connect(there)
-        here.fetch(PrefixSubject(tuple(HASHER.hash_blocks(NEW))), "source").wait(PATIENCE_S)
+@pytest.fixture
+def make_pair():
+    with ExitStack() as stack:
+
+        def make(num_blocks, **options):
+            source, target = MadeEngine(), MadeEngine(num_blocks)
+            tiers = TieredCache(target.pool, target.storage, [HostTier(8, target.storage)], **options)
+            there, here = (
+                stack.enter_context(make_node(name, engine))
+                for name, engine in (("source", source), ("target", target))
+            )
+            here.connect(there)
+            source.start("new", NEW)
+            return here, target, tiers
+
+        yield make
+
+
+def check_host(tiers, target, token_ids, positions):
+    """Check that the host tier has these blocks of a prompt, with their bytes."""
+    keys = list_keys(token_ids)
+    assert [position for position, key in enumerate(keys) if key in tiers] == positions
+    for position in positions:
+        found = tiers.tiers[0].read([keys[position]])
+        content = f"0 {token_ids[: (position + 1) * 4]}"
+        assert found.storage.read_block(found.block_ids[0]) == target.make_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("subject", "is_move"),
+    [(PrefixSubject(tuple(HASHER.hash_blocks(NEW))), False), (SequenceSubject("new"), True)],
+)
+def test_old_blocks_are_flushed_before_a_migration_writes(make_pair, subject, is_move):
+    here, target, tiers = make_pair(5)
+    target.start("old", OLD)
+    target.finish("old")
+    here.fetch(subject, "source").wait(PATIENCE_S)
+    tiers.flush()  # as the next step does
+    assert target.check_prefix(NEW) == 3
+    check_host(tiers, target, OLD, [1, 2, 3])
+
+
+def test_arriving_blocks_are_written_through_with_parents(make_pair):
+    here, target, tiers = make_pair(32, write="through", enable_events=True)
+    here.fetch(PrefixSubject(tuple(HASHER.hash_blocks(NEW))), "source").wait(PATIENCE_S)
     tiers.flush()
-    assert host.list_keys() == list_keys(NEW)
-    for position, key in enumerate(host.list_keys()):
-        found = host.read([key])
-        assert found.storage.read_block(found.block_ids[0]) == target.make_bytes(
-            f"0 {NEW[: position * 4 + 4]}"
-        )
+    check_host(tiers, target, NEW, [0, 1, 2])
     names = [make_external_block_hash(block_hash) for block_hash in HASHER.hash_blocks(NEW)]
     told = [event for event in target.manager.take_events() if event.medium == "CPU"]
     assert [(event.block_hashes, event.parent_block_hash) for event in told] == [

@@ -8,11 +8,10 @@ source. A slow model gives the expected answers of the source and the expected o
 import itertools
 import random
 from collections import Counter
-from concurrent.futures import Future
 from contextlib import suppress
 
 import pytest
-from migration.made_nodes import Clock, MadeEngine
+from migration.made_nodes import Clock, MadeEngine, answer_as_source, make_settings
 
 from kv_pool.contiguous import compaction
 from kv_pool.contiguous.run_pool import RunBlockPool
@@ -33,8 +32,6 @@ from kv_pool.migration.messages import (
     Cancelled,
     CancelTransfer,
     DescribeNode,
-    NodeDescription,
-    NodeLocation,
     Offer,
     PrepareTransfer,
     PullSubject,
@@ -44,7 +41,7 @@ from kv_pool.migration.source import SourceTransfers, make_incarnation
 from kv_pool.migration.status import MigrationPhase
 from kv_pool.migration.subjects import PrefixSubject, SequenceSubject
 from kv_pool.migration.target import Pull
-from kv_pool.migration.verified_reads import PullSettings, RateLimit
+from kv_pool.migration.transfer_backend import ReadCount
 
 LEASE_S = 10.0
 SEEDS = [*range(50), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(50, 250))]
@@ -52,18 +49,6 @@ SEEDS = [*range(50), *(pytest.param(seed, marks=pytest.mark.slow) for seed in ra
 
 class Killed(BaseException):
     """Raised to end a process at this point."""
-
-
-class Inline:
-    """An executor that runs work immediately in the caller's thread."""
-
-    def submit(self, work):
-        future = Future()
-        try:
-            future.set_result(work())
-        except Exception as error:
-            future.set_exception(error)
-        return future
 
 
 class ModelledSource:
@@ -88,21 +73,12 @@ class ModelledSource:
     def deliver(self, message):
         """Return the real answer, after comparing it with the model's."""
         if isinstance(message, DescribeNode):
-            return NodeDescription(
-                "source", self.incarnation, self.engine.site.layout, 0, 0, {}, NodeLocation()
-            )
+            return answer_as_source(self.transfers, message, self.engine.site)
         transfer_id = message.transfer_id
         is_leased = self.is_leased(transfer_id)
         state = self.model.get(transfer_id)
-        answer = {
-            PrepareTransfer: self.transfers.prepare,
-            AskChecksums: self.transfers.compute_checksums,
-            RenewLease: self.transfers.renew,
-            AcknowledgeTransfer: self.transfers.acknowledge,
-            CancelTransfer: self.transfers.cancel,
-        }[type(message)]
         try:
-            reply = answer(message)
+            reply = answer_as_source(self.transfers, message, self.engine.site)
         except InvalidContentError:
             assert transfer_id in self.invalid
             if isinstance(message, AcknowledgeTransfer):
@@ -170,7 +146,7 @@ class LateReader:
             if world.random.random() < 0.02:
                 content = bytes([content[0] ^ 1]) + content[1:]
             world.target.storage.write_block(block_id, content)
-        return _Count(len(local_ids))
+        return ReadCount(len(local_ids), 1)
 
     def scribble(self, local_ids):
         storage = self.world.target.storage
@@ -182,12 +158,6 @@ class LateReader:
 
     def close(self):
         pass
-
-
-class _Count:
-    def __init__(self, num_blocks):
-        self.num_bytes = num_blocks
-        self.num_descriptors = 1
 
 
 class World:
@@ -216,16 +186,12 @@ class World:
     # ---- the peer of pulls -----------------------------------------------------------------------
 
     def make_pull(self, subject, is_move):
-        settings = PullSettings(
-            "target",
+        settings = make_settings(
             self.target.site,
             LEASE_S,
             self.clock,
-            self.clock,
-            RateLimit(0.0, self.clock),
-            Inline(),
             lambda pull: None,
-            lambda lease, reader: self.quarantined.append((lease, reader)),
+            lambda *both: self.quarantined.append(both),
         )
         transfer_id = self.random.randbytes(16)
         hold_s = self.random.choice([0.0, 0.5 * LEASE_S, 1.5 * LEASE_S])

@@ -54,10 +54,3 @@ def test_flat_policies_have_the_hits_of_libcachesim(trace, limit, policy, capaci
     pool = BlockPool(capacity + 1, True, 4, policy=f"flat:{policy}")
     found = [look_up_alone(pool, key) for key in read_keys(trace, limit)]
     assert (len(found), sum(found)) == (num_keys, hits)
-
-
-def test_four_capacities_of_each_trace_are_recorded():
-    cases = [key.split() for key in RECORDED["hits"]]
-    for policy in RECORDED["policies"]:
-        for trace in ("mooncake_conversation", "agentic_coding_a", *SHIPPED):
-            assert len({case[3] for case in cases if case[:3] == [trace, "all", policy]}) == 4

@@ -51,22 +51,6 @@ def test_values_are_the_best_share_for_the_time():
         )
 
 
-def test_a_class_that_returns_is_worth_more():
-    returns = ReturnTimes(64, 2)
-    returns.set_scale(10.0)
-    stamps = []
-    for now in range(2000):
-        stamps.append((now, returns.enter(float(now), now % 2, 4)))
-        if now % 2 and len(stamps) > 10:
-            freed, stamp = stamps[-11] if stamps[-11][0] % 2 else stamps[-10]
-            returns.leave(stamp, 1, 4)
-            returns.note_return(1, float(now - freed), 4)
-    returns.update_values()
-    for seconds in (4.0, 8.0):
-        age = returns.find_age(seconds)
-        assert returns.values[NUM_AGES + age] > 4 * returns.values[age]
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_recent_evictions_equal_those_of_a_list(seed):
     """The blocks after the stamp are at most the number asked for, and their evicted ones are counted."""

@@ -141,27 +141,29 @@ def test_a_configuration_describes_a_known_model(tmp_path, config, name):
     assert find_model(name).compute is not None
 
 
-def test_layers_without_attention_have_no_kv(tmp_path):
-    path = str(write_config(tmp_path, HYBRID_CONFIG))
-    assert find_model(path) == ModelKV(8, 8, 128)
-    assert find_model(path).compute is None
-
-
-def test_a_latent_cache_is_read_from_a_configuration(tmp_path):
-    path = str(write_config(tmp_path, LATENT_CONFIG))
-    assert find_model(path) == find_model("deepseek-v3")
-    assert find_model(path).compute is None
-
-
-def test_models_with_images_have_a_text_configuration(tmp_path):
-    path = write_config(tmp_path, {"vision_config": {"num_hidden_layers": 2}, "text_config": LLAMA_CONFIG})
-    assert find_model(str(path)) == find_model("llama-3-8b")
-
-
-def test_heads_without_groups_are_all_kv_heads(tmp_path):
-    config = {"num_hidden_layers": 12, "hidden_size": 768, "num_attention_heads": 12}
-    found = find_model(str(write_config(tmp_path, config)))
-    assert (found.num_layers, found.num_kv_heads, found.head_size) == (12, 12, 64)
+@pytest.mark.parametrize(
+    ("config", "model"),
+    [
+        (HYBRID_CONFIG, ModelKV(8, 8, 128)),
+        (LATENT_CONFIG, find_model("deepseek-v3")),
+        (
+            {"vision_config": {"num_hidden_layers": 2}, "text_config": LLAMA_CONFIG},
+            find_model("llama-3-8b"),
+        ),
+        ({"num_hidden_layers": 12, "hidden_size": 768, "num_attention_heads": 12}, ModelKV(12, 12, 64)),
+    ],
+    ids=["layers without attention", "a latent cache", "images", "heads without groups"],
+)
+def test_kv_of_other_configurations(tmp_path, config, model):
+    path = str(write_config(tmp_path, config))
+    found = find_model(path)
+    assert (found.num_layers, found.num_kv_heads, found.head_size) == (
+        model.num_layers,
+        model.num_kv_heads,
+        model.head_size,
+    )
+    if config in (HYBRID_CONFIG, LATENT_CONFIG):
+        assert (found, found.compute) == (model, None)
 
 
 @pytest.mark.parametrize(

@@ -191,6 +191,6 @@ def test_restored_request_continues_identically():
     there = ReplayRequest.from_state(state)
     for both in (request, there):
         both.append_output(20)
-    for name in ReplayRequest.__slots__:
+    for name in vars(request):
         assert getattr(there, name) == getattr(request, name), name
     assert there.all_token_ids == request.all_token_ids

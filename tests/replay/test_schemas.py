@@ -8,7 +8,6 @@ from typing import get_type_hints
 import jsonschema
 import msgspec
 import pytest
-from kv_pool.replay.plan.plan_report import Prices
 from replay.made_trace import make_random_records, record, write_trace
 
 from kv_pool import TraceError
@@ -16,6 +15,7 @@ from kv_pool.replay import report
 from kv_pool.replay.compare import comparison
 from kv_pool.replay.curves import curve_report
 from kv_pool.replay.plan import plan_report
+from kv_pool.replay.plan.plan_report import Prices
 from kv_pool.replay.report import ReplayReport, write_json
 from kv_pool.replay.request_outcomes import RequestOutcome, write_outcomes
 from kv_pool.replay.settings import EngineRates, ReplaySettings

@@ -29,9 +29,10 @@ def test_blocks_per_run_is_a_mean_over_all_tables():
 
 def test_waiting_counts_only_requests_that_can_wait():
     tally = make_tally(10)
-    tally.note_end(make_request(1, 4), 1, 10.0, None)
-    tally.note_end(make_request(2, 4), 1, 10.0, 0.0)
-    tally.note_end(make_request(3, 4), 1, 10.0, 6.0)
+    for line, waited_ms in enumerate((None, 0.0, 6.0)):
+        request = make_request(line, 4)
+        tally.note_arrival(request, 1)
+        tally.note_end(request, 1, 10.0, waited_ms)
     waiting = tally.finish(0.0, 0).waiting
     assert (waiting.requests, waiting.mean_ms, waiting.max_ms) == (2, 3.0, 6.0)
 

@@ -100,32 +100,22 @@ def test_trace_without_requests_raises(tmp_path, suffix, lines):
 # ---- records -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("field", ["token_ids", "prompt_token_ids"])
-def test_records_may_contain_token_ids(tmp_path, field):
-    path = write_trace(tmp_path / "trace.jsonl", [{field: [5, 6, 7], "output_length": 2}])
-    trace = Trace(path)
-    assert list(trace) == [TraceRequest(1, 0.0, 3, 2, None, [5, 6, 7])]
-    assert trace.block_size is None
-
-
-def test_token_ids_may_have_64_bits(tmp_path):
-    path = write_trace(tmp_path / "trace.jsonl", [{"token_ids": [0, 2**64 - 1]}])
-    assert read_all(path)[0].token_ids == [0, 2**64 - 1]
-
-
-def test_hash_ids_may_have_64_bits(tmp_path):
-    path = write_trace(tmp_path / "trace.jsonl", [record(16, [0, 2**64 - 1])])
-    assert read_all(path, block_size=8)[0].hash_ids == [0, 2**64 - 1]
-
-
-def test_timestamps_may_be_fractions_of_milliseconds(tmp_path):
-    path = write_trace(tmp_path / "trace.jsonl", [record(8, [1], timestamp=1.25)])
-    assert read_all(path, block_size=8)[0].arrival_ms == 1.25
-
-
-def test_timestamp_and_output_length_default_to_zero(tmp_path):
-    path = write_trace(tmp_path / "trace.jsonl", [{"input_length": 8, "hash_ids": [1]}])
-    assert read_all(path, block_size=8) == [TraceRequest(1, 0.0, 8, 0, [1], None)]
+@pytest.mark.parametrize(
+    ("line", "request_"),
+    [
+        ({"token_ids": [5, 6, 7], "output_length": 2}, TraceRequest(1, 0.0, 3, 2, None, [5, 6, 7])),
+        ({"prompt_token_ids": [5, 6, 7]}, TraceRequest(1, 0.0, 3, 0, None, [5, 6, 7])),
+        ({"token_ids": [0, 2**64 - 1]}, TraceRequest(1, 0.0, 2, 0, None, [0, 2**64 - 1])),
+        (record(16, [0, 2**64 - 1]), TraceRequest(1, 0.0, 16, 0, [0, 2**64 - 1], None)),
+        (record(8, [1], timestamp=1.25), TraceRequest(1, 1.25, 8, 0, [1], None)),
+        ({"input_length": 8, "hash_ids": [1]}, TraceRequest(1, 0.0, 8, 0, [1], None)),
+    ],
+)
+def test_records_have_token_ids_or_hash_ids(tmp_path, line, request_):
+    path = write_trace(tmp_path / "trace.jsonl", [line])
+    assert read_all(path, block_size=8) == [request_]
+    if request_.hash_ids is None:
+        assert Trace(path).block_size is None
 
 
 def test_unknown_fields_are_ignored(tmp_path):

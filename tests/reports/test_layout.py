@@ -36,44 +36,11 @@ def make_used():
     return pool
 
 
-def test_a_new_pool_is_empty():
-    layout = make(4).get_layout()
-    assert draw(layout) == " 0 . . . ."
-    assert (layout.num_blocks, layout.num_free, layout.holders) == (4, 4, bytes(5))
-
-
 def test_states_and_runs_of_sequences_are_reported():
     layout = make_used().get_layout()
     assert draw(layout) == " 0 #-#-# P-# # * * . ."
     assert list(layout.holders) == [0, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0]
     assert layout.num_free == 4
-
-
-def test_a_run_follows_the_order_of_the_sequence():
-    pool = make(2)
-    take(pool, 1, 1)
-    take(pool, 2, 1)
-    pool.free_sequence(1)
-    take(pool, 2, 1)
-    assert pool.blocks_of(2) == [2, 1]
-    assert draw(pool.get_layout()) == " 0 # #"
-
-
-def test_runs_do_not_span_two_sequences():
-    pool = make(6)
-    take(pool, 1, 2)
-    take(pool, 2, 2)
-    assert draw(pool.get_layout()) == " 0 #-# #-# . ."
-
-
-def test_a_shared_prefix_is_one_run():
-    pool = make(6)
-    take(pool, 1, 3)
-    pool.fork(1, 2, 2)
-    take(pool, 2, 1)
-    layout = pool.get_layout()
-    assert draw(layout) == " 0 #-#-# # . ."
-    assert list(layout.holders) == [0, 2, 2, 1, 1, 0, 0]
 
 
 def test_the_holder_count_is_capped_at_255():
@@ -90,24 +57,6 @@ def test_a_block_taken_from_the_block_pool_has_no_holder():
     layout = pool.get_layout()
     assert draw(layout) == " 0 # ."
     assert layout.holders == bytes(3)
-
-
-def test_watched_blocks_are_cached_if_free_else_pinned():
-    pool = make(3)
-    watched = pool.block_pool.get_new_blocks(2)
-    pool.block_pool.unpin_blocks(watched, lambda block: None)
-    assert draw(pool.get_layout()) == " 0 * * ."
-    pool.block_pool.touch(watched)
-    assert draw(pool.get_layout()) == " 0 P P ."
-    pool.block_pool.free_blocks(watched)
-    assert draw(pool.get_layout()) == " 0 * * ."
-
-
-def test_nothing_is_cached_without_caching():
-    pool = make(2, enable_caching=False)
-    take(pool, 1, 1)
-    pool.free_sequence(1)
-    assert draw(pool.get_layout()) == " 0 . ."
 
 
 def test_a_layout_names_its_pool_and_epoch():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -77,8 +78,7 @@ def paged_attention(
         query_start_loc = np.arange(len(seq_lens) + 1)
     if not any(getattr(given, "is_cuda", False) for given in (block_tables, seq_lens, query_start_loc)):
         tables, lengths, starts = (_to_host(given) for given in (block_tables, seq_lens, query_start_loc))
-        _check_lengths(num_tokens, tables, lengths, starts)
-        _check_tables(tables, lengths, key_cache.shape[0], key_cache.shape[1], sliding_window, starts)
+        _check_tables(num_tokens, tables, lengths, starts, key_cache.shape, sliding_window)
         block_tables, seq_lens, query_start_loc = tables, lengths, starts
     if num_tokens == 0:
         return torch.empty_like(query)
@@ -132,11 +132,13 @@ def _check_tensors(query: torch.Tensor, key_cache: torch.Tensor, value_cache: to
         )
 
 
-def _check_lengths(
+def _check_tables(
     num_tokens: int,
     tables: npt.NDArray[np.int64],
     seq_lens: npt.NDArray[np.int64],
     starts: npt.NDArray[np.int64],
+    cache_shape: Sequence[int],
+    sliding_window: int | None,
 ) -> None:
     if tables.ndim != 2 or seq_lens.ndim != 1 or len(tables) != len(seq_lens):
         raise InvalidArgumentError(
@@ -155,16 +157,7 @@ def _check_lengths(
             f"sequence {wrong[0]} has {query_lens[wrong[0]]} query tokens and a length of "
             f"{seq_lens[wrong[0]]}; query tokens are the last tokens of their sequence"
         )
-
-
-def _check_tables(
-    tables: npt.NDArray[np.int64],
-    seq_lens: npt.NDArray[np.int64],
-    num_blocks: int,
-    block_size: int,
-    sliding_window: int | None,
-    starts: npt.NDArray[np.int64],
-) -> None:
+    num_blocks, block_size = cache_shape[:2]
     num_used = -(-seq_lens // block_size)
     short = np.flatnonzero(num_used > tables.shape[1])
     if len(short):
@@ -175,7 +168,7 @@ def _check_tables(
     columns = np.arange(tables.shape[1])
     is_read = columns < num_used[:, None]
     if sliding_window is not None:
-        first = np.maximum(seq_lens - np.diff(starts) - sliding_window + 1, 0) // block_size
+        first = np.maximum(seq_lens - query_lens - sliding_window + 1, 0) // block_size
         is_read &= columns >= first[:, None]
     outside = is_read & ((tables < 0) | (tables >= num_blocks))
     if outside.any():

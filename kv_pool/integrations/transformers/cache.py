@@ -1,18 +1,251 @@
-"""`PagedCache`: a transformers cache with keys and values in the pool's blocks."""
+"""`PagedCache`: a transformers cache with keys and values in the pool's blocks; `PagedBatch`: its rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn, cast
 
+import numpy as np
 import torch
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kv_pool.errors import InvalidArgumentError
-from kv_pool.integrations.transformers.batch import PagedBatch
-from kv_pool.integrations.transformers.sequences import PagedSequences
+from kv_pool.errors import InvalidArgumentError, OutOfBlocksError
+from kv_pool.ids import RequestId
+from kv_pool.integrations.attention.paged_attention import paged_attention
+from kv_pool.integrations.transformers.sequences import PagedSequences, pad_rows
 from kv_pool.manager.requests.request import Request
+from kv_pool.storage.sharded_storage import ShardedStorage
+
+
+class PagedBatch:
+    """The rows of a model's input, and the slots of their K and V.
+
+        row 0   |  computed  |  new  |            a prompt with a cached prefix
+        row 1   |       computed       |1|pad|    a decoding sequence, padded to the width of the input
+
+    Args:
+        sequences: the sequences that own the blocks of the rows.
+        requests: one per row, admitted.
+        num_new_tokens: number of new tokens per row; required if it differs or rows have different lengths.
+            By default every row has the whole width of the input.
+        num_beams: number of rows per request, for beam search. Until the first `reorder` all of them are the
+            request's prompt, computed once per beam and stored once.
+    Raises:
+        InvalidArgumentError: no rows, a row without new tokens, rows of different lengths without
+            `num_new_tokens`, or beams with it.
+    """
+
+    def __init__(
+        self,
+        sequences: PagedSequences,
+        requests: Sequence[Request],
+        num_new_tokens: Sequence[int] | None = None,
+        num_beams: int = 1,
+    ) -> None:
+        lengths = [request.num_computed_tokens for request in requests]
+        if not lengths or (num_new_tokens is None and len(set(lengths)) > 1):
+            raise InvalidArgumentError(
+                f"rows have {lengths} computed tokens; a batch needs at least one row, and num_new_tokens if "
+                "their lengths differ"
+            )
+        if num_new_tokens is not None and (len(num_new_tokens) != len(lengths) or min(num_new_tokens) < 1):
+            raise InvalidArgumentError(f"{len(lengths)} rows have {list(num_new_tokens)} new tokens")
+        if num_beams < 1 or (num_beams > 1 and num_new_tokens is not None):
+            raise InvalidArgumentError(
+                f"num_beams is {num_beams}; it must be at least 1, and 1 with num_new_tokens"
+            )
+        self.sequences = sequences
+        self.num_beams = num_beams
+        self._beams: list[list[Request]] = [
+            [request, *(cast(Request, Beam(request, number)) for number in range(1, num_beams))]
+            for request in requests
+        ]
+        self.requests = [request for request in requests for _ in range(num_beams)]
+        self.num_new_tokens = None if num_new_tokens is None else list(num_new_tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of computed tokens of the longest row."""
+        return max(request.num_computed_tokens for request in self.requests)
+
+    def count_new_tokens(self, width: int) -> list[int]:
+        """Return the number of new tokens per row of an input with `width` columns."""
+        if self.num_new_tokens is None:
+            return [width] * len(self.requests)
+        return self.num_new_tokens
+
+    def count_context(self, width: int) -> int:
+        """Return the number of tokens of the longest row after an input with `width` columns."""
+        return max(
+            request.num_computed_tokens + count
+            for request, count in zip(self.requests, self.count_new_tokens(width), strict=True)
+        )
+
+    def begin(self, num_rows: int, width: int) -> None:
+        """Reserve and look up the slots of a forward pass. Called before the first layer.
+
+        Raises:
+            InvalidArgumentError: the input does not have the shape of the rows, or a row has several tokens
+                that its request does not have. Nothing has changed.
+            OutOfBlocksError: the new tokens do not fit. Earlier rows keep the blocks they got.
+        """
+        counts = self.count_new_tokens(width)
+        if num_rows != len(self.requests) or max(counts) != width:
+            raise InvalidArgumentError(
+                f"the input has {num_rows} rows of {width} tokens, the batch rows with {counts} new tokens. "
+                "With generate() each row is a request: num_return_sequences needs one request per sequence, "
+                "and beam search needs PagedCache(..., num_beams=...)"
+            )
+        for request, count in zip(self.requests, counts, strict=True):
+            if count > 1 and request.num_computed_tokens + count > request.num_tokens:
+                raise InvalidArgumentError(
+                    f"the input has {count} tokens after the {request.num_computed_tokens} computed ones of "
+                    f"request {request.request_id!r}, which has {request.num_tokens} tokens. Are computed "
+                    "tokens fed again? generate(use_cache=False) and assisted decoding do so"
+                )
+        for request, count in zip(self.requests, counts, strict=True):
+            if not self.sequences.reserve(request, count):
+                pool = self.sequences.manager.block_pool
+                raise OutOfBlocksError(
+                    f"request {request.request_id!r} needs blocks for {count} more tokens, and "
+                    f"{pool.get_num_free_blocks()} blocks are free. Free a request, and admit it again later"
+                )
+        self.sequences.begin_step()
+        self._counts = counts
+        self._ends = [
+            request.num_computed_tokens + count for request, count in zip(self.requests, counts, strict=True)
+        ]
+        rows = [
+            self.sequences.get_slots(request, 0, end)
+            for request, end in zip(self.requests, self._ends, strict=True)
+        ]
+        # Beams of a prompt are one request until they diverge: only the first one writes.
+        self._writers = [
+            row for row, request in enumerate(self.requests) if request not in self.requests[:row]
+        ]
+        self._new_slots = np.concatenate([rows[row][len(rows[row]) - counts[row] :] for row in self._writers])
+        self._context_slots = pad_rows(rows)
+        self._tables = pad_rows(
+            [
+                np.asarray(self.sequences.manager.get_block_ids(request.request_id), np.int64)
+                for request in self.requests
+            ]
+        )
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Store K and V of the new tokens, (num_rows, num_kv_heads, width, head_size), without padding."""
+        key, value = (self._flatten(states, self._writers) for states in (key, value))
+        self.sequences.storage.write(layer, self._new_slots, key, value)
+
+    def read(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return copies of K and V of all rows, gathered: (num_rows, num_kv_heads, longest, head_size).
+
+        Short rows are padded with their own first token, which a mask must hide.
+        """
+        num_rows, longest = self._context_slots.shape
+        key, value = (
+            found.unflatten(0, (num_rows, longest)).transpose(1, 2)
+            for found in self.sequences.storage.read(layer, self._context_slots.reshape(-1))
+        )
+        return key, value
+
+    def attend(self, layer: int, query: torch.Tensor, scale: float | None) -> torch.Tensor:
+        """Compute attention over the blocks.
+
+        Args:
+            query: (num_rows, num_heads, width, head_size).
+        Returns:
+            (num_rows, width, num_heads, head_size); zeros for padding.
+        """
+        storage = self.sequences.storage
+        flat = self._flatten(query, range(len(self.requests)))
+        if isinstance(storage, ShardedStorage):
+            shards, parts = storage.shards, storage.split_heads(flat)
+        else:
+            shards, parts = [storage], [flat]
+        starts = np.cumsum([0, *self._counts])
+        # Queue the work of all shards before fetching the first result.
+        found = [
+            paged_attention(part, *shard.get_caches(layer), self._tables, self._ends, starts, scale=scale)
+            for shard, part in zip(shards, parts, strict=True)
+        ]
+        attended = torch.cat([part.to(query.device) for part in found], 1)
+        output = query.new_zeros(query.transpose(1, 2).shape)
+        for row, some in zip(output, attended.split(self._counts), strict=True):
+            row[: len(some)] = some
+        return output
+
+    def end(self) -> None:
+        """Mark the new tokens as computed. Called after all layers are written."""
+        for request, end in zip(self.requests, self._ends, strict=True):
+            self.sequences.note_computed(request, end)
+
+    def reorder(self, rows: Sequence[int]) -> None:
+        """Continue row i from row `rows[i]`, in the same blocks.
+
+        Rows share blocks; the first row that writes to a shared block gets a copy of it. This call copies no
+        K and V. Rows from which no row continues lose their blocks.
+
+        Args:
+            rows: one entry per row, each a beam of the same request.
+        Raises:
+            InvalidArgumentError: the batch has no `num_beams`, or a row is of another request. Nothing has
+                changed.
+        """
+        if self.num_beams == 1:
+            raise InvalidArgumentError(
+                "beam search replaces rows by others: use PagedCache(..., num_beams=...) with the num_beams "
+                "of generate(). To continue a request in two ways, "
+                "use PagedSequences.fork()"
+            )
+        if [row // self.num_beams for row in rows] != [
+            row // self.num_beams for row in range(len(self.requests))
+        ]:
+            raise InvalidArgumentError(f"rows {list(rows)} mix the beams of {len(self._beams)} requests")
+        sources = [self.requests[row] for row in rows]
+        manager = self.sequences.manager
+        for request in list_distinct(self.requests):
+            if request not in sources:
+                manager.free(request)
+        placed: list[Request] = []
+        for row, source in enumerate(sources):
+            request = source
+            if source in placed:
+                beams = self._beams[row // self.num_beams]
+                request = next(beam for beam in beams if beam not in sources and beam not in placed)
+                request.num_computed_tokens = source.num_computed_tokens
+                manager.fork(source, request)
+            placed.append(request)
+        self.requests = placed
+
+    def free(self) -> None:
+        """Release the blocks of all rows. The requests can be admitted again."""
+        for request in list_distinct(self.requests):
+            self.sequences.free(request)
+
+    def _flatten(self, states: torch.Tensor, rows: Iterable[int]) -> torch.Tensor:
+        """Reshape (num_rows, heads, width, head_size) to (new tokens of these rows, heads, head_size)."""
+        states = states.transpose(1, 2)
+        return torch.cat([states[row, : self._counts[row]] for row in rows])
+
+
+class Beam:
+    """An additional row of a request in beam search: the same prompt, and blocks under another id."""
+
+    def __init__(self, request: Request, number: int) -> None:
+        self.request_id = RequestId(f"{request.request_id}, beam {number}")
+        self.num_computed_tokens = 0
+        self._request = request
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
+
+
+def list_distinct(requests: Sequence[Request]) -> list[Request]:
+    """Return each request once, in order."""
+    return list({id(request): request for request in requests}.values())
+
 
 ATTENTION_NAME = "kv_pool"
 """Name of the attention over blocks in transformers, for `model.set_attn_implementation`."""

@@ -38,9 +38,9 @@ PACKAGE = "kv_pool.integrations.vllm"
 # Newest first. A release needs an entry only if kv_pool's classes for it differ from those of the one before.
 RELEASES = (
     Release((0, 33), f"{PACKAGE}.pool_classes:BlockPool", f"{PACKAGE}.manager_classes:KVCacheManager"),
-    Release((0, 32), f"{PACKAGE}.older_classes:BlockPool032", f"{PACKAGE}.older_classes:KVCacheManager032"),
-    Release((0, 31), f"{PACKAGE}.older_classes:BlockPool031", f"{PACKAGE}.older_classes:KVCacheManager031"),
-    Release((0, 30), f"{PACKAGE}.older_classes:BlockPool030", f"{PACKAGE}.older_classes:KVCacheManager030"),
+    Release((0, 32), f"{PACKAGE}.older_pools:BlockPool032", f"{PACKAGE}.older_managers:KVCacheManager032"),
+    Release((0, 31), f"{PACKAGE}.older_pools:BlockPool031", f"{PACKAGE}.older_managers:KVCacheManager031"),
+    Release((0, 30), f"{PACKAGE}.older_pools:BlockPool030", f"{PACKAGE}.older_managers:KVCacheManager030"),
 )
 
 

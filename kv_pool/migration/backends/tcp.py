@@ -303,9 +303,7 @@ class BlockWindow:
 
     def list_target_views(self, block_ids: IntArray) -> list[memoryview]:
         """Return views to receive the bytes of these blocks into, in wire order; then call `write_in`."""
-        if self._buffer is None:
-            return self._spans.list_views(block_ids)
-        return self._spans.list_views(np.arange(len(block_ids), dtype=np.int64))
+        return self._spans.list_views(block_ids if self._buffer is None else np.arange(len(block_ids)))
 
     def write_in(self, block_ids: IntArray) -> None:
         """Complete a receive: the views of `list_target_views` are full; on return the blocks have them."""

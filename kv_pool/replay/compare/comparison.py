@@ -184,15 +184,14 @@ def write_csv(comparison: Comparison, path: str) -> None:
     Raises:
         TraceError: the file cannot be written.
     """
-    names = ComparisonRow.__struct_fields__
     has_bytes = any(found.block_bytes for found in comparison.traces)
     rows = []
     for found in comparison.traces:
         for row in found.rows:
-            values = [getattr(row, name) for name in names]
-            size = [row.num_blocks * found.block_bytes or None] * has_bytes
-            rows.append([found.provenance.trace, *values[:2], *size, *values[2:]])
-    write_csv_rows(path, ["trace", *names[:2], *["bytes"] * has_bytes, *names[2:]], rows)
+            first = {"trace": found.provenance.trace, "policy": row.policy, "num_blocks": row.num_blocks}
+            size = {"bytes": row.num_blocks * found.block_bytes or None} if has_bytes else {}
+            rows.append(first | size | msgspec.structs.asdict(row))
+    write_csv_rows(path, rows)
 
 
 def list_changed_inputs(old: Comparison, new: Comparison) -> list[str]:

@@ -66,6 +66,8 @@ def sum_by_unit(counts: NDArray[np.int64], unit_of: NDArray[np.int64], num_units
 class _Samples:
     """The sums of each sample of a trace's units: of prompt sizes, of the hits of runs and of the optimum.
 
+    It fills in the rows of the trace.
+
     Args:
         references: of the trace.
         runs: of the trace.
@@ -73,6 +75,7 @@ class _Samples:
     """
 
     def __init__(self, references: References, runs: Runs, num_samples: int, seed: int) -> None:
+        self._references = references
         num_requests, num_units = references.requests, references.units
         unit_of = unpack(references.unit_of, num_requests)[:, 0]
         counts = [unpack(references.sizes, num_requests, 2)]
@@ -103,6 +106,27 @@ class _Samples:
         if not len(gap) or gap.min() <= 0:
             return None
         return find_interval((self._get(policy, num_blocks, _BLOCKS) - lru) / gap)
+
+    def fill_hits(self, row: ComparisonRow, found: PolicyRun | OptimumPoint | InfiniteCache) -> None:
+        """Set the counts and rates of a row."""
+        num_blocks, num_tokens = self._references.blocks_looked_up, self._references.tokens_in
+        row.blocks_hit, row.tokens_hit = found.blocks_hit, found.tokens_hit
+        row.blocks_missed = num_blocks - found.blocks_hit
+        row.block_hit_rate = _share(found.blocks_hit, num_blocks) or 0.0
+        row.token_hit_rate = _share(found.tokens_hit, num_tokens) or 0.0
+
+    def fill_comparison(
+        self, row: ComparisonRow, found: PolicyRun | OptimumPoint, lru: PolicyRun, point: OptimumPoint | None
+    ) -> None:
+        """Set the differences of a row to LRU and to the optimum, with their intervals."""
+        row.above_lru = (found.tokens_hit - lru.tokens_hit) / self._references.tokens_in
+        if point is not None:
+            row.gap_closed = _share(found.blocks_hit - lru.blocks_hit, point.blocks_hit - lru.blocks_hit)
+        if row.policy not in (LRU, OPTIMUM):
+            at, unknown = (row.policy, row.num_blocks), (None, None)
+            row.above_lru_low, row.above_lru_high = self.find_above_lru(*at) or unknown
+            if row.gap_closed is not None:
+                row.gap_closed_low, row.gap_closed_high = self.find_gap_closed(*at) or unknown
 
     def _get(self, policy: str, num_blocks: int, kind: int) -> _Sums:
         return self._sums[:, self._places[policy, num_blocks] + kind]
@@ -141,13 +165,13 @@ def compare_trace(
             if isinstance(found, Failure):
                 row.error = found.describe()
                 continue
-            _fill_hits(row, found, references)
+            samples.fill_hits(row, found)
             if isinstance(found, PolicyRun):
                 row.evictions, row.admitted, row.seconds = found.evictions, found.admitted, found.seconds
             if isinstance(lru, PolicyRun):
-                _fill_comparison(row, found, lru, point, samples, references)
+                samples.fill_comparison(row, found, lru, point)
     ceiling = ComparisonRow(CEILING, references.infinite_cache.num_blocks, "curve")
-    _fill_hits(ceiling, references.infinite_cache, references)
+    samples.fill_hits(ceiling, references.infinite_cache)
     rows.append(ceiling)
     facts = msgspec.structs.asdict(references)
     return TraceComparison(
@@ -178,33 +202,6 @@ def find_contradictions(references: References, runs: Runs, trace: str) -> list[
                 f"{point.lru_blocks_hit:,} and {point.lru_tokens_hit:,} on the curve"
             )
     return found
-
-
-def _fill_hits(
-    row: ComparisonRow, found: PolicyRun | OptimumPoint | InfiniteCache, references: References
-) -> None:
-    row.blocks_hit, row.tokens_hit = found.blocks_hit, found.tokens_hit
-    row.blocks_missed = references.blocks_looked_up - found.blocks_hit
-    row.block_hit_rate = _share(found.blocks_hit, references.blocks_looked_up) or 0.0
-    row.token_hit_rate = _share(found.tokens_hit, references.tokens_in) or 0.0
-
-
-def _fill_comparison(
-    row: ComparisonRow,
-    found: PolicyRun | OptimumPoint,
-    lru: PolicyRun,
-    point: OptimumPoint | None,
-    samples: _Samples,
-    references: References,
-) -> None:
-    row.above_lru = (found.tokens_hit - lru.tokens_hit) / references.tokens_in
-    if point is not None:
-        row.gap_closed = _share(found.blocks_hit - lru.blocks_hit, point.blocks_hit - lru.blocks_hit)
-    if row.policy not in (LRU, OPTIMUM):
-        at, unknown = (row.policy, row.num_blocks), (None, None)
-        row.above_lru_low, row.above_lru_high = samples.find_above_lru(*at) or unknown
-        if row.gap_closed is not None:
-            row.gap_closed_low, row.gap_closed_high = samples.find_gap_closed(*at) or unknown
 
 
 def _share(part: int, whole: int) -> float | None:

@@ -126,18 +126,17 @@ def write_csv(report: CurveReport, path: str) -> None:
 
     A column `bytes` follows the capacity if the size of a block is known. Raises TraceError.
     """
-    block_bytes = report.settings.get("block_bytes")
-    names = CurveCounts.__struct_fields__
-    if report.sample is None:
-        names = tuple(name for name in names if not name.endswith("_error"))
-    header = ["num_blocks", *["bytes"] * bool(block_bytes), "refused_requests"]
-    header += [f"{policy}_{name}" for policy in ("lru", "optimum") for name in names]
+    block_bytes = int(report.settings.get("block_bytes", 0))
     rows = []
     for point in report.points:
-        size = [point.num_blocks * int(block_bytes or 0)] * bool(block_bytes)
-        counts = [getattr(one, name) for one in (point.lru, point.optimum) for name in names]
-        rows.append([point.num_blocks, *size, point.refused_requests, *counts])
-    write_csv_rows(path, header, rows)
+        size = {"bytes": point.num_blocks * block_bytes} if block_bytes else {}
+        row = {"num_blocks": point.num_blocks, **size, "refused_requests": point.refused_requests}
+        for policy, counts in (("lru", point.lru), ("optimum", point.optimum)):
+            for name, value in msgspec.structs.asdict(counts).items():
+                if report.sample is not None or not name.endswith("_error"):
+                    row[f"{policy}_{name}"] = value
+        rows.append(row)
+    write_csv_rows(path, rows)
 
 
 def describe_bound(of_blocks: str | None, of_tokens: str | None) -> list[str]:

@@ -71,20 +71,9 @@ class _StepFunctions:
     """The counts of one pass as functions of the capacity."""
 
     def __init__(self, reuse: Reuse, rate: float) -> None:
-        stack = LruStack(len(reuse), reuse.block_size, 1 / rate)
-        first, owner, end = reuse.first_piece.tolist(), reuse.owner.tolist(), reuse.end.tolist()
-        access = stack.access
-        for number in range(len(reuse)):
-            begin, stop = first[number], first[number + 1]
-            access(
-                number,
-                reuse.num_cacheable[number],
-                reuse.num_blocks[number],
-                reuse.max_hit[number],
-                reuse.input_length[number],
-                owner[begin:stop],
-                end[begin:stop],
-            )
+        stack = LruStack(reuse, 1 / rate)
+        for number, (owners, ends) in enumerate(reuse.list_pieces()):
+            stack.access(number, owners, ends)
         self._block_size = reuse.block_size
         self._bends, changes = _sort(stack.slopes)
         self.last_bend = int(self._bends[-1]) - 1 if len(changes) else 1
@@ -112,8 +101,7 @@ class LruStack:
     """Counts hits by least capacity. Each `access` is one request, in the order of the trace.
 
     Args:
-        num_requests: number of requests that follow.
-        block_size: tokens per block.
+        reuse: the requests.
         scale: number of blocks that each block of other requests stands for, if the requests are a sample.
 
     Attributes:
@@ -123,12 +111,13 @@ class LruStack:
             of the hit.
     """
 
-    def __init__(self, num_requests: int, block_size: int, scale: float = 1.0) -> None:
+    def __init__(self, reuse: Reuse, scale: float = 1.0) -> None:
         self.slopes: dict[int, int] = {}
         self.missing_tokens: dict[int, int] = {}
-        self._block_size = block_size
+        self._reuse = reuse
+        self._block_size = reuse.block_size
         self._scale = scale
-        self._tree = [0] * (num_requests + 1)  # a Fenwick tree: blocks per request
+        self._tree = [0] * (len(reuse) + 1)  # a Fenwick tree: blocks per request
         self._num_blocks = 0
         self._blank_from = _NEVER
         # Older copies of blocks that were computed again and not hit since.
@@ -137,22 +126,15 @@ class LruStack:
         # Copies that no hit will touch: their request, position in it and threshold, in this order.
         self._copies: list[tuple[int, int, int]] = []
 
-    def access(
-        self,
-        number: int,
-        num_cacheable: int,
-        num_blocks: int,
-        max_hit: int,
-        input_length: int,
-        owners: list[int],
-        ends: list[int],
-    ) -> None:
+    def access(self, number: int, owners: list[int], ends: list[int]) -> None:
         """Count the hits of a request, and move its blocks to the top.
 
         Args:
             number: of the request, counted from 0.
             owners, ends: its pieces, as in `Reuse`.
         """
+        num_cacheable, max_hit = self._reuse.num_cacheable[number], self._reuse.max_hit[number]
+        input_length = self._reuse.input_length[number]
         start = 0
         last = _NEVER
         new_copies: list[tuple[int, int, int]] = []
@@ -188,7 +170,7 @@ class LruStack:
             start = end
         if num_cacheable:
             self._add(number, num_cacheable)
-        if num_blocks > num_cacheable:
+        if self._reuse.num_blocks[number] > num_cacheable:
             self._blank_from = 0
         elif max_hit < num_cacheable or known < num_cacheable:
             self._blank_from = _NEVER

@@ -1,7 +1,6 @@
 """`measure_curves`: hit rates of LRU and of the optimum over capacity, from one reading of a trace."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from time import perf_counter
 
 import numpy as np
@@ -14,7 +13,7 @@ from kv_pool.replay.report import make_provenance
 from kv_pool.replay.settings import ReplaySettings, find_block_size
 
 _NUM_POINTS = 64
-_USED = (
+_REPORTED = [
     "trace",
     "convention",
     "limit",
@@ -23,22 +22,15 @@ _USED = (
     "skip_broken",
     "seed",
     "block_bytes",
-)
-_CAPACITY = ("num_blocks", "block_size")
-
-
-@dataclass(frozen=True)
-class CurveProgress:
-    """The progress of `measure_curves`: what it does now, and the share of it that is done."""
-
-    doing: str
-    share: float
+]
+USED = (*_REPORTED, "num_blocks", "block_size")
+"""The settings that decide a curve."""
 
 
 def measure_curves(
     settings: ReplaySettings,
     capacities: Sequence[int] | None = None,
-    on_progress: Callable[[CurveProgress], None] | None = None,
+    on_progress: Callable[[str, float], None] | None = None,
     sample_rate: float | None = None,
 ) -> CurveReport:
     """Measure the hits of LRU and of optimal replacement at several capacities.
@@ -48,6 +40,7 @@ def measure_curves(
             clock with full attention.
         capacities: in blocks. None: 64 capacities in equal ratios, from the largest request, below which
             pools refuse requests, to the least capacity at which LRU has all hits of an infinite cache.
+        on_progress: called with what is done now and the share of it that is done.
         sample_rate: share of the sessions, or roots, from which hits are estimated; None for exact counts.
     Raises:
         TraceError: the trace cannot be read, or its ids do not identify prefixes.
@@ -58,16 +51,14 @@ def measure_curves(
     and the same for each other one; O(pieces) for each capacity of the optimum. `Reuse` explains the pieces.
     """
     _check(settings, capacities)
-    notify = on_progress or (lambda progress: None)
+    notify = on_progress or (lambda doing, share: None)
     started = perf_counter()
     trace = settings.open_trace()
     block_size = find_block_size(settings.block_size, trace)
     sampler = None if sample_rate is None else Sampler(settings, trace, block_size, sample_rate)
-    read = read_prompts(
-        settings, trace, block_size, sampler, lambda share: notify(CurveProgress("reading", share))
-    )
+    read = read_prompts(settings, trace, block_size, sampler, lambda share: notify("reading", share))
     read_at = perf_counter()
-    notify(CurveProgress("LRU", 0.0))
+    notify("LRU", 0.0)
     estimates = Estimates(read.reuse, read.groups, sample_rate or 1.0)
     largest = max(read.num_blocks, default=1)
     if capacities is None:
@@ -77,7 +68,7 @@ def measure_curves(
     lru_at = perf_counter()
     of_optimum = []
     for number, capacity in enumerate(capacities):
-        notify(CurveProgress("optimum", number / len(capacities)))
+        notify("optimum", number / len(capacities))
         of_optimum.append(estimates.count_optimum(capacity))
     optimum_at = perf_counter()
     sizes = np.sort(np.array(read.num_blocks))
@@ -107,18 +98,14 @@ def measure_curves(
         read_seconds=read_at - started,
         lru_seconds=lru_at - read_at,
         optimum_seconds=optimum_at - lru_at,
-        settings={name: value for name, value in settings.describe().items() if name in _USED},
+        settings={name: value for name, value in settings.describe().items() if name in _REPORTED},
         provenance=make_provenance(str(trace.path), trace.digest(), trace.block_size, settings.seed),
     )
 
 
 def _check(settings: ReplaySettings, capacities: Sequence[int] | None) -> None:
-    without_effect = [name for name in settings.list_changed() if name not in (*_USED, *_CAPACITY)]
-    if without_effect:
-        raise InvalidArgumentError(
-            f"a curve ignores {', '.join(without_effect)}: it is for one request at a time and full "
-            "attention; leave the default, or use a sweep"
-        )
+    why = "it is for one request at a time and full attention; leave the default, or use a sweep"
+    settings.check_used(USED, "a curve", why)
     if capacities is not None and (not capacities or min(capacities) < 1):
         raise InvalidArgumentError(
             f"the capacities are {list(capacities)}; a curve needs at least one, each of 1 block or more"

@@ -83,22 +83,13 @@ class OptimumCurve:
 
     def _replay(self, reuse: Reuse, capacity: int) -> "array[int]":
         """Return the block hits of each request, and keep their sum for `count_hits`."""
-        one_pass = _OptimumPass(len(reuse))
-        access = one_pass.access
-        first, owner, end = reuse.first_piece.tolist(), reuse.owner.tolist(), reuse.end.tolist()
+        one_pass = _OptimumPass(reuse)
         block_size = reuse.block_size
         num_tokens = 0
         hits = array("q")
-        for number in range(len(reuse)):
-            begin, stop = first[number], first[number + 1]
-            access(
-                number,
-                round((capacity - reuse.num_blocks[number]) * self._rate),
-                reuse.num_cacheable[number],
-                reuse.max_hit[number],
-                owner[begin:stop],
-                end[begin:stop],
-            )
+        for number, (owners, ends) in enumerate(reuse.list_pieces()):
+            num_kept_across = round((capacity - reuse.num_blocks[number]) * self._rate)
+            one_pass.access(number, num_kept_across, owners, ends)
             num_tokens += min(one_pass.hits * block_size, reuse.input_length[number])
             hits.append(one_pass.hits)
         self._passes[capacity] = one_pass.num_hits, num_tokens
@@ -109,30 +100,23 @@ class _OptimumPass:
     """Counts the hits of optimal replacement at one capacity. Each `access` is one request, in order.
 
     Args:
-        num_requests: number of requests that follow.
+        reuse: the requests.
 
     Attributes:
         hits: blocks of the last request that are hits, from its head.
         num_hits: block hits of all requests.
     """
 
-    def __init__(self, num_requests: int) -> None:
+    def __init__(self, reuse: Reuse) -> None:
+        self._reuse = reuse
         self.hits = 0
         self.num_hits = 0
         self._free = 0  # the sum of `_grown`
         # Entry n + 1 belongs to request n; entry 0 to the time before the first request.
-        self._grown = [0] * (num_requests + 1)
-        self._before = list(range(num_requests + 1))  # an entry at or before this one that may not be empty
+        self._grown = [0] * (len(reuse) + 1)
+        self._before = list(range(len(reuse) + 1))  # an entry at or before this one that may not be empty
 
-    def access(
-        self,
-        number: int,
-        num_kept_across: int,
-        num_cacheable: int,
-        max_hit: int,
-        owners: list[int],
-        ends: list[int],
-    ) -> None:
+    def access(self, number: int, num_kept_across: int, owners: list[int], ends: list[int]) -> None:
         """Count the hits of a request.
 
         Args:
@@ -141,6 +125,7 @@ class _OptimumPass:
                 without all blocks of the request.
             owners, ends: its pieces, as in `Reuse`.
         """
+        max_hit, num_cacheable = self._reuse.max_hit[number], self._reuse.num_cacheable[number]
         start = 0
         for index in range(len(owners)):
             # The first pieces are the shortest intervals, so a parent is kept in preference to its children.

@@ -15,7 +15,7 @@ Tarjan, 1983), whatever the number of blocks.
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 
 import numpy as np
 
@@ -174,6 +174,12 @@ class Reuse:
         """Blocks of the largest request: a pool of this capacity refuses none."""
         return max(self.num_blocks, default=0)
 
+    def list_pieces(self) -> Iterator[tuple[list[int], list[int]]]:
+        """Yield the owners and the ends of each request's pieces."""
+        owner, end = self.owner.tolist(), self.end.tolist()
+        for first, last in pairwise(self.first_piece):
+            yield owner[first:last], end[first:last]
+
 
 def admit(reuse: Reuse, capacity: int) -> Reuse:
     """Return the requests that fit into `capacity` blocks, renumbered, with their pieces among each other.
@@ -185,11 +191,10 @@ def admit(reuse: Reuse, capacity: int) -> Reuse:
     admitted = Reuse(reuse.block_size)
     number_of: list[int] = []  # -1 for a refused request
     pieces_of_refused: dict[int, list[tuple[int, int]]] = {}
-    for number in range(len(reuse)):
+    for number, (owners, ends) in enumerate(reuse.list_pieces()):
         pieces: list[tuple[int, int]] = []
         start = 0
-        for index in range(reuse.first_piece[number], reuse.first_piece[number + 1]):
-            owner, end = reuse.owner[index], reuse.end[index]
+        for owner, end in zip(owners, ends, strict=True):
             if number_of[owner] >= 0:
                 _append_piece(pieces, number_of[owner], end)
             else:

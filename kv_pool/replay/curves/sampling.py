@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
+from os.path import commonprefix
 
 import xxhash
 
@@ -34,20 +35,21 @@ class UnitFinder:
     """
 
     def __init__(self, settings: ReplaySettings, trace: Trace, block_size: int) -> None:
-        self._key_bytes = find_key_bytes(trace, block_size)
+        key_bytes = find_key_bytes(trace, block_size)
         first = list(islice(read_prompt_keys(settings, trace, block_size), _REQUESTS_TO_CHOOSE_UNIT))
         self.unit = "session" if all(prompt.session_id is not None for prompt in first) else "root"
-        self._num_common = _count_common(first, self._key_bytes)
+        # The root comes after the blocks that all these prompts begin with.
+        num_common = len(commonprefix([prompt.keys for prompt in first])) // key_bytes  # noqa: RUF071, no paths
+        self._root = slice(num_common * key_bytes, (num_common + 1) * key_bytes)
 
     def find(self, prompt: PromptKeys) -> bytes:
         """Return the session or the root of a prompt; empty if it has none."""
         if self.unit == "session":
             return (prompt.session_id or "").encode("utf-8", "surrogatepass")
-        start = self._num_common * self._key_bytes
-        return prompt.keys[start : start + self._key_bytes]
+        return prompt.keys[self._root]
 
 
-class Sampler:
+class Sampler(UnitFinder):
     """Chooses prompts by the hash of their unit: all or none of a unit's prompts are in the sample.
 
     Args:
@@ -55,33 +57,18 @@ class Sampler:
     Raises:
         InvalidArgumentError: the rate is not a share.
         TraceError: the trace cannot be read.
-
-    Attributes:
-        unit: "session" or "root", as in `UnitFinder`.
     """
 
     def __init__(self, settings: ReplaySettings, trace: Trace, block_size: int, rate: float) -> None:
         if not 0 < rate < 1:
             raise InvalidArgumentError(f"the sample's rate is {rate}; it must be above 0 and below 1")
+        super().__init__(settings, trace, block_size)
         self.rate = rate
-        self._units = UnitFinder(settings, trace, block_size)
-        self.unit = self._units.unit
 
     def find_group(self, prompt: PromptKeys) -> int | None:
         """Return the number of the prompt's group, 0 to NUM_GROUPS - 1; None if it is not in the sample."""
-        share = xxhash.xxh3_64_intdigest(self._units.find(prompt)) / 2**64
+        share = xxhash.xxh3_64_intdigest(self.find(prompt)) / 2**64
         return int(share / self.rate * NUM_GROUPS) if share < self.rate else None
-
-
-def _count_common(prompts: list[PromptKeys], key_bytes: int) -> int:
-    """Return the number of leading blocks that all these prompts have in common."""
-    num_common = 0
-    while True:
-        start = num_common * key_bytes
-        keys = {prompt.keys[start : start + key_bytes] for prompt in prompts}
-        if len(keys) != 1 or b"" in keys:
-            return num_common
-        num_common += 1
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
 """`convert_trace`: from one format of traces and request logs to another."""
 
 import heapq
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import chain, repeat
+from itertools import chain, count, islice, repeat
 from pathlib import Path
 from typing import Annotated
 
@@ -115,6 +116,7 @@ class ConvertReport:
         num_requests: requests written.
         num_late: requests that arrive before one that is written earlier, because more than `MAX_REORDERED`
             requests came between them.
+        num_lengths: requests of which only lengths are known, whose blocks are new ones.
         block_size: tokens per hash id; None for token ids.
         num_broken, first_broken: skipped lines, and the error of the first.
         notes: what the reader noticed: files that were not read, requests of which only lengths are known,
@@ -123,6 +125,7 @@ class ConvertReport:
 
     num_requests: int = 0
     num_late: int = 0
+    num_lengths: int = 0
     block_size: int | None = None
     num_broken: int = 0
     first_broken: str | None = None
@@ -172,17 +175,18 @@ def convert_trace(settings: ConvertSettings, output: str) -> ConvertReport:
     reader = open_reader(settings)
     report = ConvertReport()
     first_arrivals_ms: list[float] = []
-    renumbered = _Renumbering(settings, reader, report)
-    requests = _start_at_zero(renumbered.apply(_sort(reader, report)), report, first_arrivals_ms)
+    requests = _renumber(
+        _start_at_zero(_sort(reader, report), report, first_arrivals_ms), settings, reader, report
+    )
     if settings.target_format == "kv-cache-tester":
         _write_sessions(requests, report, output)
     else:
         _write_lines(settings, requests, report, output)
     report.num_broken, report.first_broken = reader.num_broken, reader.first_broken
     notes = list(reader.notes)
-    if renumbered.num_lengths:
+    if report.num_lengths:
         notes.append(
-            f"only lengths are known of {renumbered.num_lengths:,} requests: each has blocks of its own, and "
+            f"only lengths are known of {report.num_lengths:,} requests: each has blocks of its own, and "
             "none is hit"
         )
     why = describe_suspicious_times(first_arrivals_ms)
@@ -224,58 +228,36 @@ def _start_at_zero(
         yield replace(request, arrival_ms=arrival_ms)
 
 
-class _Renumbering:
-    """Turns keys into ids numbered by first appearance, and tokens into keys if wanted.
-
-    Args:
-        report: receives the tokens per id.
-
-    Attributes:
-        num_lengths: requests of which only lengths are known, whose blocks are new ones.
-    """
-
-    def __init__(self, settings: ConvertSettings, reader: ForeignReader, report: ConvertReport) -> None:
-        self.num_lengths = 0
-        self._settings = settings
-        self._reader = reader
-        self._report = report
-        self._ids: dict[Hashable, int] = {}
-        self._num_ids = 0
-
-    def apply(self, requests: Iterable[ForeignRequest]) -> Iterator[ForeignRequest]:
-        hasher: BlockHasher | None = None
-        size = self._settings.block_size
-        if size is None and self._settings.target_format not in ("mooncake", "vllm"):
-            size = DEFAULT_BLOCK_SIZE
-        for request in requests:
-            blocks = request.blocks
-            if blocks is not None:
-                self._report.block_size = self._reader.block_size
-            elif request.token_ids is None:
-                block_size = self._reader.block_size or size or DEFAULT_BLOCK_SIZE
-                self._report.block_size = block_size
-                yield replace(request, blocks=self._make_ids(-(-request.input_length // block_size)))
-                continue
-            elif size is not None:
-                hasher = hasher or BlockHasher("xxh3_128", "0", size)
-                blocks = hasher.hash_blocks(request.token_ids)
-                self._report.block_size = size
-            if blocks is None:
-                yield request
-            else:
-                yield replace(request, token_ids=None, blocks=[self._find_id(one) for one in blocks])
-
-    def _find_id(self, key: Hashable) -> int:
-        number = self._ids.setdefault(key, self._num_ids)
-        self._num_ids += number == self._num_ids
-        return number
-
-    def _make_ids(self, num_blocks: int) -> list[int]:
-        """Return ids that no other request has."""
-        self.num_lengths += 1
-        first = self._num_ids
-        self._num_ids += num_blocks
-        return list(range(first, self._num_ids))
+def _renumber(
+    requests: Iterable[ForeignRequest],
+    settings: ConvertSettings,
+    reader: ForeignReader,
+    report: ConvertReport,
+) -> Iterator[ForeignRequest]:
+    """Turn keys into ids numbered by first appearance, and tokens into keys if wanted."""
+    numbers = count()
+    ids: defaultdict[Hashable, int] = defaultdict(numbers.__next__)
+    size = settings.block_size
+    if size is None and settings.target_format not in ("mooncake", "vllm"):
+        size = DEFAULT_BLOCK_SIZE
+    hasher = None if size is None else BlockHasher("xxh3_128", "0", size)
+    for request in requests:
+        blocks = request.blocks
+        if blocks is not None:
+            report.block_size = reader.block_size
+        elif request.token_ids is None:
+            report.num_lengths += 1
+            report.block_size = reader.block_size or size or DEFAULT_BLOCK_SIZE
+            num_blocks = -(-request.input_length // report.block_size)
+            yield replace(request, blocks=list(islice(numbers, num_blocks)))
+            continue
+        elif hasher is not None:
+            report.block_size = size
+            blocks = hasher.hash_blocks(request.token_ids)
+        if blocks is None:
+            yield request
+        else:
+            yield replace(request, token_ids=None, blocks=[ids[one] for one in blocks])
 
 
 def _write_lines(

@@ -21,7 +21,7 @@ class MooncakeReader(ForeignReader):
     def __init__(self, trace: Trace) -> None:
         self.block_size = trace.block_size
         self.notes = []
-        self._files = [trace.lines]
+        self._files = [trace]
         self._trace = trace
 
     def __iter__(self) -> Iterator[ForeignRequest]:

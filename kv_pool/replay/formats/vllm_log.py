@@ -25,8 +25,8 @@ MAX_WRITTEN_TOKENS = 4_000_000
 """Bound on tokens that are written for a number in the input. The longest contexts have a quarter of it."""
 
 _MAX_WRITTEN_MS = 2.5e14
-_TIME = re.compile(r"\b(\d\d)-(\d\d) (\d\d):(\d\d):(\d\d)\b")
-_ISO_TIME = re.compile(r"(\d{4})-(\d\d)-(\d\d) (\d\d):(\d\d):(\d\d)(?:[,.](\d{1,6}))?")
+# With a year, a time may have a fraction of a second.
+_TIME = re.compile(r"(?:(\d{4})-|\b)(\d\d)-(\d\d) (\d\d):(\d\d):(\d\d)(?(1)(?:[,.](\d{1,6}))?|\b)")
 # The first of these in a line says what the line is; later ones may be text of a prompt or an output.
 _SUBJECT = re.compile(
     r"\b(?:(?P<kind>Request|Received request|Generated response) (?P<name>\S+?)"
@@ -70,7 +70,8 @@ class VLLMLogReader(ForeignReader):
         "fractions of milliseconds",
         "sessions and tenants",
         "the text of prompts and outputs",
-        "hash ids: a block's tokens all equal its id; a partial block without an id has one of its own",
+        "hash ids: a block's tokens are all equal to its id; a partial block without an id has one of its "
+        "own",
     )
 
     def __iter__(self) -> Iterator[ForeignRequest]:
@@ -190,17 +191,12 @@ def _read_tokens(text: str) -> list[int]:
 
 def _read_time(text: str) -> float:
     """Return the first time in a text, in ms."""
-    found = _ISO_TIME.search(text)
-    if found is not None:
-        year, month, day, hour, minute, second = (int(found[at]) for at in range(1, 7))
-        fraction = float(f"0.{found[7]}") if found[7] else 0.0
-        when = datetime(year, month, day, hour, minute, second, tzinfo=UTC) + timedelta(seconds=fraction)
-    else:
-        found = _TIME.search(text)
-        if found is None:
-            raise ValueError("the line has no time such as 11-23 18:30:01")
-        month, day, hour, minute, second = (int(one) for one in found.groups())
-        when = datetime(_START.year, month, day, hour, minute, second, tzinfo=UTC)
+    found = _TIME.search(text)
+    if found is None:
+        raise ValueError("the line has no time such as 11-23 18:30:01")
+    year, month, day, hour, minute, second = (int(one or _START.year) for one in found.groups()[:6])
+    when = datetime(year, month, day, hour, minute, second, tzinfo=UTC)
+    when += timedelta(seconds=float(f"0.{found[7] or 0}"))
     return (when - _START) / timedelta(milliseconds=1)
 
 

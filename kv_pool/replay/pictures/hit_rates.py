@@ -53,49 +53,43 @@ def draw_hit_rates(
         raise InvalidArgumentError("there are no reports to draw")
     sweeps = [reports, *overlays.values()]
     names = _name_sweeps(sweeps, ["this sweep", *(Path(name).name for name in overlays)])
-    with new_figure(path) as (figure, (axes,)):
-        _draw_sweeps(sweeps, names, figure, axes)
-
-
-def _draw_sweeps(
-    sweeps: Sequence[Sequence[ReplayReport]], names: Sequence[str], figure: Any, axes: Any
-) -> None:
-    from matplotlib.ticker import LogLocator
-
     measure, unit = _choose_measure([report for sweep in sweeps for report in sweep])
     drawn: list[float] = []
-    has_blocks = len(sweeps) == 1 and not any(report.tiers for report in sweeps[0])
-    for number, (name, sweep) in enumerate(zip(names, sweeps, strict=True)):
-        lines = _split_lines(sweep)
-        for style, (label, line) in enumerate(lines):
-            capacities = [measure(report) for report in line]
-            drawn += capacities
-            if has_blocks:
-                rates = [report.block_hit_rate for report in line]
-                axes.plot(capacities, rates, "s--", color="C1", label="of full prompt blocks")
-                label = "of prompt tokens"
-            elif len(sweeps) > 1:
-                label = f"{name}: {label}" if len(lines) > 1 else name
-            axes.plot(
-                capacities,
-                [report.token_hit_rate for report in line],
-                f"{_MARKERS[style % len(_MARKERS)]}{'-' if style == 0 else '--'}",
-                color=f"C{number if len(sweeps) > 1 else style}",
-                label=label,
-            )
-        bound = sweep[0].infinite_cache
-        if bound is not None:
-            label = "_" if number else "of prompt tokens, infinite cache"  # one legend entry for all
-            axes.axhline(bound.token_hit_rate, color=f"C{number}", linestyle=":", label=label)
-    format_capacity_axes(axes, f"capacity in {unit}", "prefix-cache hit rate", _make_title(sweeps))
-    axes.xaxis.set_major_locator(
-        LogLocator(subs=(1.0, 2.0, 5.0) if max(drawn) < 100 * min(drawn) else (1.0,))
-    )
-    if len(axes.get_legend_handles_labels()[1]) < 5:
-        legend = axes.legend(loc="lower right")
-    else:
-        legend = figure.legend(loc="outside lower center", fontsize="small")
-    show_names_as_written(legend)
+    has_blocks = len(sweeps) == 1 and not any(report.tiers for report in reports)
+    with new_figure(path) as (figure, (axes,)):
+        from matplotlib.ticker import LogLocator
+
+        for number, (name, sweep) in enumerate(zip(names, sweeps, strict=True)):
+            lines = _split_lines(sweep)
+            for style, (label, line) in enumerate(lines):
+                capacities = [measure(report) for report in line]
+                drawn += capacities
+                if has_blocks:
+                    rates = [report.block_hit_rate for report in line]
+                    axes.plot(capacities, rates, "s--", color="C1", label="of full prompt blocks")
+                    label = "of prompt tokens"
+                elif len(sweeps) > 1:
+                    label = f"{name}: {label}" if len(lines) > 1 else name
+                axes.plot(
+                    capacities,
+                    [report.token_hit_rate for report in line],
+                    f"{_MARKERS[style % len(_MARKERS)]}{'-' if style == 0 else '--'}",
+                    color=f"C{number if len(sweeps) > 1 else style}",
+                    label=label,
+                )
+            bound = sweep[0].infinite_cache
+            if bound is not None:
+                label = "_" if number else "of prompt tokens, infinite cache"  # one legend entry for all
+                axes.axhline(bound.token_hit_rate, color=f"C{number}", linestyle=":", label=label)
+        format_capacity_axes(axes, f"capacity in {unit}", "prefix-cache hit rate", _make_title(sweeps))
+        axes.xaxis.set_major_locator(
+            LogLocator(subs=(1.0, 2.0, 5.0) if max(drawn) < 100 * min(drawn) else (1.0,))
+        )
+        if len(axes.get_legend_handles_labels()[1]) < 5:
+            legend = axes.legend(loc="lower right")
+        else:
+            legend = figure.legend(loc="outside lower center", fontsize="small")
+        show_names_as_written(legend)
 
 
 def _choose_measure(reports: Sequence[ReplayReport]) -> tuple[Callable[[ReplayReport], float], str]:

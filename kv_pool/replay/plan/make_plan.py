@@ -1,10 +1,10 @@
 """`plan_capacity`: recommends a capacity for a trace, and replays each recommendation."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
-from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.capacity import ModelKV, count_blocks
+from kv_pool.replay.curves.measure import USED
 from kv_pool.replay.plan.plan_curve import PlanCurve, grow, shrink
 from kv_pool.replay.plan.plan_report import (
     CapacityPlan,
@@ -27,22 +27,6 @@ TOLERANCE = 0.01
 _GIB = 2**30
 _HOST_MULTIPLE, _DISK_MULTIPLE = 4, 16
 _MOST_DEMAND_BLOCKS = 1_000_000
-_NOT_PLANNED = (
-    "host_blocks",
-    "host_tier",
-    "disk_tier",
-    "tier_write",
-    "preemption",
-    "groups",
-    "states",
-    "chunk_tokens",
-    "watermark",
-    "runs",
-    "policy",
-    "keep_session_s",
-    "keep_prefix_tokens",
-    "by",
-)
 
 PlanProgress = Callable[[str, float], None]
 
@@ -74,12 +58,8 @@ def plan_capacity(
 
     Cost: one reading of the trace for each block size, and two to five replays.
     """
-    without_effect = [name for name in settings.list_changed() if name in _NOT_PLANNED]
-    if without_effect:
-        raise InvalidArgumentError(
-            f"a plan ignores {', '.join(without_effect)}: it is for LRU and full attention, and chooses "
-            "tiers itself; leave the default"
-        )
+    why = "it is for LRU and full attention, and chooses tiers itself; leave the default"
+    settings.check_used((*USED, "clock", *asdict(settings.rates)), "a plan", why)
     replace(settings, num_blocks=1, block_bytes=0).check()
     planner = _Planner(settings, model, goal or PlanGoal(), on_progress or (lambda doing, share: None))
     return planner.plan(host_bytes, disk_bytes, block_sizes)
@@ -102,24 +82,23 @@ class _Planner:
         self._trace = settings.open_trace()
         self._block_size = find_block_size(settings.block_size, self._trace)
         self._curve = self._read(self._trace, self._block_size)
-        self._checks: list[PlanCheck] = []
 
     def plan(
         self, host_bytes: int | None, disk_bytes: int | None, block_sizes: Sequence[int]
     ) -> CapacityPlan:
         curve, goal = self._curve, self._goal
         goal_blocks = curve.find_goal(goal)
-        demand, replayed = self._measure_demand()
+        demand, of_demand = self._measure_demand() or (None, None)
         num_blocks = goal_blocks
         if demand is not None and goal.memory_bytes is None:
             if goal.prices is not None:
                 goal_blocks = curve.find_goal(goal, demand.p99_blocks)
             num_blocks = max(goal_blocks, demand.p99_blocks)
-        self._check("pool", self._block_size, curve, num_blocks)
-        tiers = self._plan_tiers(num_blocks, host_bytes, disk_bytes)
-        compared, best = self._compare_block_sizes(num_blocks, block_sizes)
-        if replayed is not None and replayed[0].num_blocks >= curve.full_capacity:
-            self._add_check("pool for all blocks", curve, *replayed)
+        checks = [self._replay("pool", curve, num_blocks)[1]]
+        tiers = self._plan_tiers(num_blocks, host_bytes, disk_bytes, checks)
+        compared, best = self._compare_block_sizes(num_blocks, block_sizes, checks)
+        if of_demand is not None and of_demand.num_blocks >= curve.full_capacity:
+            checks.append(of_demand)
         rate = curve.find_rate(num_blocks)
         point = curve.make_point(num_blocks)
         prices = goal.prices
@@ -150,7 +129,7 @@ class _Planner:
             tiers=tiers,
             block_sizes=compared,
             best_block_size=best,
-            checks=self._checks,
+            checks=checks,
             broken_lines=self._trace.num_broken,
             first_broken=self._trace.first_broken,
             settings=self._settings.describe(),
@@ -165,14 +144,14 @@ class _Planner:
             self._settings, trace, block_size, self._model, lambda share: self._notify(doing, share)
         )
 
-    def _measure_demand(self) -> tuple[PlanDemand | None, tuple[ReplayReport, float | None] | None]:
+    def _measure_demand(self) -> tuple[PlanDemand, PlanCheck] | None:
         """Replay the trace in a pool for all its blocks, up to a limit. None with the instant clock."""
         if self._settings.clock != "trace":
-            return None, None
+            return None
         curve = self._curve
         num_blocks = max(min(curve.num_distinct, _MOST_DEMAND_BLOCKS), curve.largest_request)
-        report, by_flops = self._replay("the demand of running requests", self._block_size, num_blocks)
-        found = PlanDemand(
+        report, check = self._replay("pool for all blocks", curve, num_blocks)
+        demand = PlanDemand(
             num_blocks=num_blocks,
             mean_blocks=report.mean_blocks_in_use,
             p99_blocks=report.p99_blocks_in_use,
@@ -180,9 +159,12 @@ class _Planner:
             mean_running=report.mean_running,
             peak_running=report.peak_running,
         )
-        return found, (report, by_flops)
+        return demand, check
 
-    def _plan_tiers(self, num_blocks: int, host_bytes: int | None, disk_bytes: int | None) -> list[PlanTier]:
+    def _plan_tiers(
+        self, num_blocks: int, host_bytes: int | None, disk_bytes: int | None, checks: list[PlanCheck]
+    ) -> list[PlanTier]:
+        """Return the tiers, and append their replays to `checks`."""
         curve, prices = self._curve, self._goal.prices
         wanted = (
             ("host", host_bytes, _HOST_MULTIPLE, None if prices is None else prices.host),
@@ -208,14 +190,14 @@ class _Planner:
                 PlanTier(name, size, memory, curve.find_rate(combined), points, points / (memory / _GIB))
             )
             upper = "pool, host" if name == "disk" and sizes["host"] else "pool"
-            self._check(
-                f"{upper} and {name}", self._block_size, curve, num_blocks, sizes["host"], sizes["disk"]
-            )
+            replayed = self._replay(f"{upper} and {name}", curve, num_blocks, sizes["host"], sizes["disk"])
+            checks.append(replayed[1])
         return planned
 
     def _compare_block_sizes(
-        self, num_blocks: int, block_sizes: Sequence[int]
+        self, num_blocks: int, block_sizes: Sequence[int], checks: list[PlanCheck]
     ) -> tuple[list[PlanBlockSize], int | None]:
+        """Return the block sizes and the best of them, and append its replay to `checks`."""
         tokens_per_id = self._trace.block_size
         usable = {size for size in block_sizes if tokens_per_id is None or size % tokens_per_id == 0}
         if not usable - {self._block_size}:
@@ -234,18 +216,13 @@ class _Planner:
         best = max(found, key=lambda one: (not one.refuses, one.token_hit_rate, one.block_size))
         if best.block_size != self._block_size:
             name = f"pool, blocks of {best.block_size}"
-            self._check(name, best.block_size, curves[best.block_size], best.num_blocks)
+            checks.append(self._replay(name, curves[best.block_size], best.num_blocks)[1])
         return found, best.block_size
 
-    def _check(
-        self, name: str, block_size: int, curve: PlanCurve, num_blocks: int, host: int = 0, disk: int = 0
-    ) -> None:
-        self._add_check(name, curve, *self._replay(name, block_size, num_blocks, host, disk))
-
     def _replay(
-        self, name: str, block_size: int, num_blocks: int, host: int = 0, disk: int = 0
-    ) -> tuple[ReplayReport, float | None]:
-        """Return the report of a replay, and the FLOPs of its prompts divided by those that it computes."""
+        self, name: str, curve: PlanCurve, num_blocks: int, host: int = 0, disk: int = 0
+    ) -> tuple[ReplayReport, PlanCheck]:
+        """Replay a pool and its tiers. Return the report, and the curve's prediction beside it."""
         num_flops = num_saved = 0
 
         def show(progress: Progress) -> None:
@@ -259,38 +236,31 @@ class _Planner:
         settings = replace(
             self._settings,
             num_blocks=num_blocks,
-            block_size=block_size,
+            block_size=curve.block_size,
             host_tier=host,
             disk_tier=disk,
-            block_bytes=self._model.count_block_bytes(block_size),
+            block_bytes=curve.block_bytes,
         )
         report = run_replay(settings, show, on_outcome=note)
-        return report, _divide(num_flops, num_saved)
-
-    def _add_check(self, name: str, curve: PlanCurve, report: ReplayReport, by_flops: float | None) -> None:
-        sizes = {tier.medium: tier.capacity for tier in report.tiers}
-        combined = curve.combine(report.num_blocks, list(sizes.values()))
-        predicted = curve.count_tokens(combined)
-        tolerance = 0.0 if report.clock == "instant" and not sizes else TOLERANCE
-        self._checks.append(
-            PlanCheck(
-                name=name,
-                block_size=report.block_size,
-                num_blocks=report.num_blocks,
-                host_blocks=sizes.get("CPU", 0),
-                disk_blocks=sizes.get("STORAGE", 0),
-                predicted=predicted / curve.tokens_in,
-                replayed=report.token_hit_rate,
-                predicted_tokens=predicted,
-                replayed_tokens=report.tokens_hit,
-                tolerance=tolerance,
-                agrees=abs(predicted - report.tokens_hit) <= tolerance * curve.tokens_in,
-                waited_ms=report.waiting.mean_ms,
-                preempted=report.preempted,
-                refused=report.refused_requests,
-                speedup_by_tokens=_divide(report.tokens_in, report.tokens_hit),
-                speedup_by_flops=by_flops,
-            )
+        predicted = curve.count_tokens(curve.combine(num_blocks, [size for size in (host, disk) if size]))
+        tolerance = 0.0 if report.clock == "instant" and not host + disk else TOLERANCE
+        return report, PlanCheck(
+            name=name,
+            block_size=report.block_size,
+            num_blocks=report.num_blocks,
+            host_blocks=host,
+            disk_blocks=disk,
+            predicted=predicted / curve.tokens_in,
+            replayed=report.token_hit_rate,
+            predicted_tokens=predicted,
+            replayed_tokens=report.tokens_hit,
+            tolerance=tolerance,
+            agrees=abs(predicted - report.tokens_hit) <= tolerance * curve.tokens_in,
+            waited_ms=report.waiting.mean_ms,
+            preempted=report.preempted,
+            refused=report.refused_requests,
+            speedup_by_tokens=_divide(report.tokens_in, report.tokens_hit),
+            speedup_by_flops=_divide(num_flops, num_saved),
         )
 
 

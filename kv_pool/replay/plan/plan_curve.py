@@ -1,5 +1,6 @@
 """`PlanCurve`: predicted hits of a pool and its lower tiers, and the capacities that they suggest."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
@@ -91,16 +92,10 @@ class PlanCurve:
 
     def find_capacity(self, token_hit_rate: float) -> int | None:
         """Return the least capacity that refuses no request and has this hit rate; None if none has it."""
-        low, high = self.largest_request, self.full_capacity
-        if self.find_rate(high) < token_hit_rate:
+        if self.find_rate(self.full_capacity) < token_hit_rate:
             return None
-        while low < high:
-            middle = (low + high) // 2
-            if self.find_rate(middle) < token_hit_rate:
-                low = middle + 1
-            else:
-                high = middle
-        return low
+        smaller = range(self.largest_request, self.full_capacity)
+        return self.largest_request + bisect_left(smaller, token_hit_rate, key=self.find_rate)
 
     def combine(self, num_blocks: int, tiers: Sequence[int]) -> int:
         """Return the capacity of a pool without tiers that has as many hits as this pool with its tiers."""
@@ -112,15 +107,12 @@ class PlanCurve:
     def _add_tier(self, above: int, tier: int) -> int:
         hits_above = self._lru.count_hits(above)[0]
         num_placed = self._num_cacheable - hits_above
-        low, high = above, above + tier
-        while low < high:
-            middle = (low + high + 1) // 2
-            share = (self._lru.count_hits(middle)[0] - hits_above) / num_placed if num_placed else 0.0
-            if middle <= above + tier - share * min(above, tier):
-                low = middle
-            else:
-                high = middle - 1
-        return low
+
+        def is_too_large(combined: int) -> bool:
+            share = (self._lru.count_hits(combined)[0] - hits_above) / num_placed if num_placed else 0.0
+            return combined > above + tier - share * min(above, tier)
+
+        return above + bisect_left(range(above + 1, above + tier + 1), True, key=is_too_large)
 
     def find_goal(self, goal: PlanGoal, least: int = 0) -> int:
         """Return the capacity in blocks for a goal. Without a knee, it is the one that has all hits.

@@ -1,11 +1,9 @@
 """The recipe of nano_vllm_*.json.gz: what nano-vllm's scheduler asks of its block manager, and the answers.
 
     python tests/integrations/data/record_nano_vllm.py CHECKOUT tests/integrations/data/nano_vllm_2026.json.gz
-    python tests/integrations/data/record_nano_vllm.py CHECKOUT --compare --steps 100000
 
 CHECKOUT is a nano-vllm source tree of either shape; its scheduler, sequence and block manager are run as they
-are, without the rest of the package, which wants a GPU. `--compare` runs each workload a second time with
-kv_pool's BlockManager in the scheduler's module, and stops at the first step that differs.
+are, without the rest of the package, which wants a GPU.
 """
 
 import argparse
@@ -151,26 +149,6 @@ def run(seed, scheduler_module, sequence_module):
     return workload
 
 
-def compare(seed, scheduler_module, sequence_module, ours):
-    """Both managers under their scheduler, the same workload; raises at the first step that differs."""
-    theirs_class = scheduler_module.BlockManager
-    theirs = run(seed, scheduler_module, sequence_module)
-    scheduler_module.BlockManager = ours
-    try:
-        kept = run(seed, scheduler_module, sequence_module)
-    finally:
-        scheduler_module.BlockManager = theirs_class
-    for number, (expected, found) in enumerate(zip(theirs.steps, kept.steps, strict=True)):
-        if expected != found:
-            raise SystemExit(f"seed {seed}, step {number}:\n  theirs {expected}\n  ours   {found}")
-    for expected, found in zip(theirs.calls, kept.calls, strict=True):
-        if isinstance(expected[2], bool):  # a truth value is what the scheduler of 2025 reads of an answer
-            found[2] = bool(found[2])
-        if expected != found:
-            raise SystemExit(f"seed {seed}:\n  theirs {expected}\n  ours   {found}")
-    return theirs
-
-
 def describe(theirs):
     """Count the events of the runs, so that a record of nothing is noticed."""
     calls = [call for workload in theirs for call in workload.calls]
@@ -204,17 +182,11 @@ def main():
     parser.add_argument("out", type=Path, nargs="?", help="where to write the record")
     parser.add_argument("--steps", type=int, default=4_000)
     parser.add_argument("--seed", type=int, default=0, help="of the first run")
-    parser.add_argument("--compare", action="store_true", help="run kv_pool's manager too and compare")
     parser.add_argument("--source", default="", help="where the checkout is from; goes into the record")
     options = parser.parse_args()
     modules = import_checkout(options.checkout)
     seeds = range(options.seed, options.seed + -(-options.steps // STEPS_PER_RUN))
-    if options.compare:
-        from kv_pool.integrations.nano_vllm import BlockManager
-
-        theirs = [compare(seed, *modules, BlockManager) for seed in seeds]
-    else:
-        theirs = [run(seed, *modules) for seed in seeds]
+    theirs = [run(seed, *modules) for seed in seeds]
     counted = describe(theirs)
     print(json.dumps(counted))
     if options.out:

@@ -87,22 +87,6 @@ def retain(end, priority=80, duration_ms=None, **fields):
     return {"token_range_retention_configs": [one]}
 
 
-def test_without_options_a_flood_evicts_everything():
-    engine = Engine()
-    assert engine.run("chat", CHAT) is None
-    assert engine.count_hits(CHAT) == 16
-    engine.flood()
-    assert engine.count_hits(CHAT) == 0
-    assert engine.manager.retention is None
-
-
-def test_retained_range_stays_through_a_flood():
-    engine = Engine()
-    assert engine.run("chat", CHAT, retain(8)) == {"retained_tokens": 8}
-    engine.flood()
-    assert engine.count_hits(CHAT) == 8
-
-
 def test_retention_of_a_manager_is_used():
     engine = Engine(retention=2)
     retention = engine.manager.retention
@@ -134,14 +118,6 @@ def test_release_lets_a_flood_evict():
     assert engine.count_hits(CHAT) == 0
 
 
-def test_release_of_a_range_leaves_the_rest():
-    engine = Engine()
-    engine.run("chat", CHAT, retain(16))
-    engine.run("release", CHAT, {"release": [{"token_start": 8}]})
-    engine.flood()
-    assert engine.count_hits(CHAT) == 8
-
-
 def test_pin_is_not_evicted_until_it_expires():
     engine = Engine()
     report = engine.run("chat", CHAT, retain(8, duration_ms=5000, pin=True))
@@ -150,15 +126,6 @@ def test_pin_is_not_evicted_until_it_expires():
     engine.flood(num_tokens=24)
     assert engine.count_hits(CHAT) == 8
     engine.now += 5
-    assert engine.manager.get_num_free_blocks() == 8
-    engine.flood(num_tokens=32)
-    assert engine.count_hits(CHAT) == 0
-
-
-def test_pin_is_gone_when_released():
-    engine = Engine()
-    engine.run("chat", CHAT, retain(8, duration_ms=5000, pin=True))
-    engine.run("release", CHAT[:9], {"release": True})
     assert engine.manager.get_num_free_blocks() == 8
     engine.flood(num_tokens=32)
     assert engine.count_hits(CHAT) == 0
@@ -179,54 +146,6 @@ def test_pins_are_refused_by_default():
     engine = Engine(max_pinned_blocks=0)
     report = engine.run("chat", CHAT, retain(4, duration_ms=5000, pin=True))
     assert "allows 0 pinned blocks in total" in report["refused"]
-
-
-def test_change_of_pins_over_the_limit_applies_no_part():
-    engine = Engine(max_pinned_blocks=2)
-    engine.run("chat", CHAT)
-    pins = [{"token_start": n, "token_end": n + 8, "duration_ms": 9, "pin": True} for n in (0, 8)]
-    report = engine.run("change", CHAT, {**retain(16), "change": pins})
-    assert "4 blocks would be pinned" in report["refused"]
-    engine.flood()
-    assert engine.count_hits(CHAT) == 0
-
-
-def test_change_replaces_the_directives_of_an_earlier_request():
-    engine = Engine()
-    engine.run("chat", CHAT, retain(16, duration_ms=1000))
-    change = {"change": [{"token_end": 16, "priority": 90, "duration_ms": 60_000}]}
-    assert engine.run("change", CHAT, change) == {"changed_blocks": 4}
-    engine.now += 50
-    engine.flood()
-    assert engine.count_hits(CHAT) == 16
-    engine.now += 10
-    engine.flood()
-    assert engine.count_hits(CHAT) == 0
-
-
-def test_demoted_blocks_are_evicted_before_others():
-    engine = Engine()
-    engine.run("chat", CHAT)
-    engine.run("other", range(16))
-    engine.run("demote", range(16), {"demote": True})
-    engine.flood(1, 16)
-    assert engine.count_hits(CHAT) == 16
-    assert engine.count_hits(range(16)) == 0
-
-
-def test_generated_tokens_have_their_own_priority():
-    engine = Engine()
-    options = {**retain(None, priority=90), "decode_retention_priority": 0}
-    options["token_range_retention_configs"][0]["token_end"] = 8
-    request = engine.start("chat", CHAT[:8], options)
-    request.append_output_token_ids(list(CHAT[8:]))
-    engine.manager.allocate_slots(request, 8)
-    request.num_computed_tokens = 16
-    assert engine.end(request) == {"retained_tokens": 8}
-    engine.run("other", range(16))
-    engine.flood(1, 8)
-    assert engine.count_hits(CHAT) == 8
-    assert engine.count_hits(range(16)) == 16
 
 
 def test_session_keeps_all_blocks_until_the_next_turn():
@@ -282,89 +201,12 @@ def test_second_call_for_a_request_does_nothing():
     assert engine.end(request) == {"retained_tokens": 8}
 
 
-def test_request_that_never_had_blocks_leaves_nothing():
-    engine = Engine()
-    request = Request("chat", CHAT, HASHER)
-    engine.handler.receive(request, retain(8, duration_ms=9, pin=True))
-    assert engine.manager.retention.num_pins == 2
-    assert engine.handler.note_end(request).to_json() == {}
-    engine.handler.note_freed(request)
-    assert engine.manager.retention.num_pins == 0
-    assert engine.handler.by_request == {}
-
-
-def preempt(engine, request):
-    engine.handler.note_preempted(request)
-    engine.manager.free(request)
-    engine.handler.note_freed(request, will_return=True)
-    request.num_computed_tokens = 0
-    engine.check()
-
-
-def resume(engine, request):
-    prefix = engine.manager.get_computed_blocks(request)
-    num_new = request.num_tokens - prefix.num_tokens
-    assert engine.manager.allocate_slots(request, num_new, prefix) is not None
-    request.num_computed_tokens = request.num_tokens
-    engine.check()
-
-
-def test_preempted_request_keeps_its_directives():
-    engine = Engine()
-    request = engine.start("chat", CHAT, retain(8))
-    preempt(engine, request)
-    engine.flood()
-    assert engine.count_hits(CHAT) == 8
-    resume(engine, request)
-    assert engine.end(request) == {"retained_tokens": 8}
-    engine.flood()
-    assert engine.count_hits(CHAT) == 8
-
-
-def test_pins_of_a_preempted_request_count_once():
-    engine = Engine(max_pinned_blocks=4)
-    request = Request("chat", CHAT, HASHER)
-    engine.handler.receive(request, retain(16, duration_ms=5000, pin=True))
-    engine.manager.allocate_slots(request, 10)
-    request.num_computed_tokens = 10
-    preempt(engine, request)
-    retention = engine.manager.retention
-    assert (retention.num_pinned, retention.num_pins) == (2, 4)
-    resume(engine, request)
-    assert engine.end(request) == {"retained_tokens": 16, "expires_in_ms": 5000}
-    assert (retention.num_pinned, retention.num_pins) == (4, 4)
-    assert engine.refusals == []
-
-
-def test_pins_that_no_longer_fit_after_a_preemption_are_refused():
-    engine = Engine(max_pinned_blocks=4)
-    request = Request("chat", CHAT, HASHER)
-    engine.handler.receive(
-        request, {**retain(16, duration_ms=5000, pin=True), "decode_retention_priority": 90}
-    )
-    engine.manager.allocate_slots(request, 16)
-    request.num_computed_tokens = 10  # the step of the last tokens did not run
-    preempt(engine, request)
-    resume(engine, request)
-    assert "blocks would be pinned" in engine.end(request)["refused"]
-    assert engine.manager.retention.num_pins == 4
-
-
 def test_groups_are_retained_together():
     groups = [FullAttentionSpec(block_size=4), SlidingWindowSpec(block_size=8, sliding_window=8)]
     engine = Engine(12, groups=groups)
     engine.run("chat", CHAT, retain(16))
     engine.flood()
     assert engine.count_hits(CHAT) == 16
-
-
-def test_retention_starts_while_requests_have_blocks():
-    engine = Engine()
-    running = engine.start("running", range(16))
-    engine.run("chat", CHAT, retain(8))
-    engine.end(running)
-    engine.flood()
-    assert engine.count_hits(CHAT) == 8
 
 
 def test_another_retention_is_refused():

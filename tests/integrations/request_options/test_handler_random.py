@@ -4,6 +4,7 @@ import random
 
 import pytest
 from drawing import ids
+from integrations.request_options.made_options import INVALID, OptionsDice
 
 from kv_pool import (
     BlockHasher,
@@ -23,7 +24,6 @@ NUM_BLOCKS = 14
 MAX_PINNED = 5
 NUM_STEPS = 80
 SEEDS = range(120)
-INVALID = [{"priority": 1}, {"change": []}, "{", None, {"session": {"duration_ms": -1}}]
 
 
 class Model:
@@ -105,6 +105,7 @@ class Life:
 
     def __init__(self, seed):
         self.rng = random.Random(seed)
+        self.dice = OptionsDice(self.rng, 16, 9000)
         self.now = 0.0
         self.pool = BlockPool(NUM_BLOCKS + 1, True, 4)
         self.manager = KVCacheManager(self.pool)
@@ -121,50 +122,6 @@ class Life:
     def tell_time(self):
         return self.now
 
-    def make_range(self, **fields):
-        one = dict(fields)
-        if self.rng.random() < 0.6:
-            one["token_start"] = self.rng.randrange(12)
-        if self.rng.random() < 0.7:
-            one["token_end"] = one.get("token_start", 0) + self.rng.randrange(1, 20)
-        return one
-
-    def make_retention(self):
-        rng = self.rng
-        if rng.random() < 0.35:
-            start = rng.randrange(8)
-            end = start + rng.choice([1, 4, 8, 12, 40])
-            return {
-                "token_start": start,
-                "token_end": end,
-                "duration_ms": rng.randrange(1, 9000),
-                "pin": True,
-            }
-        one = self.make_range(priority=rng.choice([0, 10, 36, 80, 80, 100]))
-        return {**one, "duration_ms": rng.randrange(1, 9000)} if rng.random() < 0.6 else one
-
-    def make_options(self):
-        rng = self.rng
-        if rng.random() < 0.15:
-            return rng.choice(INVALID)
-        value = {}
-        if rng.random() < 0.6:
-            value["token_range_retention_configs"] = [
-                self.make_retention() for _ in range(rng.randrange(1, 3))
-            ]
-        if rng.random() < 0.2:
-            value["decode_retention_priority"] = rng.choice([0, 50])
-        if rng.random() < 0.3:
-            value["session"] = {"id": rng.choice("ab"), "duration_ms": rng.randrange(1, 9000)}
-        if rng.random() < 0.2:
-            value["change"] = [self.make_retention() for _ in range(rng.randrange(1, 3))]
-        for field in ("demote", "release"):
-            if rng.random() < 0.15:
-                value[field] = rng.choice([True, [self.make_range()]])
-        if rng.random() < 0.15:
-            value["end_session"] = rng.choice("ab")
-        return value
-
     def arrive(self):
         self.number += 1
         start = self.rng.choice([1000, 2000, 3000, 10_000 + 100 * self.number])
@@ -172,7 +129,7 @@ class Life:
         session_id = self.rng.choice([None, None, "a", "b"])
         pair = [Request(f"r{self.number}", tokens, HASHER, session_id=session_id) for _ in range(2)]
         if self.rng.random() < 0.6:
-            value = self.make_options()
+            value = self.dice.draw()
             self.handler.receive(pair[0], value)
             self.model.receive(pair[1], value)
         self.waiting.append(pair)

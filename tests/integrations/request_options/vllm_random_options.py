@@ -13,7 +13,8 @@ from collections import Counter, deque
 from pathlib import Path
 
 import torch
-from made_scheduler import make_answer, make_config, make_hasher, make_request, make_scheduler
+from integrations.made_scheduler import make_answer, make_config, make_hasher, make_request, make_scheduler
+from integrations.request_options.made_options import OptionsDice
 from vllm.config import KVTransferConfig
 from vllm.logger import configure_logging
 from vllm.plugins import load_general_plugins
@@ -28,45 +29,6 @@ from kv_pool.manager.retention.invariants import check_retention
 BLOCK_SIZE = 16
 NUM_BLOCKS = 100  # more than a request of the maximum length needs, so that pins are allowed
 NUM_STEPS = 400
-INVALID = [{"priority": 1}, {"change": []}, "{", {"session": {"duration_ms": -1}}, 7]
-
-
-def make_range(rng, **fields):
-    one = dict(fields)
-    if rng.random() < 0.5:
-        one["token_start"] = rng.randrange(200)
-    if rng.random() < 0.7:
-        one["token_end"] = one.get("token_start", 0) + rng.randrange(1, 200)
-    return one
-
-
-def make_retention(rng):
-    if rng.random() < 0.4:
-        start = rng.randrange(100)
-        end = start + rng.choice([1, 30, 60, 4000])
-        return {"token_start": start, "token_end": end, "duration_ms": rng.choice([1, 20, 300]), "pin": True}
-    one = make_range(rng, priority=rng.choice([0, 10, 36, 80, 100]))
-    return {**one, "duration_ms": rng.choice([1, 20, 300])} if rng.random() < 0.6 else one
-
-
-def make_options(rng):
-    if rng.random() < 0.15:
-        return rng.choice(INVALID)
-    value = {}
-    if rng.random() < 0.7:
-        value["token_range_retention_configs"] = [make_retention(rng) for _ in range(rng.randrange(1, 3))]
-    if rng.random() < 0.2:
-        value["decode_retention_priority"] = rng.choice([0, 50])
-    if rng.random() < 0.4:
-        value["session"] = {"id": rng.choice("ab"), "duration_ms": rng.choice([1, 20, 300])}
-    if rng.random() < 0.3:
-        value["change"] = [make_retention(rng)]
-    for field in ("demote", "release"):
-        if rng.random() < 0.2:
-            value[field] = rng.choice([True, [make_range(rng)]])
-    if rng.random() < 0.2:
-        value["end_session"] = rng.choice("ab")
-    return value
 
 
 def make_engine(folder, seed, has_connector):
@@ -97,6 +59,7 @@ def make_engine(folder, seed, has_connector):
 class Life:
     def __init__(self, folder, seed, has_connector):
         self.rng = random.Random(seed)
+        self.dice = OptionsDice(self.rng, 200, 300)
         self.scheduler = make_engine(folder, seed, has_connector)
         manager = self.scheduler.kv_cache_manager
         self.now = 0.0
@@ -119,7 +82,7 @@ class Life:
             prompt = prompt + [rng.randrange(50_000) for _ in range(rng.randrange(1, 100))]
         sampling = {"ignore_eos": True, "max_tokens": rng.randrange(1, 60)}
         if rng.random() < 0.6:
-            options = {"kv_pool": make_options(rng)}
+            options = {"kv_pool": self.dice.draw()}
             sampling["extra_args"] = options if rng.random() < 0.5 else {"kv_transfer_params": options}
         session_id = rng.choice([None, None, "a", "b"])
         self.scheduler.add_request(

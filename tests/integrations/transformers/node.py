@@ -2,8 +2,6 @@
 
 import json
 import os
-import queue
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -38,20 +36,15 @@ class Node:
         self.sequences = make_sequences(num_blocks, add_tiers=None if tiers is None else make_tiers(*tiers))
         self.site = self.sequences.make_site(HASHER, self.requests)
         self.lock = self.site.lock
-        self._told = queue.SimpleQueue()
         self.migrator = Migrator(
             name,
             self.site,
             backends=[BACKENDS[backend](self.sequences.storage)],
             secret=load_secret(secret_file),
             listen="127.0.0.1:0",
-            on_phase=self._told.put,
             **settings,
         )
         self.migrator.start()
-
-    def get_name(self):
-        return self.migrator.name
 
     def get_address(self):
         return self.migrator.address
@@ -97,34 +90,20 @@ class Node:
         return list(self.requests)
 
     def fetch_prefix(self, source, prompt):
-        return self.wait_for(self.begin_prefix(source, prompt))
+        subject = PrefixSubject(tuple(make_request("", prompt).block_hashes))
+        return self.wait_for(self.migrator.fetch(subject, source))
 
     def fetch_request(self, source, name):
-        return self.wait_for(self.begin_request(source, name))
+        return self.wait_for(self.migrator.fetch(SequenceSubject(name), source, is_move=True))
 
-    def begin_prefix(self, source, prompt):
-        subject = PrefixSubject(tuple(make_request("", prompt).block_hashes))
-        return self.migrator.fetch(subject, source).migration_id
-
-    def begin_request(self, source, name):
-        return self.migrator.fetch(SequenceSubject(name), source, is_move=True).migration_id
-
-    def wait_for(self, migration_id):
+    def wait_for(self, migration):
         """Return the number of blocks, and of those already in the target; or the name of the error."""
-        migration = self.migrator.find_migration(migration_id)
         try:
             migration.wait(60.0)
         except KVPoolError as error:
             return type(error).__name__
         status = migration.get_status()
         return [status.num_blocks, status.num_present_blocks]
-
-    def wait_for_first_block(self, migration_id):
-        """Wait until one block of the migration has arrived, and others have not."""
-        while True:
-            status = self._told.get(timeout=60.0)
-            if status.migration_id == migration_id and status.num_done_blocks > status.num_present_blocks:
-                return status.num_done_blocks < status.num_blocks
 
     def check(self):
         """Check K and V, and that no block is lost; return the number of blocks in use."""
@@ -159,12 +138,6 @@ class NodeProcess:
             return json.loads(self._process.stdout.readline())
 
         return ask
-
-    def pause(self):
-        self._process.send_signal(signal.SIGSTOP)
-
-    def wake(self):
-        self._process.send_signal(signal.SIGCONT)
 
     def kill(self):
         self._process.kill()

@@ -5,6 +5,7 @@ from collections import Counter
 from contextlib import contextmanager
 
 import pytest
+from integrations.transformers.made_model import generate_dense
 
 from kv_pool.migration.secret import write_secret_file
 
@@ -56,8 +57,6 @@ def nodes(pair):
 
 
 def expect(prompt, num_tokens=NUM_TOKENS):
-    from integrations.transformers.made_model import generate_dense
-
     return generate_dense(tuple(prompt), num_tokens)
 
 
@@ -95,97 +94,6 @@ def test_request_continues_in_another_process(nodes, num_generated):
     assert there.list_requests() == ["r"]
     assert there.generate("r", NUM_TOKENS) == expect(PREFIX)
     there.check()
-
-
-def test_blocks_cached_in_the_target_are_not_sent(nodes):
-    here, there = nodes
-    prompts = {f"r{number}": [*PREFIX, number, number + 40] for number in range(3)}
-    for number, (name, prompt) in enumerate(prompts.items()):
-        here.admit(name, prompt)
-        here.generate(name, 3)
-        assert there.fetch_request("here", name) == [6, 4 if number else 0]
-    assert here.check() == 0
-    for name, prompt in prompts.items():
-        assert there.generate(name, NUM_TOKENS) == expect(prompt)
-    there.check()
-
-
-def test_request_can_migrate_back(nodes):
-    here, there = nodes
-    here.admit("r", PREFIX)
-    for num_tokens in range(1, NUM_TOKENS, 2):
-        here.generate("r", num_tokens)
-        there.fetch_request("here", "r")
-        there.generate("r", num_tokens + 1)
-        here.fetch_request("there", "r")
-    assert here.generate("r", NUM_TOKENS) == expect(PREFIX)
-    here.check()
-    assert there.check() == 0
-
-
-LEASE_S = 3.0
-SLOWLY = {"lease_s": LEASE_S, "max_bytes_per_s": 2_000.0}
-"""One block per second."""
-
-
-@contextmanager
-def begin_slowly(secret_file, subject, backend):
-    """Start a migration; wait until one block has arrived, and others have not."""
-    settings = {"backend": backend, "lease_s": LEASE_S}, {"backend": backend, **SLOWLY}
-    with start_nodes(secret_file, *settings) as (here, there):
-        yield here, there, begin(here, there, subject)
-
-
-def begin(here, there, subject):
-    here.admit("r", PREFIX)
-    here.generate("r", 3)
-    source = here.get_name()
-    if subject == "a prefix":
-        migration_id = there.begin_prefix(source, PREFIX)
-    else:
-        migration_id = there.begin_request(source, "r")
-    assert there.wait_for_first_block(migration_id)
-    return migration_id
-
-
-@pytest.mark.parametrize("subject", ["a prefix", "a request"])
-def test_source_continues_if_the_target_is_killed(secret_file, subject, backend):
-    with begin_slowly(secret_file, subject, backend) as (here, there, migration_id):
-        there.kill()
-        assert here.wait_for(migration_id) == "StaleTransferError"  # its lease has expired
-        assert here.list_requests() == ["r"]
-        assert here.generate("r", NUM_TOKENS) == expect(PREFIX)
-        here.check()
-        here.free("r")
-        assert here.check() == 0
-
-
-def test_suspended_target_does_not_take_over_an_aborted_request(secret_file, backend):
-    with begin_slowly(secret_file, "a request", backend) as (here, there, migration_id):
-        there.pause()
-        assert here.wait_for(migration_id) == "StaleTransferError"
-        assert here.generate("r", NUM_TOKENS) == expect(PREFIX)
-        there.wake()
-        # It first detects either that its read is too late, or that the lease is gone.
-        assert there.wait_for(migration_id) in ("TransferFailedError", "StaleTransferError")
-        assert there.list_requests() == []
-        assert there.check() == 0
-        here.check()
-        assert there.admit("its own", PREFIX) == 0
-        assert there.generate("its own", NUM_TOKENS) == expect(PREFIX)
-
-
-@pytest.mark.parametrize("subject", ["a prefix", "a request"])
-def test_target_computes_the_prompt_if_the_source_is_killed(secret_file, subject, backend):
-    with start_nodes(secret_file, {"backend": backend, **SLOWLY}, {"backend": backend}) as (here, there):
-        migration_id = begin(there, here, subject)
-        there.kill()
-        assert here.wait_for(migration_id) in ("PeerUnavailableError", "TransferFailedError")
-        assert here.list_requests() == []
-        assert here.check() == 0
-        assert here.admit("r", PREFIX) == 0
-        assert here.generate("r", NUM_TOKENS) == expect(PREFIX)
-        here.check()
 
 
 @pytest.mark.parametrize("seed", range(6), ids=lambda seed: f"seed{seed}")

@@ -1,6 +1,7 @@
 """Beam search over the pool's blocks gives the same result as with transformers' own cache."""
 
 import pytest
+from integrations.transformers.made_model import make_model, make_request, make_sequences
 
 from kv_pool import InvalidArgumentError, OutOfBlocksError
 
@@ -10,7 +11,6 @@ pytestmark = pytest.mark.transformers
 def search(prompts, num_tokens, cache=None, **options):
     """Return (token ids, scores) of the best beams."""
     import torch
-    from integrations.transformers.made_model import make_model
 
     input_ids = torch.tensor(prompts)
     found = make_model().generate(
@@ -39,8 +39,6 @@ def prompts_of(length, num_prompts=1):
     ],
 )
 def test_beam_search_matches_transformers(length, num_beams, options):
-    from integrations.transformers.made_model import make_request, make_sequences
-
     from kv_pool.integrations.transformers import PagedCache
 
     prompts = prompts_of(length, 2)
@@ -60,8 +58,6 @@ def test_beam_search_matches_transformers(length, num_beams, options):
 
 
 def test_beams_share_prompt_blocks_and_write_to_their_own():
-    from integrations.transformers.made_model import make_request, make_sequences
-
     from kv_pool.integrations.transformers import PagedCache
 
     [prompt] = prompts_of(22)  # 5 full blocks, and 2 tokens in the last
@@ -80,8 +76,6 @@ def test_beams_share_prompt_blocks_and_write_to_their_own():
 
 
 def test_prompt_is_still_cached_after_beams_are_freed():
-    from integrations.transformers.made_model import make_request, make_sequences
-
     from kv_pool.integrations.transformers import PagedCache
 
     [prompt] = prompts_of(21)
@@ -97,8 +91,6 @@ def test_prompt_is_still_cached_after_beams_are_freed():
 
 
 def test_full_pool_raises_an_error_and_all_blocks_are_freed():
-    from integrations.transformers.made_model import make_request, make_sequences
-
     from kv_pool.integrations.transformers import PagedCache
 
     [prompt] = prompts_of(9)
@@ -113,8 +105,6 @@ def test_full_pool_raises_an_error_and_all_blocks_are_freed():
 
 
 def test_invalid_beams_are_rejected():
-    from integrations.transformers.made_model import make_request, make_sequences
-
     from kv_pool.integrations.transformers import PagedCache
 
     sequences = make_sequences()

@@ -1,6 +1,14 @@
 """An unmodified model generates the same from the pool's blocks as from its own cache."""
 
 import pytest
+from integrations.transformers.made_model import (
+    check_kv,
+    generate_dense,
+    make_model,
+    make_request,
+    make_sequences,
+    run_step,
+)
 
 from kv_pool import InvalidArgumentError, OutOfBlocksError
 
@@ -11,7 +19,6 @@ PROMPT = tuple(range(10, 31))  # 21 tokens: 5 full blocks and one token
 
 def generate(sequences, requests, num_tokens, model=None):
     import torch
-    from integrations.transformers.made_model import make_model
 
     from kv_pool.integrations.transformers import PagedCache
 
@@ -27,8 +34,6 @@ def generate(sequences, requests, num_tokens, model=None):
 
 @pytest.mark.parametrize("layout", ["NHD", "HND", "FLASH", "SGLANG", "TRTLLM"])
 def test_generate_matches_the_run_without_a_pool(layout):
-    from integrations.transformers.made_model import check_kv, generate_dense, make_request, make_sequences
-
     sequences = make_sequences(layout=layout)
     request = make_request("r", PROMPT)
     assert sequences.admit(request) == 0
@@ -38,27 +43,7 @@ def test_generate_matches_the_run_without_a_pool(layout):
     check_kv(sequences, request)
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_rows_of_equal_length_generate_together(attention):
-    from integrations.transformers.made_model import (
-        generate_dense,
-        make_model,
-        make_request,
-        make_sequences,
-    )
-
-    sequences = make_sequences()
-    prompts = [PROMPT, PROMPT[::-1], (5,) * len(PROMPT)]
-    requests = [make_request(str(row), prompt) for row, prompt in enumerate(prompts)]
-    for request in requests:
-        sequences.admit(request)
-    expected = [generate_dense(prompt, 8) for prompt in prompts]
-    assert generate(sequences, requests, 8, make_model(attention)) == expected
-
-
 def test_cached_prefix_is_not_recomputed():
-    from integrations.transformers.made_model import generate_dense, make_request, make_sequences
-
     sequences = make_sequences()
     first = make_request("first", PROMPT)
     sequences.admit(first)
@@ -81,8 +66,6 @@ def test_cached_prefix_is_not_recomputed():
 
 
 def counting_model(widths):
-    from integrations.transformers.made_model import make_model
-
     model = make_model.__wrapped__()
     model.model.embed_tokens.register_forward_hook(lambda _, inputs, __: widths.append(inputs[0].shape[1]))
     return model
@@ -90,7 +73,6 @@ def counting_model(widths):
 
 def test_blocks_are_cached_only_after_their_last_layer():
     import torch
-    from integrations.transformers.made_model import make_model, make_request, make_sequences
 
     from kv_pool.integrations.transformers import PagedCache
 
@@ -109,44 +91,8 @@ def test_blocks_are_cached_only_after_their_last_layer():
     assert sequences.manager.get_computed_blocks(other).num_tokens == 20
 
 
-@pytest.mark.parametrize("gathers", [True, False], ids=["gathered", "attention over blocks"])
-def test_prompts_and_decodes_of_any_length_share_a_step(gathers):
-    from integrations.transformers.made_model import (
-        check_kv,
-        generate_dense,
-        make_model,
-        make_request,
-        make_sequences,
-        run_step,
-    )
-
-    model = make_model("sdpa" if gathers else "kv_pool")
-    sequences = make_sequences()
-    requests = [make_request(str(length), PROMPT[:length]) for length in (1, 9, 21)]
-    for request in requests:
-        sequences.admit(request)
-    run_step(model, sequences, requests[:1], [1], gathers)
-    run_step(model, sequences, requests[:2], [1, 6], gathers)
-    run_step(model, sequences, requests, [1, 3, 20], gathers)
-    for _ in range(6):
-        run_step(model, sequences, requests, [1, 1, 1], gathers)
-    for request in requests:
-        generated = request.all_token_ids[request.num_prompt_tokens :]
-        prompt = tuple(request.all_token_ids[: request.num_prompt_tokens])
-        assert generated == generate_dense(prompt, len(generated))
-        check_kv(sequences, request)
-
-
 def test_output_depends_on_every_block():
     """The model's tokens depend on the K and V of every block; otherwise these tests would prove little."""
-    from integrations.transformers.made_model import (
-        generate_dense,
-        make_model,
-        make_request,
-        make_sequences,
-        run_step,
-    )
-
     for index in range(5):
         sequences = make_sequences()
         request = make_request("r", PROMPT)
@@ -161,7 +107,6 @@ def test_output_depends_on_every_block():
 
 def test_invalid_batches_are_rejected():
     import torch
-    from integrations.transformers.made_model import make_model, make_request, make_sequences, run_step
 
     from kv_pool.integrations.transformers import PagedCache, PagedSequences
     from kv_pool.storage import KVStorage
@@ -208,7 +153,6 @@ def test_invalid_batches_are_rejected():
 def test_unsupported_ways_to_generate_are_rejected(options, num_requests, said):
     """With use_cache=False the tokens used to be wrong without an error."""
     import torch
-    from integrations.transformers.made_model import make_model, make_request, make_sequences
 
     from kv_pool.integrations.transformers import PagedCache
 

@@ -4,6 +4,16 @@ import random
 from collections import Counter
 
 import pytest
+from integrations.transformers.made_model import (
+    check_kv,
+    generate_dense,
+    make_model,
+    make_request,
+    make_sequences,
+    make_tiers,
+    run_step,
+)
+from integrations.transformers.moved_blocks import crowd_out, move_blocks, spoil_empty
 
 from kv_pool.contiguous.defragmenter import Defragmenter
 from kv_pool.contiguous.invariants import check
@@ -19,8 +29,6 @@ class RandomEngine:
     """Two devices, each with a model, a pool and a storage, that run and move random requests."""
 
     def __init__(self, seed, devices, attention, write, folder):
-        from integrations.transformers.made_model import make_model, make_sequences, make_tiers
-
         self.rng = random.Random(seed)
         self.gathers = attention != "kv_pool"
         self.models = [make_model(attention, device) for device in devices]
@@ -52,8 +60,6 @@ class RandomEngine:
         return (None, None) if side is None else (side, self.rng.choice(self.running[side]))
 
     def submit(self):
-        from integrations.transformers.made_model import make_request
-
         prompt = self.rng.choice(self.prefixes)[: self.rng.choice([5, 8, 12, 14])]
         prompt = prompt + [self.rng.randrange(97) for _ in range(self.rng.randint(1, 6))]
         self.waiting.append(make_request(f"r{len(self.all)}", prompt))
@@ -69,8 +75,6 @@ class RandomEngine:
 
     def step(self):
         """Run one forward pass of some requests, mixing prompt chunks and decodes."""
-        from integrations.transformers.made_model import run_step
-
         side, _ = self.draw()
         if side is None:
             return
@@ -104,8 +108,6 @@ class RandomEngine:
             self.tally["preempted"] += 1
 
     def fork(self):
-        from integrations.transformers.made_model import make_request
-
         side, request = self.draw()
         if request is None or not request.num_computed_tokens or len(self.running[side]) >= MAX_RUNNING:
             return
@@ -131,13 +133,9 @@ class RandomEngine:
         self.tally["evicted"] += len(chosen)
 
     def scatter(self):
-        from integrations.transformers.moved_blocks import move_blocks
-
         self.tally["scattered"] += move_blocks(self.rng, self.rng.choice(self.devices))
 
     def pack(self):
-        from integrations.transformers.moved_blocks import spoil_empty
-
         sequences = self.rng.choice(self.devices)
         max_evictions, max_moves = self.rng.choice([(0, None), (0, 2), (3, None)])
         self.tally["packed"] += sequences.defragment(max_evictions, max_moves)
@@ -149,8 +147,6 @@ class RandomEngine:
 
     def crowd_out(self):
         """Move all free cached blocks to the tiers."""
-        from integrations.transformers.moved_blocks import crowd_out
-
         crowd_out(self.rng.choice(self.devices))
 
     def take_run(self):
@@ -189,8 +185,6 @@ def test_every_token_equals_the_dense_run_with_lower_tiers(seed, write, devices,
 
 
 def generate_at_random(engine, num_actions):
-    from integrations.transformers.made_model import check_kv, generate_dense
-
     actions = [engine.submit, engine.admit, engine.admit, engine.step, engine.step, engine.step]
     actions += [engine.preempt, engine.fork, engine.migrate, engine.evict, engine.scatter]
     actions += [engine.pack, engine.gather, engine.take_run]

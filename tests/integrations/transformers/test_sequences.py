@@ -1,9 +1,19 @@
 """Requests that are freed, resumed, forked and migrated generate the same tokens."""
 
 import pytest
+from integrations.transformers.made_model import (
+    BLOCK_SIZE,
+    HASHER,
+    check_kv,
+    generate_dense,
+    make_model,
+    make_request,
+    make_sequences,
+    run_step,
+)
+from integrations.transformers.moved_blocks import spoil_empty
 
 from kv_pool import BlockPool, CopyFailedError, InvalidArgumentError, KVCacheManager
-from kv_pool.contiguous.defragmenter import Defragmenter
 from kv_pool.contiguous.invariants import check
 
 pytestmark = pytest.mark.transformers
@@ -15,8 +25,6 @@ DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
 @pytest.fixture
 def started():
     """Return sequences and a request with a computed prompt and three new tokens: 23 tokens have K and V."""
-    from integrations.transformers.made_model import make_model, make_request, make_sequences, run_step
-
     sequences = make_sequences()
     request = make_request("r", PROMPT)
     sequences.admit(request)
@@ -28,8 +36,6 @@ def started():
 
 def go_on(sequences, request, model=None):
     """Generate up to ten tokens and compare."""
-    from integrations.transformers.made_model import check_kv, generate_dense, make_model, run_step
-
     while request.num_tokens - request.num_prompt_tokens < 10:
         num_new_tokens = request.num_tokens - request.num_computed_tokens
         run_step(model or make_model(), sequences, [request], [num_new_tokens])
@@ -39,19 +45,7 @@ def go_on(sequences, request, model=None):
     check(sequences.manager.block_pool)
 
 
-def test_freed_request_resumes_from_its_cached_blocks(started):
-    sequences, request = started
-    ids = sequences.manager.get_block_ids("r")
-    sequences.free(request)
-    sequences.manager.block_pool.evict_blocks([ids[3]])
-    assert sequences.admit(request) == 12
-    assert request.num_computed_tokens == 12
-    go_on(sequences, request)
-
-
 def test_request_that_does_not_fit_is_not_admitted(started):
-    from integrations.transformers.made_model import make_request
-
     sequences, request = started
     pool = sequences.manager.block_pool
     taken = pool.get_new_blocks(pool.get_num_free_blocks())
@@ -64,8 +58,6 @@ def test_request_that_does_not_fit_is_not_admitted(started):
 
 
 def test_fork_shares_full_blocks_and_copies_the_last(started):
-    from integrations.transformers.made_model import make_request
-
     sequences, request = started
     child = make_request("child", [*request.all_token_ids[:23], 50])
     assert sequences.fork(request, child)
@@ -77,23 +69,7 @@ def test_fork_shares_full_blocks_and_copies_the_last(started):
     go_on(sequences, request)
 
 
-def test_fork_copies_blocks_that_are_no_longer_cached(started):
-    from integrations.transformers.made_model import make_request
-
-    sequences, request = started
-    ids = sequences.manager.get_block_ids("r")
-    sequences.manager.block_pool.evict_blocks([ids[2]])
-    child = make_request("child", [*request.all_token_ids[:23], 50])
-    assert sequences.fork(request, child)
-    assert sequences.manager.get_block_ids("child")[:2] == ids[:2]
-    assert not set(sequences.manager.get_block_ids("child")[2:]) & set(ids)
-    sequences.free(request)
-    go_on(sequences, child)
-
-
 def test_fork_requires_the_same_tokens(started):
-    from integrations.transformers.made_model import make_request
-
     sequences, request = started
     for token_ids in (request.all_token_ids[:23], [1, *request.all_token_ids[1:]]):
         with pytest.raises(InvalidArgumentError, match="does not continue the 23 computed tokens"):
@@ -101,26 +77,7 @@ def test_fork_requires_the_same_tokens(started):
     go_on(sequences, request)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_request_migrates_to_another_storage_and_layout(started, device):
-    from integrations.transformers.made_model import make_model, make_sequences
-
-    sequences, request = started
-    model = make_model(device=device)
-    target = make_sequences(20, "BLNHC", model)
-    assert sequences.migrate(request, target)
-    assert request.num_computed_tokens == 23
-    with pytest.raises(InvalidArgumentError):
-        sequences.manager.get_block_ids("r")
-    go_on(target, request, model)
-    check(sequences.manager.block_pool)
-    assert target.migrate(request, sequences)
-    assert len(sequences.manager.get_block_ids("r")) == 8
-
-
 def test_migration_copies_only_blocks_not_cached_in_the_target(started):
-    from integrations.transformers.made_model import make_model, make_request, make_sequences, run_step
-
     sequences, request = started
     target = make_sequences(20)
     there = make_request("there", PROMPT[:14])
@@ -133,8 +90,6 @@ def test_migration_copies_only_blocks_not_cached_in_the_target(started):
 
 
 def test_request_stays_if_the_target_is_full_or_the_copy_fails(started, monkeypatch):
-    from integrations.transformers.made_model import make_sequences
-
     sequences, request = started
     held = sequences.manager.get_block_ids("r")
     assert not sequences.migrate(request, make_sequences(6))
@@ -158,8 +113,6 @@ def test_request_stays_if_the_target_is_full_or_the_copy_fails(started, monkeypa
 @pytest.fixture
 def scattered(started):
     """As `started`, with the request's 6 blocks at every second id from the top, and no others below."""
-    from integrations.transformers.moved_blocks import spoil_empty
-
     sequences, request = started
     pool = sequences.manager.block_pool
     ids = sequences.manager.get_block_ids("r")
@@ -171,8 +124,6 @@ def scattered(started):
 
 
 def test_defragment_moves_requests_with_their_k_and_v(scattered):
-    from integrations.transformers.moved_blocks import spoil_empty
-
     sequences, request = scattered
     rate = sequences.get_fragmentation_rate()
     assert sequences.defragment(max_moves=2) == 2
@@ -181,25 +132,6 @@ def test_defragment_moves_requests_with_their_k_and_v(scattered):
     assert sorted(sequences.manager.get_block_ids("r")) == [1, 2, 3, 4, 5, 6]
     assert sequences.get_fragmentation_rate() < rate
     spoil_empty(sequences)
-    go_on(sequences, request)
-
-
-def test_defragmenter_compacts_requests_between_engine_steps(scattered):
-    sequences, request = scattered
-    defragmenter = Defragmenter(sequences, threshold=0.1, interval_s=0, max_moves=1)
-    while defragmenter.step():
-        assert defragmenter.num_moves < 40
-    assert sequences.get_fragmentation_rate() <= 0.1
-    go_on(sequences, request)
-
-
-def test_take_run_moves_requests_away(scattered):
-    sequences, request = scattered
-    pool = sequences.manager.block_pool
-    run = sequences.take_run(30)
-    first = run[0].block_id
-    assert [block.block_id for block in run] == list(range(first, first + 30))
-    pool.free_blocks(run)
     go_on(sequences, request)
 
 
@@ -220,8 +152,6 @@ def test_failed_copy_moves_no_request(scattered, monkeypatch):
 
 
 def test_pool_without_runs_cannot_be_defragmented():
-    from integrations.transformers.made_model import BLOCK_SIZE, make_sequences
-
     from kv_pool.integrations.transformers import PagedSequences
 
     storage = make_sequences().storage
@@ -235,14 +165,6 @@ def test_defragment_during_an_arriving_prefix_keeps_k_and_v():
     """The second half used to overwrite K and V of other requests, and was missing in its own blocks."""
     import threading
 
-    from integrations.transformers.made_model import (
-        HASHER,
-        check_kv,
-        make_model,
-        make_request,
-        make_sequences,
-        run_step,
-    )
     from migration.made_nodes import HalvingBackend
 
     from kv_pool.migration.backends.in_process import InProcessBackend

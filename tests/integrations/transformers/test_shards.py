@@ -1,6 +1,16 @@
 """Tensor parallelism: one pool, with the KV heads on several devices."""
 
 import pytest
+from integrations.transformers.made_model import (
+    BLOCK_SIZE,
+    HASHER,
+    check_kv,
+    generate_dense,
+    make_model,
+    make_request,
+    make_sequences,
+    run_step,
+)
 
 from kv_pool import InvalidArgumentError, KVCacheManager
 from kv_pool.contiguous.run_pool import RunBlockPool
@@ -12,8 +22,6 @@ CPU_TWICE = ("cpu", "cpu")
 
 
 def make_sharded(num_blocks=40, layout="NHD", devices=CPU_TWICE):
-    from integrations.transformers.made_model import BLOCK_SIZE, make_model
-
     from kv_pool.integrations.transformers import PagedSequences, allocate_shards
 
     pool = RunBlockPool(num_blocks, True, BLOCK_SIZE)
@@ -57,14 +65,6 @@ def test_concatenated_shards_equal_the_attention_of_all_heads(layout):
 
 @pytest.mark.parametrize("gathers", [True, False], ids=["gathered", "attention over blocks"])
 def test_model_generates_the_same_from_shards_with_moved_blocks(gathers):
-    from integrations.transformers.made_model import (
-        check_kv,
-        generate_dense,
-        make_model,
-        make_request,
-        run_step,
-    )
-
     model = make_model("sdpa" if gathers else "kv_pool")
     sequences = make_sharded()
     requests = [make_request(str(length), PROMPT[:length]) for length in (5, 9, 21)]
@@ -85,15 +85,6 @@ def test_model_generates_the_same_from_shards_with_moved_blocks(gathers):
 
 
 def test_requests_fork_and_migrate_between_pools_with_shards():
-    from integrations.transformers.made_model import (
-        check_kv,
-        generate_dense,
-        make_model,
-        make_request,
-        make_sequences,
-        run_step,
-    )
-
     here, there = make_sharded(), make_sharded(layout="HND")
     request = make_request("r", PROMPT)
     here.admit(request)
@@ -112,7 +103,6 @@ def test_requests_fork_and_migrate_between_pools_with_shards():
 
 def test_invalid_shards_are_rejected():
     import torch
-    from integrations.transformers.made_model import HASHER, make_model
 
     from kv_pool.integrations.transformers import allocate_shards
     from kv_pool.storage import KVStorage

@@ -1,6 +1,16 @@
 """Tokens equal the dense run's after K and V were in host memory, on disk or in another process."""
 
 import pytest
+from integrations.transformers.made_model import (
+    check_kv,
+    generate_dense,
+    make_model,
+    make_request,
+    make_sequences,
+    make_tiers,
+    run_step,
+)
+from integrations.transformers.moved_blocks import crowd_out
 
 from kv_pool.contiguous.invariants import check
 from kv_pool.migration.secret import write_secret_file
@@ -14,8 +24,6 @@ TIERS = {"host": (30, 0), "disk": (0, 30), "host and disk": (4, 30)}
 
 def start(sequences, name, prompt, num_tokens=NUM_TOKENS):
     """Admit and generate; return the request, and the number of tokens not computed."""
-    from integrations.transformers.made_model import make_request
-
     request = make_request(name, prompt)
     num_cached_tokens = sequences.admit(request)
     go_on(sequences, request, num_tokens)
@@ -24,8 +32,6 @@ def start(sequences, name, prompt, num_tokens=NUM_TOKENS):
 
 def go_on(sequences, request, num_tokens):
     """Generate up to this many tokens, and compare."""
-    from integrations.transformers.made_model import check_kv, generate_dense, make_model, run_step
-
     while request.num_tokens - request.num_prompt_tokens < num_tokens:
         num_new_tokens = request.num_tokens - request.num_computed_tokens
         run_step(make_model(), sequences, [request], [num_new_tokens])
@@ -38,9 +44,6 @@ def go_on(sequences, request, num_tokens):
 @pytest.mark.parametrize("write", ["back", "through"])
 @pytest.mark.parametrize("name", TIERS)
 def test_request_resumes_from_a_lower_tier(name, write, tmp_path):
-    from integrations.transformers.made_model import make_sequences, make_tiers
-    from integrations.transformers.moved_blocks import crowd_out
-
     sequences = make_sequences(12, add_tiers=make_tiers(*TIERS[name], tmp_path, write))
     request, _ = start(sequences, "r", PROMPT)
     sequences.free(request)
@@ -57,44 +60,7 @@ def test_request_resumes_from_a_lower_tier(name, write, tmp_path):
     assert num_cached_tokens == 20
 
 
-def test_block_is_offloaded_to_disk_and_onboarded_from_there(tmp_path):
-    from integrations.transformers.made_model import make_sequences, make_tiers
-    from integrations.transformers.moved_blocks import crowd_out
-
-    sequences = make_sequences(12, add_tiers=make_tiers(2, 30, tmp_path, "back"))
-    request, _ = start(sequences, "r", PROMPT)
-    sequences.free(request)
-    crowd_out(sequences)
-    host, disk = sequences.tiers.get_statistics()
-    assert (host.num_blocks, disk.num_blocks) == (2, 6)
-    assert sequences.admit(request) == 32
-    by_medium = sequences.onboarder.get_statistics().num_tokens_by_medium
-    assert by_medium == {"GPU": 0, "CPU": 8, "STORAGE": 24}
-    go_on(sequences, request, NUM_TOKENS + 4)
-
-
-def test_request_combines_blocks_of_the_device_and_two_tiers(tmp_path):
-    from integrations.transformers.made_model import make_request, make_sequences, make_tiers
-    from integrations.transformers.moved_blocks import crowd_out
-
-    sequences = make_sequences(12, add_tiers=make_tiers(4, 30, tmp_path, "back"))
-    request, _ = start(sequences, "r", PROMPT)
-    sequences.free(request)
-    crowd_out(sequences)
-    head = make_request("head", PROMPT[:9])
-    assert sequences.admit(head) == 8
-    found = sequences.manager.get_computed_blocks(request).num_tokens
-    assert found == 8
-    assert sequences.admit(request) == 32
-    statistics = sequences.onboarder.get_statistics()
-    assert statistics.num_tokens_by_medium["GPU"] == 8
-    go_on(sequences, request, NUM_TOKENS + 4)
-
-
 def test_block_damaged_on_disk_is_recomputed(tmp_path):
-    from integrations.transformers.made_model import make_sequences, make_tiers
-    from integrations.transformers.moved_blocks import crowd_out
-
     sequences = make_sequences(12, add_tiers=make_tiers(0, 30, tmp_path, "back"))
     request, _ = start(sequences, "r", PROMPT)
     sequences.free(request)
@@ -121,7 +87,6 @@ def damage(folder):
 @pytest.mark.parametrize("ending", ["stop", "kill"])
 def test_folder_can_be_opened_by_another_process(ending, tmp_path):
     """The writing process has closed the folder, or was killed."""
-    from integrations.transformers.made_model import generate_dense, make_sequences, make_tiers
     from integrations.transformers.node import NodeProcess
 
     write_secret_file(tmp_path / "secret")
@@ -141,7 +106,6 @@ def test_folder_can_be_opened_by_another_process(ending, tmp_path):
 
 
 def test_blocks_evicted_by_an_arriving_request_are_in_the_tiers(tmp_path):
-    from integrations.transformers.moved_blocks import crowd_out
     from integrations.transformers.node import Node
 
     secret_file = str(tmp_path / "secret")

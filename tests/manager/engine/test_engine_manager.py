@@ -5,7 +5,7 @@ import random
 import pytest
 
 from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request
-from kv_pool.errors import InvalidArgumentError, PoolInterruptedError
+from kv_pool.errors import PoolInterruptedError
 from kv_pool.manager import invariants
 from kv_pool.manager.block_groups.kv_cache_spec import (
     ChunkedLocalAttentionSpec,
@@ -13,7 +13,6 @@ from kv_pool.manager.block_groups.kv_cache_spec import (
     MambaSpec,
     SlidingWindowSpec,
 )
-from kv_pool.manager.engine.cache_blocks import KVCacheBlocks
 from kv_pool.manager.engine.engine_manager import EngineManager
 from kv_pool.manager.prefix_rules import PrefixRules
 
@@ -259,22 +258,6 @@ def test_a_hit_without_its_state_takes_no_block_for_the_state(num_blocks, is_adm
     engine.new_step_starts()
     added = engine.allocate_slots(second, 1, 8, hits, num_external_computed_tokens=4, delay_cache_blocks=True)
     assert (added is not None) == is_admitted
-
-
-def test_a_manager_without_rules_is_refused():
-    with pytest.raises(InvalidArgumentError, match="needs a manager with prefix_rules"):
-        EngineManager(KVCacheManager(BlockPool(4, True, 4)), event_labels=[("full_attention", None)])
-
-
-def test_blocks_compare_and_add_by_group():
-    engine = make_engine("full and window")
-    engine.allocate_slots(EngineRequest("r", range(8)), 8)
-    blocks = engine.get_blocks("r")
-    assert blocks == KVCacheBlocks(blocks.blocks)
-    assert (blocks + blocks.new_empty()).get_block_ids() == blocks.get_block_ids() == ([1, 2], [3, 4])
-    assert (blocks + blocks).get_block_ids(group_ids=[1]) == ([3, 4, 3, 4],)
-    # Block 4 of the window cannot serve a hit of the whole prompt, whose last token is computed again.
-    assert blocks.get_unhashed_block_ids_all_groups() == [[], [4]]
 
 
 @pytest.mark.parametrize("groups", list(GROUPS))

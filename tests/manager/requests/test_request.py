@@ -24,28 +24,6 @@ def test_tokens_that_cannot_be_hashed_are_not_appended(wrong, error):
     assert request.block_hashes == hashes
 
 
-def test_an_invalid_token_is_refused_before_its_block_is_full():
-    hasher = BlockHasher("sha256", "s", 4)
-    with pytest.raises(InvalidTypeError, match=r"token_ids\[1\] is of type str"):
-        Request("r", [1, "x"], hasher)
-    request = Request("r", [1], hasher)
-    with pytest.raises(InvalidArgumentError, match="is -5"):
-        request.append_output_token_ids([-5])
-    assert request.all_token_ids == [1]
-
-
-def test_tokens_from_a_failing_iterable_are_not_appended():
-    request = Request("r", [1, 2, 3], BlockHasher("sha256", "s", 4))
-
-    def broken():
-        yield 4
-        raise KeyError("gone")
-
-    with pytest.raises(KeyError):
-        request.append_output_token_ids(broken())
-    assert request.all_token_ids == [1, 2, 3]
-
-
 def test_an_empty_prompt_is_refused():
     with pytest.raises(InvalidArgumentError, match="empty prompt"):
         Request("r", [], BlockHasher())

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from kv_pool.manager.retention.claims import NO_CLAIMS, Claim, add_claims
-from kv_pool.manager.retention.request_directives import cut_into_segments, join_stretches
+from kv_pool.manager.retention.request_directives import cut_into_segments
 
 
 def make_claims(rng):
@@ -73,8 +73,3 @@ def test_several_claims_are_added_as_one_by_one(seed):
         }
         assert len(found) == len(expected)
         assert (found is before) == (expected is before)
-
-
-def test_stretches_are_joined():
-    assert join_stretches([(5, 7), (0, 2), (1, 3), (3, 4), (6, 6)]) == [(0, 4), (5, 7)]
-    assert join_stretches([]) == []

@@ -12,7 +12,7 @@ from kv_pool import (
     RetentionDirective,
 )
 from kv_pool.core import invariants
-from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec, SlidingWindowSpec
 from kv_pool.manager.retention.invariants import check_retention
 from kv_pool.reports.holds import explain_block, list_holds
 
@@ -139,22 +139,6 @@ def test_an_invalid_directive_is_refused(words):
         RetentionDirective(**words)
 
 
-def test_a_session_is_bound_to_tokens_not_to_the_request_id():
-    bench = Bench(8)
-    bench.run("gone", prompt(1, 2))
-    running = bench.start("r", prompt(2, 2))
-    assert bench.retention.keep_session("chat", Request("r", prompt(1, 2), HASHER), until=200.0) == 2
-    bench.manager.free(running)
-    assert state(bench.pool) == "free: 5 6 7 8 4* 3* 2* 1*"
-    grown = bench.start("s", [*prompt(2, 2), 5])
-    bench.run("t", prompt(2, 3))
-    longer = Request("s", prompt(2, 3), HASHER)
-    assert bench.retention.keep_session("more", longer, until=200.0) == 3
-    bench.manager.free(grown)
-    assert bench.retention.num_retained == 5
-    bench.check()
-
-
 def test_an_invalid_session_changes_nothing():
     bench = Bench(6)
     request = bench.run("a", prompt(1, 2))
@@ -193,28 +177,12 @@ def test_all_groups_keep_blocks_also_outside_the_window():
     bench.check()
 
 
-def test_pins_count_in_all_groups_that_cache():
-    groups = [FullAttentionSpec(block_size=8), MambaSpec(block_size=4)]
-    bench = Bench(8, groups=groups, max_pinned_blocks=2)
-    with pytest.raises(PinLimitError, match="3 blocks would be pinned"):
-        bench.retention.set_directives("a", [RetentionDirective(0, 8, pin=True)])
-    bench.run("a", prompt(1, 2), RetentionDirective(0, 4, pin=True))
-    assert bench.retention.num_pinned == 1
-    bench.check()
-
-
 def test_a_retention_belongs_to_its_managers_pool():
     retention = BlockRetention(BlockPool(4, True, 4), Clock())
     with pytest.raises(InvalidArgumentError, match="another pool"):
         KVCacheManager(BlockPool(4, True, 4), retention=retention)
     with pytest.raises(InvalidArgumentError, match="max_pinned_blocks"):
         BlockRetention(BlockPool(4, True, 4), Clock(), -1)
-
-
-def test_a_pool_has_at_most_one_retention():
-    bench = Bench(4)
-    with pytest.raises(InvalidArgumentError, match="already has a band policy"):
-        BlockRetention(bench.pool, bench.clock)
 
 
 def test_deadlines_of_evicted_blocks_do_not_pile_up():

@@ -483,12 +483,3 @@ def test_evicted_blocks_follow_the_definition(seed):
     run.retention.release_all()
     assert run.pool.get_num_free_blocks() == NUM_BLOCKS
     assert not run.retention.is_active
-
-
-def test_the_random_histories_cover_all_cases():
-    runs = [Run(seed) for seed in range(20)]
-    for run in runs:
-        for _ in range(NUM_STEPS):
-            run.step()
-    assert sum(run.num_victims for run in runs) > 180
-    assert sum(run.num_hits for run in runs) > 300

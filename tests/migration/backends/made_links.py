@@ -11,7 +11,7 @@ from kv_pool.errors import StaleTransferError
 from kv_pool.migration.backends.in_process import InProcessBackend
 from kv_pool.migration.backends.nixl import NixlBackend
 from kv_pool.migration.backends.tcp import TcpBackend
-from kv_pool.migration.call_server import CallServer
+from kv_pool.migration.call_server import BulkListener, CallServer
 from kv_pool.migration.messages import DescribeNode
 from kv_pool.storage import BlockStorage, KVStorage, Segment, SegmentTable
 
@@ -114,12 +114,9 @@ def make_link():
 
         def make(kind, source, target):
             link = Link(source, target, BACKENDS[kind](source), BACKENDS[kind](target))
-            handler = link.source_backend.get_bulk_handler()
-            handlers = {} if handler is None else {kind: handler}
+            bulk = BulkListener({kind: link.source_backend.get_bulk_handler()})
             server = stack.enter_context(
-                CallServer(
-                    "127.0.0.1:0", SECRET, lambda message, caller: DescribeNode(), bulk_handlers=handlers
-                )
+                CallServer("127.0.0.1:0", SECRET, lambda *_: DescribeNode(), bulk=bulk)
             )
             link.source_backend.attach("source", link._check_leased, {}.__getitem__, SECRET)
             link.target_backend.attach("target", refuse, lambda name: server.address, SECRET)

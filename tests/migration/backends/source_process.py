@@ -59,16 +59,15 @@ def main():
     sys.path.insert(0, str(Path(__file__).parents[2]))
     from migration.backends.made_links import BACKENDS, make_rows
 
-    from kv_pool.migration.call_server import CallServer
+    from kv_pool.migration.call_server import BulkListener, CallServer
     from kv_pool.migration.messages import DescribeNode
 
     storage = make_rows(num_blocks, [block_bytes], 0, "x")
     storage.segments.owners[0][:] = make_bytes(num_blocks, block_bytes, seed).reshape(-1)
     backend = BACKENDS[kind](storage)
     backend.attach("source", lambda transfer_id, block_ids: None, {}.__getitem__, SECRET)
-    handler = backend.get_bulk_handler()
-    handlers = {} if handler is None else {kind: handler}
-    with CallServer("127.0.0.1:0", SECRET, lambda *_: DescribeNode(), bulk_handlers=handlers) as server:
+    bulk = BulkListener({kind: backend.get_bulk_handler()})
+    with CallServer("127.0.0.1:0", SECRET, lambda *_: DescribeNode(), bulk=bulk) as server:
         print("kv_pool", server.address.encode().hex())
         print("kv_pool", backend.describe().hex(), flush=True)
         sys.stdin.read()

@@ -15,7 +15,7 @@ from kv_pool.errors import (
     TransferFailedError,
 )
 from kv_pool.migration.backends.tcp import PieceHeader, ReadRuns, Rows, TcpBackend
-from kv_pool.migration.call_server import CallServer
+from kv_pool.migration.call_server import BulkListener, CallServer
 from kv_pool.migration.messages import DescribeNode, describe_failure
 from kv_pool.migration.remote_calls import RemoteCalls
 
@@ -33,7 +33,10 @@ def source():
     """Yield a channel to the backend of a source with 8 blocks of 4 KiB."""
     backend = make_backend("")
     server = CallServer(
-        "127.0.0.1:0", SECRET, lambda *_: DescribeNode(), bulk_handlers={"tcp": backend.get_bulk_handler()}
+        "127.0.0.1:0",
+        SECRET,
+        lambda *_: DescribeNode(),
+        bulk=BulkListener({"tcp": backend.get_bulk_handler()}),
     )
     with server:
         with closing(RemoteCalls(server.address, SECRET, "reader")) as calls:
@@ -91,7 +94,7 @@ def serve(*said):
             else:
                 channel.send(one, soon())
 
-    return CallServer("127.0.0.1:0", SECRET, lambda *_: DescribeNode(), bulk_handlers={"tcp": answer})
+    return CallServer("127.0.0.1:0", SECRET, lambda *_: DescribeNode(), bulk=BulkListener({"tcp": answer}))
 
 
 @pytest.mark.parametrize(

@@ -84,12 +84,16 @@ def test_a_killed_source_fails_the_read_and_others_work(kind, make_source, make_
     target = make_target(kind, source)
     reader = target.open("source", source.description)
     source.kill()
+    if kind == "tcp":
+        wait_until(lambda: not reader.is_usable())
     for _ in range(2):
         with pytest.raises(TransferFailedError):
             reader.read(TRANSFER_ID, IDS, IDS, time.monotonic() + LONG)
     assert reader.is_settled()
     assert not reader.is_usable()
     reader.close()
+    with pytest.raises(PeerUnavailableError, match=r"source|127\.0\.0\.1"):
+        target.open("source", source.description)
 
     restarted = make_source(kind)
     source.address = restarted.address
@@ -97,15 +101,6 @@ def test_a_killed_source_fails_the_read_and_others_work(kind, make_source, make_
     reader.read(TRANSFER_ID, IDS, IDS, time.monotonic() + LONG)
     assert (get_bytes(target) == restarted.bytes).all()
     reader.close()
-
-
-@pytest.mark.parametrize("kind", REMOTE_BACKENDS)
-def test_a_dead_source_cannot_be_opened(kind, make_source, make_target):
-    source = make_source(kind)
-    target = make_target(kind, source)
-    source.kill()
-    with pytest.raises(PeerUnavailableError, match=r"source|127\.0\.0\.1"):
-        target.open("source", source.description)
 
 
 @pytest.mark.parametrize("kind", REMOTE_BACKENDS)
@@ -117,6 +112,7 @@ def test_a_stopped_source_fails_the_read_at_its_deadline(kind, make_source, make
     with pytest.raises(TransferFailedError) as failed:
         reader.read(TRANSFER_ID, IDS, IDS, time.monotonic() + 0.3)
     assert failed.value.is_settled == reader.is_settled()
+    assert failed.value.is_settled or kind == "nixl"
     reader.close()
     before = get_bytes(target).copy()
     source.wake()
@@ -126,25 +122,6 @@ def test_a_stopped_source_fails_the_read_at_its_deadline(kind, make_source, make
     else:  # an abandoned read continues, and is settled only after its bytes have arrived
         wait_until(reader.is_settled)
         assert (get_bytes(target) == source.bytes).all()
-
-
-def test_a_tcp_reader_of_a_dead_source_is_unusable(make_source, make_target):
-    source = make_source("tcp")
-    reader = make_target("tcp", source).open("source", source.description)
-    assert reader.is_usable()
-    source.kill()
-    wait_until(lambda: not reader.is_usable())
-    reader.close()
-
-
-def test_a_failed_tcp_reader_is_settled_immediately(make_source, make_target):
-    source = make_source("tcp")
-    reader = make_target("tcp", source).open("source", source.description)
-    source.stop()
-    with pytest.raises(TransferFailedError) as failed:
-        reader.read(TRANSFER_ID, IDS, IDS, time.monotonic() + 0.3)
-    assert failed.value.is_settled
-    reader.close()
 
 
 @pytest.mark.nixl

@@ -85,17 +85,11 @@ class NodeProcess:
     def begin(self, request_id, token_ids):
         self.engine.start(request_id, token_ids)
 
-    def fetch(self, kind, request_id, token_ids, source, is_move, block_ids=(), max_bytes_per_s=0.0):
+    def migrate(self, how, kind, request_id, token_ids, peer, is_move, block_ids=(), max_bytes_per_s=0.0):
+        """Start to `fetch` from a peer, or to `migrate` to it."""
         subject = self.make_subject(kind, request_id, token_ids, block_ids)
-        return self.migrator.fetch(
-            subject, source, is_move=is_move, max_bytes_per_s=max_bytes_per_s
-        ).migration_id
-
-    def migrate(self, kind, request_id, token_ids, target, is_move, block_ids=(), max_bytes_per_s=0.0):
-        subject = self.make_subject(kind, request_id, token_ids, block_ids)
-        return self.migrator.migrate(
-            subject, target, is_move=is_move, max_bytes_per_s=max_bytes_per_s
-        ).migration_id
+        start = getattr(self.migrator, how)
+        return start(subject, peer, is_move=is_move, max_bytes_per_s=max_bytes_per_s).migration_id
 
     def make_subject(self, kind, request_id, token_ids, block_ids):
         if kind == "sequence":

@@ -203,7 +203,7 @@ class Schedule:
         rate = 16384.0 * 20 if self.is_slow else 0.0
         how, peer = ("migrate", self.target) if self.is_push else ("fetch", self.source)
         return self.starter().ask(
-            how, self.kind, self.request_id, self.token_ids, peer, self.is_move, block_ids, rate
+            "migrate", how, self.kind, self.request_id, self.token_ids, peer, self.is_move, block_ids, rate
         )
 
     def tokens_of(self, request_id):
@@ -211,7 +211,7 @@ class Schedule:
 
     def begin_companion(self, name, other, request_id, is_push):
         starter, how, peer = (name, "migrate", other) if is_push else (other, "fetch", name)
-        return self.rig.nodes[starter].ask(how, "sequence", request_id, [], peer, True)
+        return self.rig.nodes[starter].ask("migrate", how, "sequence", request_id, [], peer, True)
 
     def strike(self, migration_id):
         """Wait until the step is reached, then inject the fault of the schedule."""

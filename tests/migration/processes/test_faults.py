@@ -53,7 +53,7 @@ def test_a_killed_target_is_noticed_before_its_lease_ends(is_push):
     source.ask("begin", "r", list(range(40)))
     target.ask("pause_at", "in", "reading")
     starter, how, peer = (source, "migrate", "b") if is_push else (target, "fetch", "a")
-    migration_id = starter.ask(how, "sequence", "r", [], peer, True)
+    migration_id = starter.ask("migrate", how, "sequence", "r", [], peer, True)
     while not target.events.recv()[3]:
         pass
     target.kill()

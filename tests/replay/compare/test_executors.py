@@ -13,9 +13,8 @@ from replay.compare.made_comparison import MINE, write_random_trace
 
 from kv_pool import InvalidArgumentError
 from kv_pool.errors import MissingDependencyError, WorkerLostError
-from kv_pool.replay.compare import executors
-from kv_pool.replay.compare.executors import open_executor
-from kv_pool.replay.worker_processes import WorkerProcesses
+from kv_pool.replay import worker_processes
+from kv_pool.replay.worker_processes import WorkerProcesses, open_executor
 
 TIMEOUT_S = 200
 
@@ -110,7 +109,7 @@ def check_cluster(folder, kind):
 
 @pytest.mark.dask
 def test_without_a_scheduler_there_is_one_error(monkeypatch):
-    monkeypatch.setattr(executors, "CONNECT_S", 0.2)
+    monkeypatch.setattr(worker_processes, "CONNECT_S", 0.2)
     with pytest.raises(WorkerLostError, match=r"no Dask scheduler answers at 127\.0\.0\.1:1"):
         open_executor("dask://127.0.0.1:1", 1).__enter__()
 

@@ -97,21 +97,3 @@ def test_real_traces_give_the_reference_counts(name, convention):
     for capacity, expected in REFERENCE[name]["conventions"][convention].items():
         num_blocks = 10**7 if capacity == "unlimited" else int(capacity)
         assert curve.count_hits(num_blocks) == (expected["blocks_hit"], expected["tokens_hit"])
-
-
-def draw_capacities(num_distinct, number):
-    """Return random capacities, as many small ones as large ones."""
-    rng = random.Random(number)
-    return [int(num_distinct ** rng.uniform(0.4, 1.02)) for _ in range(number)]
-
-
-@pytest.mark.night
-@pytest.mark.parametrize("part", range(5))
-@pytest.mark.parametrize("convention", CONVENTIONS)
-@pytest.mark.parametrize("name", PATHS)
-def test_twenty_capacities_equal_a_replay(name, convention, part):
-    reuse = read_reuse(ReplaySettings(PATHS[name], 1, convention=convention))
-    curve = LruCurve(reuse)
-    for capacity in draw_capacities(reuse.num_distinct, 20)[part::5]:
-        report = run_replay(ReplaySettings(PATHS[name], capacity, convention=convention))
-        assert curve.count_hits(capacity) == (report.blocks_hit, report.tokens_hit), capacity

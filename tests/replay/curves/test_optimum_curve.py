@@ -3,11 +3,9 @@
 import random
 from dataclasses import replace
 from itertools import combinations, pairwise
-from pathlib import Path
 
 import pytest
 from replay.curves.made_reuse import make_repeating_records, read_prompts, read_reuse, record_reuse
-from replay.curves.slow_optimum import replay_optimum
 from replay.made_trace import make_random_records, write_trace
 
 from kv_pool import InvalidArgumentError
@@ -95,46 +93,6 @@ def test_exhaustive_search_finds_no_more_hits(tmp_path, part):
                 if curve.is_prefix_closed:
                     assert keeping_prefixes == num_blocks
     assert num_cases >= 250
-
-
-@pytest.mark.parametrize("seed", range(10))
-@pytest.mark.parametrize("convention", CONVENTIONS)
-def test_every_capacity_equals_the_replayed_optimum(tmp_path, convention, seed):
-    records = make_random_records(random.Random(seed), 80, SIZE, partial_ids=True)
-    if seed % 2:
-        records = make_repeating_records(seed, 80, SIZE)
-    path = write_trace(tmp_path / "trace.jsonl", records)
-    prompts, block_size, key_bytes = read_prompts(
-        ReplaySettings(str(path), 1, trace_block_size=SIZE, convention=convention)
-    )
-    reuse = record_reuse(prompts, block_size, key_bytes)
-    curve = OptimumCurve(reuse)
-    for capacity in range(1, reuse.num_distinct + 10, 1 + reuse.num_distinct // 20):
-        counts = replay_optimum(prompts, capacity, block_size, key_bytes)
-        assert curve.count_hits(capacity) == (counts.blocks_hit, counts.tokens_hit)
-        assert counts.requests == len(records)
-        assert counts.refused_requests == sum(prompt.num_blocks > capacity for prompt in prompts)
-
-
-AGENTIC = str(Path(__file__).parent.parent / "data" / "agentic_coding_a.jsonl.xz")
-
-
-@pytest.mark.night
-@pytest.mark.parametrize("part", range(5))
-@pytest.mark.parametrize("convention", CONVENTIONS)
-@pytest.mark.parametrize("trace", ["mooncake_conversation", AGENTIC], ids=["mooncake", "agentic"])
-def test_twenty_capacities_equal_the_replayed_optimum(trace, convention, part):
-    limit = 800 if trace == AGENTIC else None
-    prompts, block_size, key_bytes = read_prompts(
-        ReplaySettings(trace, 1, convention=convention, limit=limit)
-    )
-    reuse = record_reuse(prompts, block_size, key_bytes)
-    curve = OptimumCurve(reuse)
-    rng = random.Random(20)
-    capacities = [int(reuse.num_distinct ** rng.uniform(0.4, 1.02)) for _ in range(20)]
-    for capacity in capacities[part::5]:
-        counts = replay_optimum(prompts, capacity, block_size, key_bytes)
-        assert curve.count_hits(capacity) == (counts.blocks_hit, counts.tokens_hit), capacity
 
 
 @pytest.mark.parametrize("convention", CONVENTIONS)

@@ -7,7 +7,7 @@ import pytest
 from replay.made_trace import write_trace
 
 from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request
-from kv_pool.cli.event_lines import make_event_line
+from kv_pool.cli.events import make_event_line
 from kv_pool.events.batch import DecodedBatch
 from kv_pool.events.stream_items import ReceivedBatch
 from kv_pool.replay.formats.event_lines import EventLineReader

@@ -379,45 +379,30 @@ def generated(name, tokens, more=""):
     return f"Generated response {name}{more} details: output_token_ids: {tokens}"
 
 
+def make_messages(text):
+    """Return messages: `?a` asks as request a, `!a2` is a response of 2 tokens to it, `+a2` a part of one."""
+    makers = {
+        "?": lambda name, _: details(name, [1]),
+        "!": lambda name, count: generated(name, [4] * count),
+        "+": lambda name, count: generated(name, [4] * count, " (streaming delta)"),
+        "=": lambda name, _: f"Received request {name}: prompt: 'x', prompt_token_ids: [1]",
+    }
+    return [makers[one[0]](one[1], int(one[2:] or 0)) for one in text.split()]
+
+
 @pytest.mark.parametrize(
     ("messages", "output_lengths"),
     [
-        (
-            [
-                details("a", [1]),
-                generated("a", [4, 5]),
-                details("a", [1, 2]),
-                generated("a", [4, 5, 6]),
-            ],
-            [2, 3],
-        ),
-        ([details("a", [1]), generated("a", [4, 5]), details("a", [1, 2])], [2, 0]),
-        (
-            [
-                details("a", [1]),
-                details("b", [1]),
-                generated("a", [4], " (streaming delta)"),
-                generated("b", [4, 4, 4], " (streaming delta)"),
-                generated("a", [5], " (streaming delta)"),
-                details("a", [1, 2]),
-                generated("a", [6], " (streaming delta)"),
-            ],
-            [2, 3, 1],
-        ),
-        ([generated("a", [4, 5]), details("a", [1]), generated("a", [4])], [1]),
-        (
-            [
-                details("a", [1]),
-                generated("a", [4, 5]),
-                "Received request a: prompt: 'x', prompt_token_ids: [1]",
-            ],
-            [2, 0],
-        ),
+        ("?a !a2 ?a !a3", [2, 3]),
+        ("?a !a2 ?a", [2, 0]),
+        ("?a ?b +a1 +b3 +a1 ?a +a1", [2, 3, 1]),
+        ("!a2 ?a !a1", [1]),
+        ("?a !a2 =a", [2, 0]),
     ],
 )
 def test_responses_belong_to_the_request_before_them(tmp_path, messages, output_lengths):
     """An id that occurs again used to give all its requests the outputs of the last one."""
-    found = read_vllm(tmp_path, [log(1, one) for one in messages])
+    found = read_vllm(tmp_path, [log(1, one) for one in make_messages(messages)])
     assert [one.output_length for one in found] == output_lengths
 
 

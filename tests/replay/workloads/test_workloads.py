@@ -185,19 +185,6 @@ def test_sessions_arrive_as_a_poisson_process():
     assert abs(empty - math.exp(-4)) < 4 * math.sqrt(math.exp(-4) / num_seconds)
 
 
-@pytest.mark.parametrize("shape", [0.5, 0.8, 2.0])
-def test_gaps_between_sessions_may_be_bursty(shape):
-    requests = generate("rag", 20_000, seed=16, sessions_per_s=0.01, arrival_shape=shape)
-    gaps = [(later.timestamp - one.timestamp) / 1000 for one, later in pairwise(requests)]
-    # Mean 100 s; the variation of a Weibull distribution from its shape.
-    first, second = math.gamma(1 + 1 / shape), math.gamma(1 + 2 / shape)
-    variation = math.sqrt(second / first**2 - 1)
-    assert abs(statistics.mean(gaps) / 100 - 1) < 4 * variation / math.sqrt(20_000)
-    assert statistics.stdev(gaps) / 100 == pytest.approx(variation, rel=0.1)
-    median = 100 / first * math.log(2) ** (1 / shape)
-    assert statistics.median(gaps) == pytest.approx(median, rel=0.05)
-
-
 @pytest.mark.slow
 def test_chat_has_the_stated_distributions():
     settings = {
@@ -228,17 +215,6 @@ def test_conversations_have_the_stated_turns_and_pauses():
     check_lognormal(pauses, 1260, 1.0)
 
 
-def test_later_messages_have_the_stated_length():
-    settings = {"message_tokens": Distribution("lognormal", 500, 0.5), "max_tokens": 16_000_000}
-    sessions = collect(generate("chat", 20_000, seed=11, **settings))
-    lengths = [
-        later.input_length - one.input_length - one.output_length
-        for turns in sessions.values()
-        for one, later in pairwise(turns)
-    ]
-    check_lognormal(lengths, 500, 0.5)
-
-
 def test_agent_has_the_stated_pauses_and_compactions():
     requests = generate("agent", 20_000, seed=12, max_tokens=40_000, system_tokens=fixed(5_000))
     tool, think, compacted = [], [], []
@@ -254,37 +230,6 @@ def test_agent_has_the_stated_pauses_and_compactions():
     assert abs(share - (0.88 / 6.4 + 0.0066 * 5.4 / 6.4)) < 0.03
     assert abs(statistics.median(tool) - 15) < 1.5
     check_lognormal(compacted, 15_000, 0.4)
-
-
-def test_documents_have_the_stated_popularity():
-    weights = [rank**-0.96 for rank in range(1, 10_001)]
-    assert abs(sum(weights[:300]) / sum(weights) - 0.6) < 0.01
-    requests = generate(
-        "rag",
-        20_000,
-        seed=13,
-        block_size=100,
-        documents=50,
-        retrieved=fixed(1),
-        document_tokens=fixed(200),
-        system_tokens=fixed(0),
-        first_tokens=fixed(1),
-    )
-    counts = Counter(one.hash_ids[0] for one in requests)
-    assert len(counts) == 50
-    weights = [(rank + 1) ** -0.96 for rank in range(50)]
-    chi_square = sum(
-        (count - 20_000 * weight / sum(weights)) ** 2 / (20_000 * weight / sum(weights))
-        for (_, count), weight in zip(counts.most_common(), weights, strict=True)
-    )
-    assert chi_square < 100  # 49 degrees of freedom; sorting lowers it
-
-
-def test_system_prompts_have_the_stated_popularity():
-    requests = generate("rag", 5000, seed=14, system_prompts=3, system_skew=1.0, system_tokens=fixed(64))
-    counts = Counter(one.hash_ids[0] for one in requests)
-    shares = [count / 5000 for _, count in counts.most_common()]
-    assert shares == pytest.approx([6 / 11, 3 / 11, 2 / 11], abs=0.03)
 
 
 # ---- limits ------------------------------------------------------------------------------------

@@ -1,48 +1,25 @@
-"""`BlockPool` and `KVCacheManager` for earlier releases of vLLM, each with what differs from the next.
+"""`KVCacheManager` for earlier releases of vLLM, each with what differs from the next.
 
-See `releases`. Their constructors have the options of the newest release; vLLM passes options by name.
+See `releases` and `older_pools`.
 """
 
 from typing import Any
 
-from vllm.distributed.kv_events import BlockStored
-
 from kv_pool.ids import BlockId, RequestId
-from kv_pool.integrations.vllm import manager_classes, pool_classes
+from kv_pool.integrations.vllm import manager_classes, older_pools
 from kv_pool.integrations.vllm.older_behaviour import (
     RULES_0_30,
     RULES_0_31,
     RULES_0_32,
-    LastFeatureOnly,
-    PartialBlocksOnly,
 )
 from kv_pool.integrations.vllm.served_config import NotServedError
 from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec
 
 
-def make_stored(*, lookahead_token_ids: None, **fields: Any) -> BlockStored:
-    """Return vLLM's event without the field that 0.33 added, which is None without lookahead."""
-    return BlockStored(**fields)
-
-
-class BlockPool032(pool_classes.BlockPool):
-    """A `pool_classes.BlockPool` for vLLM 0.32, which has no lookahead in events."""
-
-    event_types = pool_classes.EVENT_TYPES._replace(stored=make_stored)
-
-
-class BlockPool031(PartialBlocksOnly, BlockPool032):
-    """A `BlockPool032` that refuses full blocks in `cache_partial_block`."""
-
-
-class BlockPool030(LastFeatureOnly, BlockPool031):
-    """A `BlockPool031` whose events of partial blocks name only the last multimodal input."""
-
-
 class KVCacheManager032(manager_classes.KVCacheManager):
     """A `manager_classes.KVCacheManager` with the rules of vLLM 0.32."""
 
-    pool_class = BlockPool032
+    pool_class = older_pools.BlockPool032
     rule_details = RULES_0_32
 
     @staticmethod
@@ -57,7 +34,7 @@ class KVCacheManager032(manager_classes.KVCacheManager):
 class KVCacheManager031(KVCacheManager032):
     """A `KVCacheManager032` with the methods and the rules of vLLM 0.31."""
 
-    pool_class = BlockPool031
+    pool_class = older_pools.BlockPool031
     rule_details = RULES_0_31
 
     @staticmethod
@@ -100,7 +77,7 @@ class KVCacheManager031(KVCacheManager032):
 class KVCacheManager030(KVCacheManager031):
     """A `KVCacheManager031` with the rules and a field of vLLM 0.30."""
 
-    pool_class = BlockPool030
+    pool_class = older_pools.BlockPool030
     rule_details = RULES_0_30
 
     @property
