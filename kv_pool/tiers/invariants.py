@@ -6,7 +6,7 @@
     X4  a disk tier's headers match its index: the same keys in the same slots, and no other headers except
         those that could not be wiped
     X5  the pool notifies exactly these tiers; every pending block belongs to the pool
-    X6  every block that is queued for write-through belongs to the pool
+    X6  a block that is queued for write-through and still has its key belongs to the pool
     X7  every plan listed as open is open, under the id of its own request
     X8  the blocks of an open plan are referenced; targets of its copies have one reference and no key
     X9  the keys that tiers hold are the keys of the open plans, with the same counts
@@ -78,7 +78,7 @@ def check_cache(tiered_cache: TieredCache) -> None:
     if tiered_cache.block_pool.lower_tiers is not tiered_cache:
         raise CorruptedPoolError("X5: the pool notifies other tiers than these")
     blocks = tiered_cache.block_pool.blocks
-    queued = [block for block, _, _ in tiered_cache._through.values()]
+    queued = [block for key, (block, _, _) in tiered_cache._through.items() if block.block_hash == key]
     for name, listed in (("X5: pending", tiered_cache._pending.values()), ("X6: queued", queued)):
         for block in listed:
             if blocks[block.block_id] is not block:

@@ -238,6 +238,12 @@ def test_blocks_released_by_retention_are_offloaded():
     assert set(cache.tiers[0].list_keys()) == {block_hash + bytes(4) for block_hash in request.block_hashes}
 
 
+def queue_a_foreign_block(cache):
+    block = KVCacheBlock(1)
+    block.set_block_hash(bytes(36), 4)
+    cache._through[block.block_hash] = (block, block.generation, False)
+
+
 @pytest.mark.parametrize(
     ("number", "damage"),
     [
@@ -249,7 +255,7 @@ def test_blocks_released_by_retention_are_offloaded():
         ("X3", lambda cache: cache.tiers[0]._slots._free.append(0)),
         ("X4", lambda cache: cache.tiers[1]._files.wipe(0)),
         ("X5", lambda cache: setattr(cache.block_pool, "lower_tiers", None)),
-        ("X6", lambda cache: cache._through.update({b"k": (KVCacheBlock(1), 0, False)})),
+        ("X6", queue_a_foreign_block),
     ],
 )
 def test_invariant_checks_name_the_damage(tmp_path, number, damage):
