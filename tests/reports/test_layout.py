@@ -59,6 +59,17 @@ def test_a_block_taken_from_the_block_pool_has_no_holder():
     assert layout.holders == bytes(3)
 
 
+def test_watched_blocks_are_cached_if_free_else_pinned():
+    pool = make(3)
+    watched = pool.block_pool.get_new_blocks(2)
+    pool.block_pool.unpin_blocks(watched, lambda block: None)
+    assert draw(pool.get_layout()) == " 0 * * ."
+    pool.block_pool.touch(watched)
+    assert draw(pool.get_layout()) == " 0 P P ."
+    pool.block_pool.free_blocks(watched)
+    assert draw(pool.get_layout()) == " 0 * * ."
+
+
 def test_a_layout_names_its_pool_and_epoch():
     pool = make_scattered(device_id=3, run_length=2)
     before = pool.get_layout()

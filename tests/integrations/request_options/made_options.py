@@ -23,7 +23,8 @@ class OptionsDice:
         rng = self.rng
         if rng.random() < 0.35:
             start = rng.randrange(self.num_tokens // 2)
-            end = start + rng.choice([1, self.num_tokens // 4, self.num_tokens // 2, 20 * self.num_tokens])
+            quarter = self.num_tokens // 4
+            end = start + rng.choice([1, quarter, 2 * quarter, 3 * quarter, 80 * quarter])
             return {"token_start": start, "token_end": end, "duration_ms": self.draw_duration(), "pin": True}
         one = self.draw_range(priority=rng.choice([0, 10, 36, 80, 80, 100]))
         return {**one, "duration_ms": self.draw_duration()} if rng.random() < 0.6 else one

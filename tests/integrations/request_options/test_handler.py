@@ -201,6 +201,46 @@ def test_second_call_for_a_request_does_nothing():
     assert engine.end(request) == {"retained_tokens": 8}
 
 
+def test_change_of_pins_over_the_limit_applies_no_part():
+    engine = Engine(max_pinned_blocks=2)
+    engine.run("chat", CHAT)
+    pins = [{"token_start": n, "token_end": n + 8, "duration_ms": 9, "pin": True} for n in (0, 8)]
+    report = engine.run("change", CHAT, {**retain(16), "change": pins})
+    assert "4 blocks would be pinned" in report["refused"]
+    engine.flood()
+    assert engine.count_hits(CHAT) == 0
+
+
+def preempt(engine, request):
+    engine.handler.note_preempted(request)
+    engine.manager.free(request)
+    engine.handler.note_freed(request, will_return=True)
+    request.num_computed_tokens = 0
+    engine.check()
+
+
+def resume(engine, request):
+    prefix = engine.manager.get_computed_blocks(request)
+    num_new = request.num_tokens - prefix.num_tokens
+    assert engine.manager.allocate_slots(request, num_new, prefix) is not None
+    request.num_computed_tokens = request.num_tokens
+    engine.check()
+
+
+def test_pins_that_no_longer_fit_after_a_preemption_are_refused():
+    engine = Engine(max_pinned_blocks=4)
+    request = Request("chat", CHAT, HASHER)
+    engine.handler.receive(
+        request, {**retain(16, duration_ms=5000, pin=True), "decode_retention_priority": 90}
+    )
+    engine.manager.allocate_slots(request, 16)
+    request.num_computed_tokens = 10  # the step of the last tokens did not run
+    preempt(engine, request)
+    resume(engine, request)
+    assert "blocks would be pinned" in engine.end(request)["refused"]
+    assert engine.manager.retention.num_pins == 4
+
+
 def test_groups_are_retained_together():
     groups = [FullAttentionSpec(block_size=4), SlidingWindowSpec(block_size=8, sliding_window=8)]
     engine = Engine(12, groups=groups)
