@@ -10,7 +10,7 @@ import msgspec
 
 from kv_pool.errors import InvalidArgumentError, TraceError
 from kv_pool.replay.trace import Trace, TraceRequest
-from kv_pool.replay.trace_writer import MAX_PARTS, open_parts
+from kv_pool.replay.trace_writer import MAX_PARTS, choose_unused, open_parts
 
 MAX_HASH_ID = 2**64 - 1
 PARTITIONS = ("session", "tenant", "time")
@@ -27,11 +27,7 @@ def name_tenants(traces: Sequence[Trace]) -> list[str]:
         stem = trace.path.name
         for suffix in reversed(trace.path.suffixes):
             stem = stem.removesuffix(suffix) or stem
-        name, number = stem, 1
-        while name in names:
-            number += 1
-            name = f"{stem}-{number}"
-        names.append(name)
+        names.append(choose_unused(stem, names.__contains__))
     return names
 
 

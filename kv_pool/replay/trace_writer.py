@@ -50,6 +50,15 @@ def find_obstacle(path: str) -> str | None:
     return "it is a broken symbolic link"
 
 
+def choose_unused(name: str, is_used: Callable[[str], bool]) -> str:
+    """Return `name`, or the first of `name`-2, `name`-3 and so on that is not used."""
+    found, number = name, 1
+    while is_used(found):
+        number += 1
+        found = f"{name}-{number}"
+    return found
+
+
 @contextmanager
 def writing(path: str, what: str) -> Iterator[None]:
     """Raise an OSError of the `with` block as a TraceError: `what` cannot be written to `path`."""
@@ -159,11 +168,8 @@ class PartFiles:
 
     def _choose_name(self, part: str) -> str:
         name = re.sub(r"[^A-Za-z0-9._-]", "_", part)[:_MAX_NAME_CHARS].lstrip(".") or "_"
-        found, number = name, 1
         # Some file systems do not distinguish case.
-        while found.lower() in self._names:
-            number += 1
-            found = f"{name}-{number}"
+        found = choose_unused(name, lambda one: one.lower() in self._names)
         self._names.add(found.lower())
         return found
 
