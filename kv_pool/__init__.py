@@ -23,11 +23,11 @@ More names, each imported when it is first used:
     kv_pool.integrations.transformers           PagedCache, PagedSequences: transformers models on blocks
     kv_pool.integrations.nano_vllm              BlockManager: nano-vllm's
     kv_pool.integrations.block_space_manager    BlockSpaceManager: groups of sequences, as in vLLM 0.6
+    kv_pool.integrations.sequence_allocator     KVCacheAllocator, SequencePageTable: K and V by position
 
 To copy and change:
 
-    examples/sequence_allocator.py   KVCacheAllocator, SequencePageTable: K and V by position
-    examples/shared_prefixes.py      SharedPrefixManager: samples of one prompt
+    examples/shared_prefixes.py      SharedPrefixManager: samples of one prompt, over a KVCacheAllocator
     examples/paged_transformer.py    PagedAttention, PagedTransformerLayer, PagedInferenceEngine
     examples/recommended_sizes.py    AdaptiveBlockManager, SystemConfigOptimizer: sizes
 """

@@ -1,12 +1,16 @@
 """Names of the examples."""
 
-import importlib
-import sys
+import importlib.util
+from functools import cache
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parent.parent.parent / "examples"))
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 
 
+@cache
 def load_example(name):
     """Return an example as a module, without running its `main`."""
-    return importlib.import_module(name)
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

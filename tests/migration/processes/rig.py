@@ -11,7 +11,7 @@ from migration.processes.flaky_proxy import NO_FAULTS, Faults, FlakyProxy
 
 CONTEXT = multiprocessing.get_context("forkserver")
 # Imported once, in the process from which the others are forked.
-CONTEXT.set_forkserver_preload(["kv_pool.migration.manager_site", "kv_pool.migration.migrator"])
+CONTEXT.set_forkserver_preload(["kv_pool.migration.pool_site", "kv_pool.migration.migrator"])
 LEASE_S = 0.3
 NUM_BLOCKS = 64
 PATIENCE_S = 30.0

@@ -1,10 +1,4 @@
-"""K and V of sequences by sequence id and position, in blocks that sequences share.
-
-The parts of an article on PagedAttention over a `BlockSpaceManager` and a `KVStorage`; shared_prefixes.py,
-paged_transformer.py and recommended_sizes.py build on it.
-
-Run it: python examples/sequence_allocator.py
-"""
+"""`KVCacheAllocator`: K and V of sequences by sequence id and position, in blocks that sequences share."""
 
 from __future__ import annotations
 
@@ -14,17 +8,10 @@ from typing import Any
 
 import msgspec
 
-from kv_pool import (
-    BlockId,
-    BlockMove,
-    InvalidArgumentError,
-    OutOfBlocksError,
-    PoolExhaustedError,
-    SequenceId,
-    UnknownSequenceError,
-)
 from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH
 from kv_pool.core.arguments import as_int
+from kv_pool.errors import InvalidArgumentError, OutOfBlocksError, PoolExhaustedError, UnknownSequenceError
+from kv_pool.ids import BlockId, BlockMove, SequenceId
 from kv_pool.integrations.block_space_manager import BlockSpaceManager
 from kv_pool.manager.positions import find_block_and_offset, list_slots
 from kv_pool.replay.capacity import ModelKV
@@ -84,6 +71,15 @@ class SequencePageTable:
 
 class KVCacheAllocator:
     """An allocator of K and V blocks for sequences that grow, fork and end; ids from 0 to total_blocks - 1.
+
+        >>> from kv_pool.integrations.sequence_allocator import KVCacheAllocator
+        >>> allocator = KVCacheAllocator(total_blocks=8, block_size=4, num_heads=2, head_dim=16)
+        >>> table = allocator.allocate_sequence(7, initial_length=6)
+        >>> table.blocks, table.get_physical_location(5)
+        ([0, 1], (1, 1))
+        >>> allocator.extend_sequence(7, additional_tokens=3)
+        >>> table.blocks, len(allocator.free_blocks), len(allocator.used_blocks)
+        ([0, 1, 2], 5, 3)
 
     Combines a `BlockSpaceManager` and a `KVStorage`. For prefix caching, scheduling and preemption use
     `KVCacheManager`; with transformers use `PagedSequences`.
@@ -149,6 +145,10 @@ class KVCacheAllocator:
         dtype_bytes: int = 2,
     ) -> int:
         """Return how many blocks of K and V, for all layers together, fit into `memory_bytes`.
+
+            >>> from kv_pool.integrations.sequence_allocator import KVCacheAllocator
+            >>> KVCacheAllocator.count_blocks(24 * 2**30 * 0.7, 16, num_layers=32, num_heads=32, head_dim=128)
+            2150
 
         Raises:
             InvalidArgumentError: not even one block fits.
@@ -313,24 +313,3 @@ class KVCacheAllocator:
             ) from error
         self.storage.apply_moves([BlockMove(*pair) for pair in copies])
         table.blocks = self.manager.get_block_table(table)
-
-
-def main() -> None:
-    num_blocks = KVCacheAllocator.count_blocks(
-        24 * 2**30 * 0.7, 16, num_layers=32, num_heads=32, head_dim=128
-    )
-    print(f"70 % of 24 GiB: {num_blocks} blocks of 16 tokens of a model of 32 layers and heads")
-    allocator = KVCacheAllocator(total_blocks=8, block_size=4, num_heads=2, head_dim=16)
-    table = allocator.allocate_sequence(SequenceId(7), initial_length=6)
-    print(table, "with token 5 at (block, offset)", table.get_physical_location(5))
-    allocator.extend_sequence(SequenceId(7), additional_tokens=3)
-    print(f"{table}; {len(allocator.free_blocks)} blocks are free, {len(allocator.used_blocks)} used")
-
-
-if __name__ == "__main__":
-    main()
-
-# prints:
-# 70 % of 24 GiB: 2150 blocks of 16 tokens of a model of 32 layers and heads
-# <SequencePageTable 7: 6 tokens in blocks [0, 1]> with token 5 at (block, offset) (1, 1)
-# <SequencePageTable 7: 9 tokens in blocks [0, 1, 2]>; 5 blocks are free, 3 used
