@@ -435,3 +435,94 @@ def test_ipc_path_with_a_file_is_refused(tmp_path):
     with pytest.raises(EndpointError, match="a file that is no socket has this path"):
         publish_at(f"ipc://{path}")
     assert path.read_text() == "keep"
+
+
+def test_stalled_subscriber_sees_its_losses_and_requests_them():
+    num_batches = 60
+    tokens = [70_000] * 100_000  # more than the operating system buffers for a reader
+    with make_publisher(hwm=5, linger_s=0.0) as publisher, Requester(publisher.replay_endpoint) as requester:
+        with subscribed(publisher, rcvhwm=5, rcvbuf=4096) as (stalled, first):
+            for number in range(num_batches):
+                publisher.publish([BlockStored([number], None, tokens, len(tokens), None, "GPU", None)])
+            last = first + num_batches - 1
+            requester.ask_until(last, last)  # all were sent: the publisher did not wait for the slow reader
+            sequences = [stalled.receive()[0]]
+            while stalled.socket.poll(100):
+                sequences.append(stalled.receive()[0])
+            publisher.publish([removed(0)])
+            sequences.append(stalled.receive()[0])
+        assert sequences[-1] == last + 1
+        missed = sorted(set(range(first, last + 1)) - set(sequences))
+        assert missed
+        assert set(missed) <= {sequence for sequence, _ in requester.ask(missed[0])}
+
+
+def test_full_queue_drops_oldest_batch_and_leaves_a_hole():
+    assert publish_into_a_full_queue("drop_oldest") == [(0, [0]), (3, ["clear", 3]), (4, [4]), (5, [5])]
+
+
+def test_full_queue_drops_newest_batch_and_leaves_a_hole():
+    answer = publish_into_a_full_queue("drop_newest")
+    assert answer == [(0, [0]), (1, [1]), (2, [2]), (3, [3]), (6, ["clear", 6])]
+
+
+def test_garbage_on_the_ports_changes_nothing():
+    with make_publisher() as publisher, subscribed(publisher) as (subscriber, first):
+        for endpoint in (publisher.endpoint, publisher.replay_endpoint):
+            host, port = endpoint.removeprefix("tcp://").split(":")
+            for garbage in (
+                b"GET / HTTP/1.1\r\n\r\n",
+                b"\xff" * 10 + b"\x7f" + b"\x03" + b"\0" * 5_000,
+                bytes(range(256)),
+            ):
+                with tcp.create_connection((host, int(port)), timeout=20) as connection:
+                    connection.sendall(garbage)
+        publisher.publish([removed(1)])
+        assert subscriber.receive_numbers() == (first, [1])
+        with Requester(publisher.replay_endpoint) as requester:
+            assert requester.ask_for_sequences(first) == [first]
+
+
+def test_encrypted_stream_is_readable_with_the_server_key(keys):
+    with make_publisher(curve_secret_key_file=keys["server"]) as publisher:
+        options = client_options(keys, "friend")
+        with subscribed(publisher, **options) as (subscriber, first):
+            publisher.publish([removed(5)])
+            assert subscriber.receive_numbers() == (first, [5])
+        with Requester(publisher.replay_endpoint, **options) as requester:
+            assert requester.ask_for_sequences(first) == [first]
+
+
+def publish_into_a_full_queue(when_full):
+    """Publish batches 1 to 5 into a queue of 3 while batch 0 blocks; return the sent batches."""
+    entered, gate = threading.Event(), threading.Event()
+    state = GatedState(entered, gate)
+    publisher = make_publisher(state, max_queue_size=3, when_full=when_full)
+    with publisher:
+        publisher.publish([removed(0)])
+        assert entered.wait(20)
+        for number in range(1, 6):
+            publisher.publish([removed(number)])
+        dropped = publisher.get_statistics()
+        gate.set()
+        if when_full == "drop_newest":
+            wait_until(lambda: publisher.get_statistics().last_sequence == 3, "sent")
+            publisher.publish([removed(6)])
+        wait_until(
+            lambda: publisher.get_statistics().last_sequence == (6 if when_full == "drop_newest" else 5),
+            "sent",
+        )
+        answer = [
+            (sequence, decode_batch(payload)) for sequence, payload in publisher._buffer.list_from(0, 9)
+        ]
+    assert (dropped.num_batches_dropped, dropped.num_events_dropped, dropped.num_queued) == (2, 2, 3)
+    return [
+        (
+            sequence,
+            [
+                "clear" if isinstance(event, AllBlocksCleared) else event.block_hashes[0]
+                for event in batch.events
+            ],
+        )
+        for sequence, batch in answer
+    ]

@@ -1,6 +1,7 @@
 """The subscriber over loopback sockets, with kv_pool's publisher and a raw one that behaves as vLLM's."""
 
 import asyncio
+import random
 import threading
 import time
 
@@ -9,6 +10,7 @@ import pytest
 import zmq
 from events.followed_stream import (
     LIMIT_S,
+    DroppingSocket,
     losses,
     our_publisher,
     read_to_the_end,
@@ -461,3 +463,119 @@ def test_invalid_endpoint_or_key_is_rejected():
         KVEventSubscriber("tcp://127.0.0.1:*")
     with pytest.raises(InvalidArgumentError, match="40 bytes of Z85"):
         KVEventSubscriber("tcp://127.0.0.1:1", curve=CurveKeys(b"short", b"short", b"short"))
+
+
+def test_mirror_heals_after_unanswered_replays():
+    """It used to stay incomplete forever, although the publisher answered again."""
+    life = LivingPool()
+    mirror = PrefixMirror()
+
+    def note(item):
+        apply_item(mirror, item, "pool")
+
+    with our_publisher() as publisher, WirePublisher() as unanswering:
+        unanswering.ignores_requests = True
+        publisher.publish(life.step())
+        wait_until_sent(publisher, 1)  # without a subscriber: this batch is lost
+        subscriber = KVEventSubscriber(
+            publisher.endpoint, unanswering.replay_endpoint, replay_timeout_s=0.05, max_attempts=3
+        )
+        with subscriber:
+            published = 1
+
+            def has_lost(items):
+                nonlocal published
+                publisher.publish(life.step())
+                published += 1
+                return losses(items)
+
+            read_until(subscriber, has_lost, note)
+            assert subscriber.get_statistics().is_incomplete
+            subscriber.replay_endpoint = publisher.replay_endpoint
+            subscriber._machine.replay_timeout_s = LIMIT_S  # the answer may be slow on a busy machine
+            wait_until_sent(publisher, published)
+            read_until(subscriber, lambda _: not subscriber.get_statistics().is_incomplete, note)
+            read_to_the_end(subscriber, publisher, published, mirror)
+            assert mirror.get_blocks("pool") == pool_map(life.pool)
+            assert subscriber.get_statistics().counts.num_heals == 1
+
+
+def test_snapshot_beyond_the_size_limit_is_a_reported_loss():
+    options = {"max_message_bytes": 5_000, "replay_timeout_s": 0.05, "max_attempts": 2}
+    with WirePublisher() as publisher:
+        publisher.publish(None, payload=bytes(20_000), is_dropped=True)
+        publisher.publish([])
+        with subscribe(publisher, **options) as subscriber:
+            read_until(subscriber, lambda _: subscriber.get_statistics().is_incomplete)
+            assert subscriber.get_statistics().counts.num_batches == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first_sequence", ["zero", "clock"])
+def test_mirror_matches_the_pool_after_drops_and_restarts(first_sequence):
+    """A subscriber with a small queue and a publisher are killed and restarted."""
+    rng = random.Random(first_sequence)
+    life = LivingPool()
+    mirror = PrefixMirror(learns_tokens=True)
+    options = {"buffer_steps": 20, "first_sequence": first_sequence}
+    publisher = our_publisher(**options)
+    places = {"endpoint": publisher.endpoint, "replay_endpoint": publisher.replay_endpoint}
+    subscriber = subscribe(publisher)
+    num_published = 0
+    num_snapshots = 0
+    for fault in range(1, 9):
+        for _ in range(rng.randrange(1, 60)):
+            publisher.publish(life.step())
+            num_published += 1
+        read_to_the_end(subscriber, publisher, num_published, mirror)
+        assert mirror.get_blocks("pool") == pool_map(life.pool)
+        if rng.random() < 0.5:
+            num_snapshots += subscriber.get_statistics().counts.num_snapshots
+            subscriber.close()
+            subscriber = subscribe(publisher)
+            mirror.clear_publisher("pool")
+        else:
+            publisher.close()
+            life = LivingPool(seed=fault)
+            publisher = our_publisher(**options, **places)
+            num_published = 0
+    publisher.publish(life.step())
+    read_to_the_end(subscriber, publisher, num_published + 1, mirror)
+    assert mirror.get_blocks("pool") == pool_map(life.pool)
+    assert num_snapshots + subscriber.get_statistics().counts.num_snapshots <= 1 + fault
+    subscriber.close()
+    publisher.close()
+
+
+@pytest.mark.parametrize("buffer_steps", [10_000, 3])
+def test_mirror_matches_the_pool_with_1_percent_loss(buffer_steps):
+    life = LivingPool()
+    mirror = PrefixMirror(learns_tokens=True)
+    with our_publisher(buffer_steps=buffer_steps) as publisher, subscribe(publisher) as subscriber:
+        dropping = DroppingSocket(publisher._sockets.live, random.Random(1), 0.01)
+        publisher._sockets.live = dropping
+        items = []
+
+        def note(item):
+            apply_item(mirror, item, "pool")
+
+        published = 0
+        while published < 2000:
+            publisher.publish(life.step())
+            published += 1
+            if published % 20 == 0:
+                for item in subscriber.poll():
+                    items.append(item)
+                    note(item)
+        wait_until_sent(publisher, published)
+        dropping.share = 0.0
+        publisher.publish(life.step())
+        items += read_to_the_end(subscriber, publisher, published + 1, mirror)
+        assert dropping.num_dropped > 5
+        assert losses(items) == []
+        assert mirror.get_blocks("pool") == pool_map(life.pool)
+        counts = subscriber.get_statistics().counts
+        assert counts.num_snapshots <= dropping.num_dropped + 1
+        if buffer_steps == 10_000:
+            assert counts.num_snapshots == 0
+            assert sequences(items) == list(range(publisher.get_statistics().last_sequence + 1))
