@@ -8,9 +8,9 @@ from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request
 class LivingPool:
     """A pool that serves requests with a few shared prompts, with evictions and occasional resets."""
 
-    def __init__(self):
-        self.rng = random.Random(0)
-        self.pool = BlockPool(40, True, 4, enable_kv_cache_events=True)
+    def __init__(self, seed=0, num_blocks=40):
+        self.rng = random.Random(seed)
+        self.pool = BlockPool(num_blocks, True, 4, enable_kv_cache_events=True)
         self.manager = KVCacheManager(self.pool)
         self.hasher = BlockHasher("sha256_cbor", block_size=4)
         self.prompts = [[self.rng.randrange(1000) for _ in range(16)] for _ in range(6)]
