@@ -1,6 +1,5 @@
 """Measure the cost of a request and of a decode step. See benchmarks/README.md for the columns."""
 
-import gc
 import random
 import statistics
 import sys
@@ -14,6 +13,7 @@ import numpy as np
 from measuring import (
     Options,
     describe_core,
+    gc_off,
     in_turn,
     make_parser,
     read_options,
@@ -283,34 +283,30 @@ def measure_requests(options: Options, names: list[str], groups: str) -> list[Ro
     rng = random.Random(options.seed)
     fill_cache(lanes, rng, num_blocks)
     rows = []
-    gc.collect()
-    gc.freeze()  # as vLLM's engine does after start-up
-    gc.disable()
-    for length in PROMPT_LENGTHS:
-        new = Row(f"{groups}: {length:,} tokens, new")
-        seen = Row(f"{groups}: {length:,} tokens, seen before")
-        for run in range(-1, options.runs):
-            prompts = [draw_tokens(rng, length) for _ in range(max(1, TOKENS_PER_SAMPLE // length))]
-            for row in (new, seen):
-                num_hits = set()
-                for lane in in_turn(lanes, run):
-                    requests = [lane.make_request(f"{n}", prompt) for n, prompt in enumerate(prompts)]
-                    run_request = lane.run_request
-                    num_hit_tokens = 0
-                    start = now()
-                    for request in requests:
-                        num_hit_tokens += run_request(request)
-                    elapsed = now() - start
-                    num_hits.add(num_hit_tokens)
-                    if run >= 0:
-                        row.add(lane.name, "request", elapsed / len(requests) / 1e3)
-                if len(num_hits) != 1 or (num_hits == {0}) != (row is new):
-                    raise RuntimeError(f"{row.title}: hits of {num_hits} tokens")
-        rows += [new, seen]
-        print_row(new, ["request"])
-        print_row(seen, ["request"])
-    gc.enable()
-    gc.unfreeze()
+    with gc_off(frozen=True):
+        for length in PROMPT_LENGTHS:
+            new = Row(f"{groups}: {length:,} tokens, new")
+            seen = Row(f"{groups}: {length:,} tokens, seen before")
+            for run in range(-1, options.runs):
+                prompts = [draw_tokens(rng, length) for _ in range(max(1, TOKENS_PER_SAMPLE // length))]
+                for row in (new, seen):
+                    num_hits = set()
+                    for lane in in_turn(lanes, run):
+                        requests = [lane.make_request(f"{n}", prompt) for n, prompt in enumerate(prompts)]
+                        run_request = lane.run_request
+                        num_hit_tokens = 0
+                        start = now()
+                        for request in requests:
+                            num_hit_tokens += run_request(request)
+                        elapsed = now() - start
+                        num_hits.add(num_hit_tokens)
+                        if run >= 0:
+                            row.add(lane.name, "request", elapsed / len(requests) / 1e3)
+                    if len(num_hits) != 1 or (num_hits == {0}) != (row is new):
+                        raise RuntimeError(f"{row.title}: hits of {num_hits} tokens")
+            rows += [new, seen]
+            print_row(new, ["request"])
+            print_row(seen, ["request"])
     return rows
 
 
@@ -342,26 +338,22 @@ def measure_steps(options: Options, names: list[str], groups: str, num_sequences
         fill_cache(lanes, rng, num_blocks)
         prompts = draw_prompts(rng, num_sequences)
         batches = {lane.name: begin_decoding(lane, prompts) for lane in lanes}
-        gc.collect()
-        gc.freeze()
-        gc.disable()
-        for step in range(-BLOCK_SIZE, options.steps):
-            for lane in in_turn(lanes, step):
-                batch = batches[lane.name]
-                start = now()
-                lane.allocate(batch)
-                allocated = now()
-                lane.update_table()
-                updated = now()
-                lane.compute_slots()
-                mapped = now()
-                lane.end_step(batch, 1)
-                if step >= 0:  # by then each sequence has got a block, so all code has run
-                    row.add(lane.name, "allocate", (allocated - start) / 1e3)
-                    row.add(lane.name, "table", (updated - allocated) / 1e3)
-                    row.add(lane.name, "slots", (mapped - updated) / 1e3)
-        gc.enable()
-        gc.unfreeze()
+        with gc_off(frozen=True):
+            for step in range(-BLOCK_SIZE, options.steps):
+                for lane in in_turn(lanes, step):
+                    batch = batches[lane.name]
+                    start = now()
+                    lane.allocate(batch)
+                    allocated = now()
+                    lane.update_table()
+                    updated = now()
+                    lane.compute_slots()
+                    mapped = now()
+                    lane.end_step(batch, 1)
+                    if step >= 0:  # by then each sequence has got a block, so all code has run
+                        row.add(lane.name, "allocate", (allocated - start) / 1e3)
+                        row.add(lane.name, "table", (updated - allocated) / 1e3)
+                        row.add(lane.name, "slots", (mapped - updated) / 1e3)
         check_same_shape(lanes, num_sequences)
     print_row(row, ["allocate", "table"])
     return row
@@ -393,24 +385,6 @@ def print_row(row: Row, parts: list[str]) -> None:
         print(f"{row.title:44}{lane:8}{figures}{f'{ratio:.2f}' if ratio else '-':>13}", flush=True)
 
 
-def profile_steps(options: Options, groups: str, num_sequences: int) -> None:
-    """Profile our step, by the calls of an interpreted caller."""
-    import cProfile
-    import pstats
-
-    profile = cProfile.Profile()
-    lane = OwnLane(Shape(GROUPS[groups], num_sequences * 60 * len(GROUPS[groups]), num_sequences, 800))
-    batch = begin_decoding(lane, draw_prompts(random.Random(options.seed), num_sequences))
-    for _ in range(BLOCK_SIZE * 4):
-        profile.enable()
-        lane.allocate(batch)
-        lane.update_table()
-        lane.compute_slots()
-        profile.disable()
-        lane.end_step(batch, 1)
-    pstats.Stats(profile).sort_stats("tottime").print_stats(25)
-
-
 def find_lanes(options: Options) -> list[str]:
     if options.no_vllm:
         return [OURS]
@@ -432,12 +406,7 @@ def main() -> None:
     )
     parser.add_argument("--sequences", type=int, nargs="+", default=[16, 64, 256, 1024])
     parser.add_argument("--no-vllm", action="store_true", help="measure kv_pool only")
-    parser.add_argument("--profile", action="store_true", help="profile our step of 256 sequences and exit")
     options = read_options(parser, runs=2, decode_runs=1, steps=16, sequences=[16, 64])
-    if options.profile:
-        for groups in GROUPS:
-            profile_steps(options, groups, 256)
-        return
     names = find_lanes(options)
     provenance = start_run(options, compared=[f"{OURS} {describe_core()}", *names[1:]])
     print(f"{'':52}{'µs':>10}{'allocate':>10}{'table':>8}{'slots':>8}{'vLLM / this':>13}")

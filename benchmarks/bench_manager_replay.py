@@ -1,6 +1,5 @@
 """Measure the cost of a request with different pools. See benchmarks/README.md for the columns."""
 
-import gc
 import hashlib
 import statistics
 import sys
@@ -8,7 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from typing import Any
 
-from measuring import Options, in_turn, make_parser, read_options, start_run, write_results
+from measuring import Options, gc_off, in_turn, make_parser, read_options, start_run, write_results
 from request_runs import make_vllm_config, make_vllm_manager, make_vllm_request, read_requests
 
 import kv_pool
@@ -115,10 +114,8 @@ def replay_once(options: Options, requests: list[ReplayRequest]) -> list[Lane]:
     for turn, first in enumerate(range(0, len(requests), options.batch)):
         for lane in in_turn(lanes, turn):
             batch = [lane.make_request(request) for request in requests[first : first + options.batch]]
-            gc.collect()
-            gc.disable()
-            lane.replay(batch)
-            gc.enable()
+            with gc_off():
+                lane.replay(batch)
     if len({lane.num_hit_tokens for lane in lanes}) != 1:
         raise RuntimeError("the managers found different hits")
     return lanes

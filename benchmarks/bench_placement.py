@@ -5,13 +5,12 @@ grows block by block. Prompts are repeatedly requested documents (Zipf). The cac
 not in use are cached. See benchmarks/README.md.
 """
 
-import gc
 import itertools
 import random
 import statistics
 from typing import Any
 
-from measuring import Options, make_parser, read_options, start_run, timed, write_results
+from measuring import Options, gc_off, make_parser, read_options, start_run, timed, write_results
 from request_runs import Documents
 
 from kv_pool import BlockAllocationRequest, BlockId, GPUKVPool, SequenceId
@@ -102,17 +101,15 @@ def measure(options: Options, use: float) -> list[dict[str, Any]]:
     lanes = [Lane(placement, options.blocks, use, options.seed) for placement in PLACEMENTS]
     rng = random.Random(options.seed)
     documents = Documents(NUM_DOCUMENTS, 2.8, rng)
-    gc.collect()
-    gc.disable()
-    for batch in range(NUM_BATCHES):
-        num_requests = options.requests // NUM_BATCHES
-        requests = [(documents.draw(7), rng.randrange(1, 24)) for _ in range(num_requests)]
-        if batch == NUM_BATCHES // 5:
-            for lane in lanes:
-                lane.forget()  # the caches are full from here on
-        for lane in lanes if batch % 2 else reversed(lanes):
-            lane.serve(requests)
-    gc.enable()
+    with gc_off():
+        for batch in range(NUM_BATCHES):
+            num_requests = options.requests // NUM_BATCHES
+            requests = [(documents.draw(7), rng.randrange(1, 24)) for _ in range(num_requests)]
+            if batch == NUM_BATCHES // 5:
+                for lane in lanes:
+                    lane.forget()  # the caches are full from here on
+            for lane in lanes if batch % 2 else reversed(lanes):
+                lane.serve(requests)
     return [{"use": use, **lane.report()} for lane in lanes]
 
 

@@ -1,13 +1,12 @@
 """Measure the cost of retention in a manager, with and without directives. See benchmarks/README.md."""
 
-import gc
 import random
 import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from measuring import Options, in_turn, make_parser, read_options, start_run, write_results
+from measuring import Options, gc_off, in_turn, make_parser, read_options, start_run, write_results
 from request_runs import read_requests
 
 import kv_pool
@@ -107,10 +106,8 @@ def replay_once(options: Options, shift: int) -> list[Lane]:
     batches = {lane.name: make_batches(options) for lane in order}
     for turn in range(len(batches[NONE])):
         for lane in order if turn % 2 else order[::-1]:
-            gc.collect()
-            gc.disable()
-            lane.serve(batches[lane.name][turn])
-            gc.enable()
+            with gc_off():
+                lane.serve(batches[lane.name][turn])
     return sorted(order, key=lambda lane: LANES.index(lane.name))
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from measuring import Options, make_parser, read_options, start_run, write_results
+from measuring import Options, gc_off, make_parser, read_options, start_run, write_results
 from request_runs import BenchRequest
 
 from kv_pool.contiguous.compaction import Relocation, apply_moves, gather, pack, take_run
@@ -178,24 +178,22 @@ def search(options: Options) -> list[dict[str, Any]]:
         take_us: list[float] = []
         num_found = 0
         now = time.perf_counter_ns
-        gc.collect()
-        gc.disable()
-        for number in range(500 if options.quick else 20_000):
-            count = rng.randrange(2, MAX_RUN + 1)
-            start = now()
-            pool.run_index.find_run(count)
-            search_us.append((now() - start) / 1e3)
-            start = now()
-            run = pool.get_new_run(count)  # searches again
-            take_us.append((now() - start) / 1e3)
-            if run is not None:
-                num_found += 1
-                life.add(run)
-            if number % 4 == 0:
-                life.step()
-            while pool.get_usage() > use:
-                life.end(rng.randrange(len(life.tables)))
-        gc.enable()
+        with gc_off():
+            for number in range(500 if options.quick else 20_000):
+                count = rng.randrange(2, MAX_RUN + 1)
+                start = now()
+                pool.run_index.find_run(count)
+                search_us.append((now() - start) / 1e3)
+                start = now()
+                run = pool.get_new_run(count)  # searches again
+                take_us.append((now() - start) / 1e3)
+                if run is not None:
+                    num_found += 1
+                    life.add(run)
+                if number % 4 == 0:
+                    life.step()
+                while pool.get_usage() > use:
+                    life.end(rng.randrange(len(life.tables)))
         rows.append(
             {
                 "num_blocks": num_blocks,
@@ -383,16 +381,14 @@ def plan(options: Options) -> dict[str, Any]:
         free = rng.sample(held, 2 * num_moves)
         pool.evict_blocks([block.block_id for block in free])
         pool.free_blocks(free)
-        gc.collect()
-        gc.disable()
-        start = now()
-        moves = plan_pack(pool, max_moves=num_moves)
-        planned = now()
-        relocation = apply_moves(pool, moves, copy_nothing)
-        applied = now()
-        relocation.make_remap()
-        end = now()
-        gc.enable()
+        with gc_off():
+            start = now()
+            moves = plan_pack(pool, max_moves=num_moves)
+            planned = now()
+            relocation = apply_moves(pool, moves, copy_nothing)
+            applied = now()
+            relocation.make_remap()
+            end = now()
         if len(moves) != num_moves:
             raise RuntimeError(f"{len(moves)} moves were planned instead of {num_moves}")
         for name, duration in zip(

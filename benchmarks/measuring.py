@@ -9,7 +9,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -187,21 +188,32 @@ def in_turn(ones: Sequence[One], turn: int) -> list[One]:
     return [*ones[shift:], *ones[:shift]]
 
 
+@contextmanager
+def gc_off(*, frozen: bool = False) -> Iterator[None]:
+    """Collect all garbage now and none inside; `frozen` as vLLM's engine is after start-up."""
+    gc.collect()
+    if frozen:
+        gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        if frozen:
+            gc.unfreeze()
+
+
 def interleave(
     title: str, unit: str, samples: Mapping[str, Sample], runs: int, base: str | None = None
 ) -> Row:
     """Take one sample of each in turn, `runs` times after a warm-up, with GC off."""
     row = Row(title, unit, {name: [] for name in samples}, base)
-    gc.collect()
-    gc.disable()
-    try:
+    with gc_off():
         for run in range(-1, runs):
             for name in in_turn(list(samples), run):
                 measured = samples[name]()
                 if run >= 0:
                     row.samples[name].append(measured)
-    finally:
-        gc.enable()
     return row
 
 

@@ -4,13 +4,14 @@ The packages are imported by the functions that need them: one script loads kv_p
 vLLM may be missing.
 """
 
-import gc
 import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from measuring import gc_off
 
 if TYPE_CHECKING:
     from kv_pool import BlockPool
@@ -128,19 +129,17 @@ def run_requests(requests: "list[ReplayRequest]", pool: "BlockPool") -> tuple[fl
 
     manager = KVCacheManager(pool)
     num_blocks = num_hits = 0
-    gc.collect()
-    gc.disable()
-    start = time.process_time_ns()
-    for request in requests:
-        prefix = manager.get_computed_blocks(request, request.max_hit_tokens)
-        manager.allocate_slots(request, request.num_tokens - prefix.num_tokens, prefix)
-        request.num_computed_tokens = request.num_tokens
-        num_hits += prefix.num_tokens // pool.hash_block_size
-        num_blocks += len(request.block_hashes)
-        manager.free(request)
-        request.num_computed_tokens = 0
-    elapsed = time.process_time_ns() - start
-    gc.enable()
+    with gc_off():
+        start = time.process_time_ns()
+        for request in requests:
+            prefix = manager.get_computed_blocks(request, request.max_hit_tokens)
+            manager.allocate_slots(request, request.num_tokens - prefix.num_tokens, prefix)
+            request.num_computed_tokens = request.num_tokens
+            num_hits += prefix.num_tokens // pool.hash_block_size
+            num_blocks += len(request.block_hashes)
+            manager.free(request)
+            request.num_computed_tokens = 0
+        elapsed = time.process_time_ns() - start
     return elapsed / num_blocks, num_hits
 
 

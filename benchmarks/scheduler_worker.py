@@ -16,7 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from measuring import resident_bytes
+from measuring import gc_off, resident_bytes
 from request_runs import BLOCK_SIZE, make_vllm_config, make_vllm_hasher, make_vllm_request
 
 from kv_pool.replay.trace import Trace, TraceRequest, find_trace
@@ -175,12 +175,10 @@ class Engine:
 
     def run(self, max_steps: int) -> list[tuple[int, int, int]]:
         """Run up to `max_steps` steps; return the times of the calls in ns, and the scheduled requests."""
-        gc.collect()
-        gc.disable()
         times: list[tuple[int, int, int]] = []
-        while len(times) < max_steps and self.scheduler.has_unfinished_requests():
-            times.append(self.step())
-        gc.enable()
+        with gc_off():
+            while len(times) < max_steps and self.scheduler.has_unfinished_requests():
+                times.append(self.step())
         return times
 
     def step(self) -> tuple[int, int, int]:
