@@ -4,6 +4,7 @@ from drawing import ids, state
 from kv_pool import BlockHasher, BlockPool, BlockSwapper, InvalidBlockError, KVCacheManager, Request
 from kv_pool.manager.block_groups.kv_cache_spec import (
     ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
     FullAttentionSpec,
     MambaSpec,
     SlidingWindowSpec,
@@ -50,6 +51,17 @@ def test_a_request_past_the_bad_block_is_named_if_it_shares_more():
     report = manager.report_invalid_blocks([3, 4])
     assert report.num_valid_tokens == {"a": 0, "b": 0}
     assert {1, 2, 5, 6} < set(ids(report.evicted_blocks))
+
+
+def test_a_request_never_continues_from_a_bad_state():
+    manager = make(groups=[FullAttentionSpec(block_size=4), MambaSpec(block_size=4)])
+    start(manager, "a", range(9))
+    assert manager.report_invalid_blocks([2]).num_valid_tokens == {"a": 0}
+    manager = make(groups=[FullAttentionSpec(block_size=4), CrossAttentionSpec(block_size=4)])
+    start(manager, "a", range(9), num_encoder_tokens=4)
+    assert manager.report_invalid_blocks([2]).num_valid_tokens == {"a": 4}
+    (encoder_id,) = manager.get_block_ids("a", 1)
+    assert manager.report_invalid_blocks([encoder_id]).num_valid_tokens == {"a": 0}
 
 
 def test_an_invalid_report_changes_nothing():
