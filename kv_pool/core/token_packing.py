@@ -10,7 +10,7 @@ from kv_pool.ids import TokenIds
 
 MAX_TOKEN_ID = 2**64 - 1
 
-# Below this many tokens numpy's fixed cost exceeds what it saves (benchmarks/bench_block_hash.py).
+# Below this many tokens numpy's fixed cost exceeds what it saves.
 _VECTORIZE_FROM = 128
 
 
