@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from pictures import layers
 from pictures.all_pictures import FOLDER, draw_all
-from pictures.drawing import Drawing
 from pictures.palette import DARK, FILLS, LIGHT, compute_contrast
 from test_layers import LAYERS
 
@@ -59,9 +58,3 @@ def test_picture_of_the_layers_has_all_of_them():
 def test_picture_of_a_migration_has_all_phases():
     texts = " ".join(PICTURES["migration"].texts)
     assert [phase.name for phase in MigrationPhase if phase.name not in texts] == []
-
-
-def test_text_wider_than_its_box_is_refused():
-    drawing = Drawing("name", "title", "description", 200, 100)
-    with pytest.raises(ValueError, match="'much too long for it' is wider than its box of 80"):
-        drawing.add_box(10, 10, 80, 30, ("much too long for it",))
