@@ -31,7 +31,7 @@ class Allocation:
     """Allocates the blocks of one request at a time. Use it only with the pool's lock held.
 
         rung           takes                                               found by
-        free run       the ids after the sequence, else a run              FreeRunIndex.take_run, BuddySystem
+        free run       the ids after the sequence if empty, else a run     FreeRunIndex.take_run, BuddySystem
         cleared run    a run that other blocks are moved out of            compaction.clear_run
         retained run   like these, with cached blocks of high priority     the same
         any blocks     the cheapest blocks                                 core.taking.take
@@ -83,6 +83,7 @@ class Allocation:
         """
         together = {request.sequence_id for request in requests}
         holdings = self._holdings
+        priorities = {one: holdings.holders[one].priority for one in together if one in holdings.holders}
         try:
             for request in requests:
                 done.append(self.append(request, together, tried))
@@ -92,6 +93,11 @@ class Allocation:
                 if request.pinned:
                     holdings.pins.unpin(blocks)
                 holdings.drop(blocks, {holdings.holders[request.sequence_id]: blocks})
+            for sequence_id, priority in priorities.items():
+                holder = holdings.holders.get(sequence_id)
+                if holder is not None and holder.priority != priority:
+                    holder.priority = priority
+                    holdings.order.note_access(holder)
             raise
         # Read the ids last: a later request may have moved the blocks of an earlier one.
         return [[block.block_id for block in blocks] for blocks in done]
@@ -124,11 +130,13 @@ class Allocation:
         if sequence is not None:
             after = next(reversed(sequence.blocks))
         elif holdings.evictions:
-            holdings.evictions.begin(sequence_id)
+            holdings.evictions.check(sequence_id)
         if holdings.retention is not None:
             holdings.retention.expire()
         taken = self._take(request, after, together, tried)
+        sequence = holdings.holders.get(sequence_id)  # `on_evicted` may have started or freed it
         if sequence is None:
+            holdings.evictions.forget(sequence_id)
             sequence = Holder(sequence_id, request.priority, holdings.clock())
         else:
             sequence.priority = max(sequence.priority, request.priority)
@@ -153,7 +161,7 @@ class Allocation:
             PoolExhaustedError, CopyFailedError: no block was taken. Evicted sequences stay evicted.
         """
         contiguous = request.contiguous if request.num_blocks > 1 else "no"
-        if contiguous not in self._rungs:
+        if not isinstance(contiguous, str) or contiguous not in self._rungs:
             raise InvalidArgumentError(f"contiguous is {contiguous!r}; it is require, prefer or no")
         if contiguous == "prefer" and self._pool.policy_host is not None:
             contiguous = "no"  # a run would take other blocks than the cache policy chooses
@@ -271,13 +279,18 @@ class Allocation:
         num_missing: int,
         has_run: Callable[[list[BlockId]], bool] | None = None,
     ) -> bool:
-        """Evict sequences; return False, with nothing changed, if that would not suffice."""
+        """Evict sequences; return False if that does not suffice, with nothing changed if it could not.
+
+        Raises PinLimitError if `on_evicted` has pinned too many blocks.
+        """
         spared = {request.sequence_id, *together}
         victims = self._victims.choose(request.priority, spared, num_missing, has_run)
         if victims is None:
             return False
         self._victims.evict(victims, request.sequence_id)
-        return True
+        if request.pinned:
+            self._holdings.pins.check_room(request.num_blocks)
+        return self._find_room(request, together) is None  # `on_evicted` may have taken blocks
 
     def _may_clear(self, request: BlockAllocationRequest) -> bool:
         """Return whether moves could clear a run if enough blocks were free.

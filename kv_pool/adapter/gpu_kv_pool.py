@@ -94,9 +94,10 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
         eviction_policy: which sequences to evict for a request that finds too few free blocks: by default the
             least recently used one of the lowest priority first. None: evict no sequence.
         on_evicted: called with a sequence's id and its block ids before the sequence loses them. The pool is
-            locked: do not wait for another thread in it. Without this callback, see `take_evictions`.
+            locked: do not wait for another thread in it. It may free sequences and allocate blocks. Without
+            this callback, see `take_evictions`.
         on_moved: called with a `Relocation` when ids have changed, before any old id can be taken. The pool
-            is locked. Without it only `defragment` and `shrink` change ids.
+            is locked, and it may not allocate or free. Without it only `defragment` and `shrink` change ids.
         migration_hook: called with the request that is about to be refused and the number of blocks that are
             missing (in `allocate_many`, for the whole batch). The pool is not locked. The hook may free or
             migrate blocks; then the pool retries the request, or the batch, once. See `MigrationHook`.
@@ -256,7 +257,7 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
 
         Takes the first of these that is there, see `Allocation`:
 
-            1  the ids after the sequence's last block, else a free run where `placement` finds one
+            1  the ids after the sequence's last block if they are empty, else a free run by `placement`
             2  compaction: a run cleared by moving at most `max_moves` blocks, if the pool has `on_moved`
             3  any free blocks, unless a run is required
             4  eviction: evict sequences in the order of `eviction_policy`, then again from 1
@@ -273,7 +274,8 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
             PinLimitError, UnknownDeviceError, InvalidArgumentError, InvalidTypeError: nothing has changed.
             CopyFailedError: copying blocks out of the way failed. No block has moved; sequences that were
                 already evicted stay evicted.
-            Any exception of `on_evicted`: sequences that it was called for before are evicted.
+            Any exception of `on_evicted`: sequences that it was called for before are evicted. Of a reuse
+                watcher: call `repair`. Of `on_moved`: the moves are complete.
             PoolInterruptedError: an earlier call was interrupted: call `repair`. All calls that change the
                 pool raise it.
         Cost: O(num_blocks), under pressure O(blocks of the pool).

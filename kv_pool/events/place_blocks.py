@@ -158,6 +158,7 @@ def can_grow(span: BlockSpan, last: Any, kind: Any) -> bool:
     num_held: i32 = len(span.hashes)
     return (
         span.end == num_held < MAX_GROWN_BLOCKS
+        and not span.has_gaps
         and span.kind is kind
         and span.extra_keys is None
         and span.lookahead_token_ids is None

@@ -46,7 +46,7 @@ class ZMQEventPublisher(Closing):
 
     ```text
     pool's thread       publish() --> queue of max_queue_size batches
-    publisher's thread  queue --> state.apply --> encode --> PUB socket, replay buffer
+    publisher's thread  queue --> state.apply --> encode --> replay buffer, PUB socket
     replay thread       replay buffer, state.iter_snapshot --> ROUTER socket
     ```
 
@@ -143,7 +143,7 @@ class ZMQEventPublisher(Closing):
             PublisherClosedError: after `close()`.
         Cost: O(1), independent of the number of events.
         """
-        if not events:
+        if not events and not self._is_closed:
             return
         # `with` takes twice as long here; benchmarks/bench_event_stream.py
         self._publishing.acquire()

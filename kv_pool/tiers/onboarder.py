@@ -279,7 +279,8 @@ class TierOnboarder:
         """Return the prefix tokens that lower tiers have beyond the device's. Changes nothing.
 
         Args:
-            cached_prefix: the result of `get_computed_blocks`; None for an empty prefix.
+            cached_prefix: the result of `get_computed_blocks`; None for an empty prefix. Nothing follows one
+                that ends within a block, as `PrefixRules` allow: see `find_both`.
             max_num_tokens: limit for prefix and hit together; by default all tokens of the request but the
                 last.
         Cost: O(blocks), one dictionary look-up per block and tier; more if windows require several lengths
@@ -289,7 +290,8 @@ class TierOnboarder:
         limit = request.num_tokens - 1
         if max_num_tokens is not None:
             limit = as_count("max_num_tokens", max_num_tokens)
-        num_tokens = self._prefixes.count_tokens(request, start, limit)
+        is_aligned = start % self.manager.alignment == 0
+        num_tokens = self._prefixes.count_tokens(request, start, limit) if is_aligned else 0
         by_medium = dict.fromkeys(self._media, 0)
         if num_tokens and len(self._media) == 1:
             by_medium[self._media[0]] = num_tokens
@@ -300,6 +302,26 @@ class TierOnboarder:
             for level, count in counts.items():
                 by_medium[self._media[level]] += count
         return TierHit(request.request_id, start, num_tokens, by_medium)
+
+    def find_both(
+        self, request: SchedulableRequest, max_num_tokens: int | None = None
+    ) -> tuple[CachedPrefix, TierHit]:
+        """Return the cached prefix of a request and what lower tiers have beyond it. Changes nothing.
+
+        A prefix that ends within a block is given up for a shorter one if tiers then reach further.
+
+        Args:
+            max_num_tokens: as of `find_prefix`.
+        """
+        prefix = self.manager.get_computed_blocks(request, max_num_tokens)
+        hit = self.find_prefix(request, prefix, max_num_tokens)
+        num_beyond = prefix.num_tokens % self.manager.alignment
+        if num_beyond:
+            shorter = self.manager.get_computed_blocks(request, prefix.num_tokens - num_beyond)
+            longer = self.find_prefix(request, shorter, max_num_tokens)
+            if shorter.num_tokens + longer.num_tokens > prefix.num_tokens:
+                return shorter, longer
+        return prefix, hit
 
     def list_open_plans(self) -> list[OnboardPlan]:
         """Return the plans that are neither committed nor aborted, oldest first."""
@@ -335,19 +357,22 @@ class TierOnboarder:
             num_new_tokens: maximum number of tokens to allocate slots for; None for all remaining tokens.
             max_prefix_tokens: maximum length of the reused prefix; None for all tokens but the last.
             delay_cache_blocks: do not cache the blocks to be computed now; `cache_blocks` does so later.
-            options: for `allocate_slots`, such as `num_lookahead_tokens`.
+            options: for `allocate_slots`, such as `num_lookahead_tokens`; not `num_external_computed_tokens`.
         Returns:
             The number of reused tokens by medium; their sum is `num_computed_tokens`. None if the pool has
-            too few blocks; nothing has changed.
+            too few blocks; nothing has changed, unless a block could not be read.
         Raises:
             CopyFailedError: copying to the device failed. The request has no blocks.
             What `get_computed_blocks`, `plan_onboard` and `allocate_slots` raise; nothing has changed.
         A block that cannot be read is removed from its tier, and the request starts with a shorter prefix.
         """
         self._plans.check_whole()
+        if "num_external_computed_tokens" in options:
+            raise InvalidArgumentError(
+                "num_external_computed_tokens is no option of admit, which takes these tokens from the tiers"
+            )
         while True:
-            prefix = self.manager.get_computed_blocks(request, max_prefix_tokens)
-            hit = self.find_prefix(request, prefix, max_prefix_tokens)
+            prefix, hit = self.find_both(request, max_prefix_tokens)
             num_found = prefix.num_tokens + hit.num_tokens
             num_left = request.num_tokens - num_found
             num_new = num_left if num_new_tokens is None else min(num_new_tokens, num_left)
@@ -449,9 +474,8 @@ class TierOnboarder:
             limit on prefetched blocks is reached.
         A later `TieredCache.flush()` moves the blocks to host memory. A block that cannot be read is counted.
         """
-        num_tokens = self.manager.get_computed_blocks(request).num_tokens
-        found = self._prefixes.count_tokens(request, num_tokens, request.num_tokens - 1)
-        rows = self._prefixes.list_blocks(request, num_tokens, num_tokens + found)
+        prefix, hit = self.find_both(request)
+        rows = self._prefixes.list_blocks(request, prefix.num_tokens, prefix.num_tokens + hit.num_tokens)
         keys = [key for row in rows for key in row.values()]
         return self.tiered_cache.prefetch(request.request_id, keys)
 

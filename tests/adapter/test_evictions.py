@@ -12,6 +12,7 @@ from kv_pool import (
     GPUKVPool,
     InvalidBlockError,
     LRUEviction,
+    PinLimitError,
     PoolExhaustedError,
     UnknownSequenceError,
 )
@@ -331,3 +332,61 @@ def test_the_number_of_kept_evictions_is_limited(monkeypatch):
     assert book.list_sequences() == [2, 3, 4]
     book.take_all()
     book.check_ids([1])
+
+
+def test_on_evicted_may_take_blocks_itself():
+    """It left the pool interrupted."""
+    pool = GPUKVPool(10, 4, on_evicted=lambda *evicted: take(pool, 99, 1))
+    take(pool, 1, 5)
+    take(pool, 2, 4)
+    with pytest.raises(PoolExhaustedError, match="too few blocks may be evicted"):
+        take(pool, 3, 6)
+    assert pool.list_sequences() == [2, 99]
+    check(pool)
+    assert take(pool, 3, 5)
+
+
+def test_on_evicted_may_free_and_restart_other_victims():
+    """The restarted sequence lost its record, and its block was in use by nobody for ever."""
+    called = []
+
+    def restart(sequence_id, ids):
+        called.append(sequence_id)
+        if sequence_id == 1:
+            pool.free_sequence(2)
+            take(pool, 2, 1)
+
+    pool = make_full(on_evicted=restart)
+    take(pool, 9, 5)
+    assert called == [1]
+    assert len(pool.blocks_of(2)) == 1
+    check(pool)
+
+
+def test_a_pinned_request_counts_what_on_evicted_has_pinned():
+    pool = make_full(max_pinned_blocks=3, on_evicted=lambda *evicted: pool.pin(pool.blocks_of(3)))
+    with pytest.raises(PinLimitError):
+        take(pool, 9, 3, pinned=True)
+    check(pool)
+    assert take(pool, 9, 3)
+
+
+def test_a_refused_request_keeps_the_eviction_of_its_sequence():
+    pool = make_full()
+    assert pool.evict(1) == [1]
+    for _ in range(2):
+        with pytest.raises(EvictedSequenceError):
+            pool.fork(1, 5)
+        with pytest.raises(PoolExhaustedError):
+            take(pool, 1, pool.total_blocks + 1)
+    take(pool, 1, 1)
+    with pytest.raises(UnknownSequenceError):
+        pool.fork(7, 5)
+
+
+def test_a_refused_batch_leaves_priorities_as_they_were():
+    pool = make_full(eviction_policy=None)
+    with pytest.raises(PoolExhaustedError):
+        pool.allocate_many([BlockAllocationRequest(1, 1, priority=2), BlockAllocationRequest(30, 2)])
+    assert {one.priority for one in pool.describe_sequences().sequences} == {0}
+    check(pool)

@@ -56,8 +56,9 @@ def test_publisher_accepts_events_until_it_is_closed(any_publisher):
         any_publisher.publish([])
         assert isinstance(any_publisher.get_statistics(), PublisherStatistics)
     any_publisher.close()
-    with pytest.raises(PublisherClosedError):
-        any_publisher.publish([removed(1)])
+    for events in ([removed(1)], []):
+        with pytest.raises(PublisherClosedError):
+            any_publisher.publish(events)
 
 
 # ---- live batches ------------------------------------------------------------------------------------

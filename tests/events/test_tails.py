@@ -30,6 +30,13 @@ def test_blocks_after_a_restored_block_are_announced_again():
     assert send(state, stored([2, 3], parent=1)) == ["1 > 2 3"]
 
 
+def test_a_sequence_that_grows_behind_a_hole_is_announced_again():
+    """The span that grew was taken as whole, so the blocks behind the hole were not."""
+    state = StreamState()
+    send(state, stored([1, 2, 3]), removed(2), stored([4], parent=3), stored([5], parent=4))
+    assert send(state, stored([2], parent=1)) == ["- 3 4 5", "1 > 2 3 4 5"]
+
+
 @pytest.mark.parametrize("options", [{"exact": False}, {"keeps_token_ids": False}])
 def test_tails_require_an_exact_state_with_tokens(options):
     state = StreamState(**options)

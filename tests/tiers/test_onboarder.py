@@ -3,10 +3,22 @@
 import pytest
 from tiers.tier_engine import TierEngine
 
-from kv_pool import InvalidArgumentError, InvalidBlockError, PlanClosedError
+from kv_pool import (
+    BlockHasher,
+    BlockPool,
+    InvalidArgumentError,
+    InvalidBlockError,
+    KVCacheManager,
+    PlanClosedError,
+    PrefixRules,
+    Request,
+)
 from kv_pool.core import invariants as core_invariants
-from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec, SlidingWindowSpec
+from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+from kv_pool.storage.block_storage import make_host_buffer
 from kv_pool.tiers import invariants
+from kv_pool.tiers.host_tier import HostTier, view_rows
+from kv_pool.tiers.onboarder import TierOnboarder
 from kv_pool.tiers.tier import Tier
 from kv_pool.tiers.tiered_cache import TieredCache
 
@@ -522,3 +534,79 @@ def test_pending_blocks_cannot_be_moved(tmp_path):
     assert engine.pool.explain_holds(2) == []
     engine.pool.swap_block_ids([(1, 2)])
     engine.pool.free_blocks(taken)
+
+
+class WithinBlocks:
+    """States and attention over blocks of 8 tokens, hashes over 4: a hit may end within a block.
+
+    The tiers have the first 40 tokens of `prompt`; the device has its first 12, one and a half blocks.
+    """
+
+    prompt = tuple(range(1, 41))
+
+    def __init__(self, *sizes):
+        self.device = make_host_buffer(8, 13, "the test")
+        self.rows = view_rows(self.device)
+        self.hasher = BlockHasher(block_size=4)
+        self.pool = BlockPool(13, True, 4)
+        groups = [FullAttentionSpec(block_size=8), MambaSpec(block_size=8)]
+        self.manager = KVCacheManager(self.pool, groups=groups, prefix_rules=PrefixRules())
+        media = ("CPU", "STORAGE")
+        tiers = [
+            HostTier(size, self.device, None, medium) for size, medium in zip(sizes, media, strict=False)
+        ]
+        self.cache = TieredCache(self.pool, self.device, tiers)
+        self.onboarder = TierOnboarder(self.manager, self.cache)
+        self.run(self.prompt[:33], 8, 8, 8, 8, 1)
+        for number in (1, 2, 3):
+            self.run(range(60 * number, 60 * number + 72), *[8] * 9)
+        self.run(self.prompt[:13], 12, 1)
+
+    def make_request(self, name, num_tokens):
+        return Request(name, self.prompt[:num_tokens], self.hasher)
+
+    def run(self, token_ids, *steps):
+        request = Request("ended", token_ids, self.hasher)
+        for number, num_tokens in enumerate(steps):
+            prefix = self.manager.get_computed_blocks(request) if number == 0 else None
+            assert self.manager.allocate_slots(request, num_tokens, prefix) is not None
+            self.cache.flush()
+            self.write(request, num_tokens)
+        self.manager.free(request)
+
+    def write(self, request, num_tokens):
+        for source, target in self.manager.take_block_copies():
+            self.rows[target] = self.rows[source]
+        blocks = self.manager.get_table(request.request_id).blocks
+        for position in range(request.num_computed_tokens, request.num_computed_tokens + num_tokens):
+            token = request.all_token_ids[position]
+            self.rows[blocks[position // 8].block_id, position % 8] = token % 256
+        request.num_computed_tokens += num_tokens
+
+
+def test_what_tiers_have_behind_a_hit_within_a_block_is_not_overwritten():
+    """The copy of the hit's last block came after the load, and the block was cached with both contents."""
+    engine = WithinBlocks(50)
+    request = engine.make_request("r", 33)
+    assert engine.onboarder.admit(request) == {"GPU": 0, "CPU": 32}
+    engine.write(request, 1)
+    ids = engine.manager.get_block_ids("r")[:4]
+    assert engine.rows[ids].ravel().tolist() == list(engine.prompt[:32])
+
+
+@pytest.mark.parametrize("num_tokens", [13, 17, 25, 33])
+def test_the_tokens_of_a_hit_within_a_block_add_up(num_tokens):
+    """It raised IndexError, or left out the tokens of the block that the device has in part."""
+    engine = WithinBlocks(1, 50)
+    request = engine.make_request("r", num_tokens)
+    found = engine.onboarder.admit(request)
+    assert sum(found.values()) == request.num_computed_tokens
+    assert request.num_computed_tokens == (32 if num_tokens == 33 else 12)
+
+
+def test_admit_counts_external_tokens_itself(tmp_path):
+    engine = make_engine(tmp_path)
+    request = engine.make_request("r", range(9))
+    with pytest.raises(InvalidArgumentError, match="num_external_computed_tokens"):
+        engine.onboarder.admit(request, num_external_computed_tokens=4)
+    assert engine.onboarder.admit(request) is not None

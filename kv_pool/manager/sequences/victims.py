@@ -135,7 +135,7 @@ class Victims:
         return None
 
     def evict(self, victims: Sequence[Holder], for_sequence_id: SequenceId = NO_SEQUENCE) -> list[SequenceId]:
-        """Evict these sequences, one after the other.
+        """Evict these sequences, one after the other; skip those that `on_evicted` has freed.
 
         Args:
             for_sequence_id: the sequence that needs blocks; NO_SEQUENCE: the caller notifies the owners.
@@ -143,10 +143,14 @@ class Victims:
             The ids of the evicted sequences.
         """
         pool = self._holdings.block_pool
+        holders = self._holdings.holders
+        evicted: list[SequenceId] = []
         for holder in victims:
             block_ids = [block.block_id for block in holder.blocks]
-            if self._on_evicted is not None:
+            if self._on_evicted is not None and holders.get(holder.sequence_id) is holder:
                 self._on_evicted(holder.sequence_id, block_ids)
+            if holders.get(holder.sequence_id) is not holder:
+                continue
             blocks = list(holder.blocks)
             pool.is_changing = True
             self._holdings.evictions.note(
@@ -155,8 +159,9 @@ class Victims:
             )
             self._holdings.drop(blocks, {holder: blocks})
             self.num_evicted += 1
+            evicted.append(holder.sequence_id)
             pool.is_changing = False
-        return [holder.sequence_id for holder in victims]
+        return evicted
 
 
 def _rank_holders(policy: EvictionPolicy, holders: Sequence[Holder]) -> list[Holder]:
