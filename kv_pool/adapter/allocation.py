@@ -63,6 +63,7 @@ class Allocation:
         self._copy = copy
         self._on_moved = on_moved
         self._start = 0
+        self._rooms = (self._find_room, self._evict_for_blocks, self._evict_for_run)
         self._rungs: dict[str, tuple[Rung, ...]] = {
             "prefer": (self._take_free_run, self._take_cleared_run, self._take_any),
             "no": (self._take_any,),
@@ -166,7 +167,7 @@ class Allocation:
         if contiguous == "prefer" and self._pool.policy_host is not None:
             contiguous = "no"  # a run would take other blocks than the cache policy chooses
         reasons = list(tried)
-        for make_room in (self._find_room, self._evict_for_blocks, self._evict_for_run):
+        for make_room in self._rooms:
             why_not = make_room(request, together)
             if why_not is not None:
                 reasons.append(why_not)
