@@ -308,7 +308,7 @@ class TierOnboarder:
     ) -> tuple[CachedPrefix, TierHit]:
         """Return the cached prefix of a request and what lower tiers have beyond it. Changes nothing.
 
-        A prefix that ends within a block is given up for a shorter one if tiers then reach further.
+        A prefix that ends within a block is replaced by a shorter one if tiers then reach further.
 
         Args:
             max_num_tokens: as of `find_prefix`.

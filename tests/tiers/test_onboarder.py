@@ -584,7 +584,7 @@ class WithinBlocks:
         request.num_computed_tokens += num_tokens
 
 
-def test_what_tiers_have_behind_a_hit_within_a_block_is_not_overwritten():
+def test_a_load_behind_a_hit_within_a_block_is_not_overwritten():
     """The copy of the hit's last block came after the load, and the block was cached with both contents."""
     engine = WithinBlocks(50)
     request = engine.make_request("r", 33)
