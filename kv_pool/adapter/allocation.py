@@ -91,9 +91,12 @@ class Allocation:
         except Exception:
             for request, blocks in reversed(list(zip(requests, done, strict=False))):
                 self._pool.holds.check_whole()
+                holder = holdings.holders.get(request.sequence_id)
+                if holder is None or holder.blocks.keys().isdisjoint(blocks):
+                    continue  # freed by `on_evicted`
                 if request.pinned:
                     holdings.pins.unpin(blocks)
-                holdings.drop(blocks, {holdings.holders[request.sequence_id]: blocks})
+                holdings.drop(blocks, {holder: blocks})
             for sequence_id, priority in priorities.items():
                 holder = holdings.holders.get(sequence_id)
                 if holder is not None and holder.priority != priority:
@@ -280,7 +283,7 @@ class Allocation:
         num_missing: int,
         has_run: Callable[[list[BlockId]], bool] | None = None,
     ) -> bool:
-        """Evict sequences; return False if that does not suffice, with nothing changed if it could not.
+        """Evict sequences. Return whether there is room then; False, with nothing changed, if none suffice.
 
         Raises PinLimitError if `on_evicted` has pinned too many blocks.
         """

@@ -17,7 +17,7 @@ SIGNS = "0._:=#%P"
 """By kind: dots are short stretches, lines are runs, and a fuller block has a denser sign."""
 
 MAX_CELLS = 16_385
-"""Of a picture: 16,384 blocks and the null block."""
+"""The most cells of a picture: 16,384 blocks and the null block."""
 
 _MAX_COLUMNS = 128
 _LINES_BESIDE_MAP = 15

@@ -1,4 +1,4 @@
-"""What follows the changes of a pool: its parts, `BlockObserver` for metrics, `LowerTiers`."""
+"""The interfaces that a pool calls as it changes: `PoolPart`, `BlockObserver` for metrics, `LowerTiers`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol

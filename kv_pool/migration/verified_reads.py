@@ -1,4 +1,4 @@
-"""What a pull does at its source: `SourceCalls`, and `VerifiedReads` by checksums and at a `RateLimit`."""
+"""`SourceCalls`: what a pull asks its source; `VerifiedReads`, `RateLimit`: how it reads the blocks."""
 
 from __future__ import annotations
 

@@ -347,7 +347,7 @@ def test_on_evicted_may_take_blocks_itself():
 
 
 def test_on_evicted_may_free_and_restart_other_victims():
-    """The restarted sequence lost its record, and its block was in use by nobody for ever."""
+    """The restarted sequence lost its record, so that its block could never be freed."""
     called = []
 
     def restart(sequence_id, ids):
@@ -389,4 +389,16 @@ def test_a_refused_batch_leaves_priorities_as_they_were():
     with pytest.raises(PoolExhaustedError):
         pool.allocate_many([BlockAllocationRequest(1, 1, priority=2), BlockAllocationRequest(30, 2)])
     assert {one.priority for one in pool.describe_sequences().sequences} == {0}
+    check(pool)
+
+
+def test_on_evicted_may_free_a_sequence_of_the_batch():
+    def free(*evicted):
+        if 8 in pool.list_sequences():
+            pool.free_sequence(8)
+
+    pool = make_full(on_evicted=free)
+    with pytest.raises(PoolExhaustedError):
+        pool.allocate_many([BlockAllocationRequest(count, 7 + count) for count in (1, 5, 30)])
+    assert pool.list_sequences() == [3]
     check(pool)
