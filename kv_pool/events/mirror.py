@@ -96,8 +96,8 @@ class PrefixMirror:
 
     Methods that change the mirror may be called from any thread. Lookups take no lock: during a change they
     see each block either before or after it.
-    Memory: about 120 bytes per block and publisher, 180 with tokens; 190 and 270 once all blocks have been
-    replaced, as dicts keep spare entries (200,000 blocks over 16 publishers).
+    Memory: about 120 bytes per block and publisher, 190 with tokens; 170 and 260 once all blocks have been
+    replaced, as dicts keep spare entries (a million blocks over 16 publishers).
     """
 
     def __init__(

@@ -17,6 +17,9 @@ CHUNK_ELEMENTS = 512 * 1024
 """Elements of K and V that are gathered at a time: 2 MiB in float32, 1 MiB in half precision. A larger chunk
 leaves the processor's caches; in a smaller one, the calls take longer than the work."""
 
+MAX_PARTS = 8
+"""Results of a tile that are kept before they are merged: memory does not grow with the context."""
+
 # For scores that must not count: finite, so that a query token which sees nothing of a chunk gets a weight of
 # 0 when chunks are merged, and not NaN.
 _UNSEEN = -1e30
@@ -75,9 +78,11 @@ def attend_gathered(
                 if len(tile) > 1 and (stop > num_unmasked or sliding_window is not None):
                     mask = _mask_unseen(tile, low - position, high - position, sliding_window)
                 parts.append(_attend(rows, key, value, mask, scale))
+                if len(parts) == MAX_PARTS:
+                    parts = [_merge(parts)]
                 block = stop
-            attended = _merge(parts)[0].unflatten(1, (len(tile), -1))
-            output[first : first + len(tile)] = attended.transpose(0, 1)
+            attended, _ = _merge(parts)
+            output[first : first + len(tile)] = attended[0].unflatten(1, (len(tile), -1)).transpose(0, 1)
     return output.view(query.shape)
 
 
@@ -108,13 +113,20 @@ def _attend(
     return (scores - logs[..., None]).exp_() @ value.to(wide), logs
 
 
-def _merge(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """Softmax over chunks: the sum of their results, each weighted by the exponentials of its scores."""
+def _merge(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax over chunks: the sum of their results, each weighted by the exponentials of its scores.
+
+    Returns:
+        The sum, and the logarithm of each row's sum of exponentials, as `_attend` does for a chunk.
+    """
     if len(parts) == 1:
-        return parts[0][0]
-    attended, logs = (torch.stack(part) for part in zip(*parts, strict=True))
+        return parts[0]
+    logs = torch.stack([part_logs for _, part_logs in parts])
     weights = logs.softmax(0)[..., None]
-    return (attended.to(weights.dtype) * weights).sum(0)
+    merged = torch.zeros_like(parts[0][0], dtype=weights.dtype)
+    for (attended, _), weight in zip(parts, weights, strict=True):
+        merged.addcmul_(attended.to(weights.dtype), weight)
+    return merged, logs.logsumexp(0)
 
 
 class _BlockGather:

@@ -25,7 +25,9 @@ def _small_pieces(monkeypatch):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-12), ("float32", 1e-5), ("bfloat16", 2e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [("float64", 1e-12), ("float32", 1e-5), ("bfloat16", 2e-2), ("float16", 1e-2)]
+)
 @pytest.mark.parametrize("num_heads", [(2, 2), (8, 2), (6, 1)], ids=["mha", "gqa", "mqa"])
 @pytest.mark.parametrize("kind", ["decode", "prefill", "mixed"])
 def test_it_equals_dense_attention(kind, num_heads, dtype, tolerance, layout, device):
@@ -65,6 +67,24 @@ def test_batches_of_any_shape_equal_dense_attention(seed):
 def test_long_sequences_in_chunks_equal_dense_attention():
     batch = make_batch([3000, 700], [1, 600], (4, 2), block_size=16)
     check(batch, batch.attend(), 1e-11)
+
+
+def test_results_of_chunks_are_merged_on_the_way(monkeypatch):
+    """All were kept to the end: 3 GiB for 256 query tokens of a context of 64,000."""
+    from kv_pool.integrations.attention import gathered_attention
+
+    monkeypatch.setattr(gathered_attention, "CHUNK_ELEMENTS", 512)
+    merge, num_parts = gathered_attention._merge, []
+
+    def count(parts):
+        num_parts.append(len(parts))
+        return merge(parts)
+
+    monkeypatch.setattr(gathered_attention, "_merge", count)
+    batch = make_batch([3000], [600], (4, 2), block_size=16)
+    check(batch, batch.attend(), 1e-11)
+    assert len(num_parts) > 30
+    assert max(num_parts) == gathered_attention.MAX_PARTS
 
 
 def test_half_precision_of_long_sequences_is_accurate():
