@@ -188,21 +188,26 @@ class CopiedBlocks(Forest):
         self.roots: list[BlockRun] = []
         self.orphans: list[BlockRun] = []
         self.children: dict[Any, list[BlockRun]] = {}
+        # Nothing here goes over all blocks in one call: compiled code does not yield in one.
+        pending: dict[Any, list[BlockRun]] = {}
         for run in runs:
             for first in range(run.first, run.end, max_blocks):
                 part = BlockRun(run.span, first, min(first + max_blocks, run.end))
                 if part.parent is None:
                     self.roots.append(part)
                 else:
-                    self.children.setdefault(part.parent, []).append(part)
+                    pending.setdefault(part.parent, []).append(part)
             yield_timer.yield_if_due()
-        missing = set(self.children)
         while runs:
             run = runs.pop()
-            missing.difference_update(run.span.hashes[run.first : run.end])
+            for block_hash in run.span.hashes[run.first : run.end]:
+                following = pending.pop(block_hash, None)
+                if following is not None:
+                    self.children[block_hash] = following
             yield_timer.yield_if_due()
-        for parent in missing:
-            self.orphans += self.children.pop(parent)
+        while pending:
+            self.orphans += pending.popitem()[1]
+            yield_timer.yield_if_due()
 
     def take(self, run: BlockRun) -> list[BlockRun] | None:
         hashes = run.span.hashes[run.first : run.end]

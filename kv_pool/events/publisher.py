@@ -312,5 +312,8 @@ class ZMQEventPublisher(Closing):
 
 
 def _count(events: Any) -> int:
-    """Return the number of events; an invalid argument that is not a list counts as one."""
-    return len(events) if isinstance(events, list) else 1
+    """Return the number of events; an invalid argument without a length counts as one."""
+    try:
+        return len(events)
+    except TypeError:
+        return 1

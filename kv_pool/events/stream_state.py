@@ -109,8 +109,9 @@ class StreamState:
             And the events, in lists of at most `max_blocks` blocks: `AllBlocksCleared`; then every hash once,
             parents before children, one event per chain; finally the orphans, with their original parents.
 
-        Yields the GIL by `yield_timer`: by default every 0.4 ms, including the caller's work on a list. Next
-        to a thread that never waits, each yield takes another 5 ms (`sys.setswitchinterval`).
+        Yields the GIL by `yield_timer`: by default every 0.4 ms, including the caller's work on a list, but
+        for some ms when a dict of a large state grows. Next to a thread that never waits, each yield takes
+        another 5 ms (`sys.setswitchinterval`).
         """
         if max_blocks < 1:
             raise InvalidArgumentError(f"max_blocks is {max_blocks}; it must be at least 1")

@@ -341,7 +341,9 @@ class CallServer(Running):
             poller = zmq.Poller()
             for one in (router, admitting, ends, woken, *bulk):
                 poller.register(one, zmq.POLLIN)
-            ready = dict(poller.poll(_TICK_MS if len(bulk) > 1 or self._gone else None))
+            # Replies are left if an error interrupted the last turn.
+            wait_ms = 0 if self._replies else _TICK_MS if len(bulk) > 1 or self._gone else None
+            ready = dict(poller.poll(wait_ms))
             try:
                 is_stopping = woken.fileno() in ready and not woken.recv(4096)
                 if admitting in ready:

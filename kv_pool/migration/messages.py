@@ -25,7 +25,7 @@ from typing import Any, NoReturn, TypeVar, Union
 import msgspec
 
 from kv_pool.error_names import ERRORS_BY_NAME, find_error_name
-from kv_pool.errors import InvalidArgumentError, MigrationError
+from kv_pool.errors import InvalidArgumentError, KVPoolError, MigrationError
 from kv_pool.foreign_bytes import UNDECODABLE, UNENCODABLE
 from kv_pool.ids import BlockId, NodeName, TransferId
 from kv_pool.migration.site import OfferedBlock
@@ -302,10 +302,11 @@ Answer = Callable[[Message, NodeName], Message]
 def call_local(answer: Answer, message: Message, caller: NodeName) -> Message:
     """Call a node of this process and return its reply. Raises the errors of `RemoteCalls.call`."""
     try:
-        reply = answer(message, caller)
-    except Exception as error:
-        reply = describe_failure(error)
-    return check_reply(reply, "a node of this process")
+        return check_reply(answer(message, caller), "a node of this process")
+    except KVPoolError:
+        raise
+    except Exception as error:  # the context of what is raised, as another node has it in its log
+        return check_reply(describe_failure(error), "a node of this process")
 
 
 def describe_failure(error: Exception) -> CallFailed:

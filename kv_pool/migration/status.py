@@ -16,7 +16,7 @@ class MigrationPhase(StrEnum):
                     |           |           |           |              |     \\-> IN_DOUBT -> DONE or FAILED
                     +-----------+-----------+-----------+              +-> FAILED
                     |-> FAILED, or CANCELLED by a caller
-        source   WAITING -> READING -> DONE, FAILED or CANCELLED       WAITING only for a push
+        source   WAITING -> READING -> DONE, FAILED or CANCELLED       a pull is READING at once
 
     IN_DOUBT is a move whose blocks have arrived and whose source has not confirmed that it released them.
     """

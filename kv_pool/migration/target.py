@@ -141,7 +141,7 @@ class Pull(Migration):
     # ---- phases ----------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Run all phases, until the end or IN_DOUBT. An error is stored in `record.error`.
+        """Run all phases, until the end or IN_DOUBT. An error is stored in `error`.
 
         M2 holds from `_reserve` to `_insert`, while the missing blocks are read and verified.
         """

@@ -292,7 +292,7 @@ def read_peers(path: str | PathLike[str]) -> Peers:
     """
     peers = Peers()
     for peer in _read_nodes(path).peers:
-        if any(known.name == peer.name for known in peers.list_nodes()):
+        if peer.name in peers:
             raise InvalidArgumentError(f"{path}: two peers are named {peer.name!r}")
         try:
             peers.add(peer.name, peer.address, NodeLocation(peer.network, peer.rack, peer.host, peer.device))

@@ -78,7 +78,7 @@ def check_cache(tiered_cache: TieredCache) -> None:
     if tiered_cache.block_pool.lower_tiers is not tiered_cache:
         raise CorruptedPoolError("X5: the pool notifies other tiers than these")
     blocks = tiered_cache.block_pool.blocks
-    queued = [block for key, (block, _, _) in tiered_cache._through.items() if block.block_hash == key]
+    queued = [block for block, (key, _, _) in tiered_cache._through.items() if block.block_hash == key]
     for name, listed in (("X5: pending", tiered_cache._pending.values()), ("X6: queued", queued)):
         for block in listed:
             if blocks[block.block_id] is not block:

@@ -139,14 +139,14 @@ class TierPrefixes:
         Tokens that need no read count for the top tier, 0.
         """
         step = self._alignment
-        tier_of = [0] * ((end - start) // step)
+        tier_of = [0] * -(-(end - start) // step)
         for group, row in zip(self._groups, rows, strict=True):
             for position, key in row.items():
                 place = (position * group.block_size - start) // step
                 tier_of[place] = max(tier_of[place], find_tier(key) or 0)
         counts: dict[int, int] = {}
-        for tier in tier_of:
-            counts[tier] = counts.get(tier, 0) + step
+        for place, tier in enumerate(tier_of):
+            counts[tier] = counts.get(tier, 0) + min(step, end - start - place * step)
         return counts
 
     def _count_stored(self, request: HashedRequest, group: GroupKeys, wanted: range) -> int:

@@ -112,8 +112,9 @@ class TieredCache:
         self._pending_places = block_pool.holds.open_place_hold(
             "not yet offloaded to a lower tier", self._find_pending
         )
-        # To be written through: the block, its generation, and whether it is written, or will be by the step.
-        self._through: dict[BlockHashWithGroupId, tuple[KVCacheBlock, int, bool]] = {}
+        # To be written through: key and generation of each block, and whether it is written, or will be by
+        # the step. By block, since two may have a key, of which one is never written.
+        self._through: dict[KVCacheBlock, tuple[BlockHashWithGroupId, int, bool]] = {}
         self._events = TierEvents(block_pool) if enable_events else None
         self._stack = TierStack(tiers, self._events)
         # Shared with the tiers: see `LowerTiers.list_parents`.
@@ -192,9 +193,8 @@ class TieredCache:
         if self.writes_through and self.storage is not None:
             num_written = getattr(request, "num_computed_tokens", 0) // block_size
             for position, block in enumerate(blocks, start=num_cached_blocks):
-                is_written = position < num_written
-                if not block.is_null and (is_written or block.block_hash not in self._through):
-                    self._through[block.block_hash] = (block, block.generation, is_written)
+                if not block.is_null:
+                    self._through[block] = (block.block_hash, block.generation, position < num_written)
         elif self.writes_through:
             cached = [block for block in blocks if not block.is_null]
             self._note_parents(cached)
@@ -218,7 +218,7 @@ class TieredCache:
         if self.storage is None:
             self._store([key])
         else:
-            self._through[key] = (block, block.generation, True)
+            self._through[block] = (key, block.generation, True)
 
     def on_blocks_reused(self, blocks: Sequence[KVCacheBlock]) -> None:
         """See `LowerTiers`."""
@@ -230,10 +230,9 @@ class TieredCache:
             return
         for block in blocks:
             key = block.block_hash
-            if key in self._through and self._through[key][0] is block:
-                _, _, is_written = self._through.pop(key)
-                if not is_written:
-                    continue  # freed and reused before the step that would have written it
+            queued = self._through.pop(block, None)
+            if queued == (key, block.generation, False):
+                continue  # freed and reused before the step that would have written it
             if not self._pending:
                 self._pending_since = self.block_pool.holds.clock()
             self._pending.pop(key, None)  # of two copies, the most recent one sets the LRU position
@@ -292,12 +291,12 @@ class TieredCache:
         if self.writes_through:
             queued = [
                 (block, is_written)
-                for key, (block, generation, is_written) in self._through.items()
+                for block, (key, generation, is_written) in self._through.items()
                 if block.generation == generation and block.block_hash == key
             ]
             written = [block for block, is_written in queued if is_written]
             unwritten = [block for block, is_written in queued if not is_written]
-            self._through = {block.block_hash: (block, block.generation, True) for block in unwritten}
+            self._through = {block: (block.block_hash, block.generation, True) for block in unwritten}
             self._note_parents(written)
             self._copy_out((block.block_hash, block) for block in written)
         self.block_pool.is_changing = False
@@ -443,7 +442,9 @@ class TieredCache:
             self._prefetcher.cancel()
         for key in keys:
             self._pending.pop(key, None)
-            self._through.pop(key, None)
+        if self._through:
+            gone = set(keys)
+            self._through = {block: one for block, one in self._through.items() if one[0] not in gone}
         try:
             self._stack.forget(keys)
         except TierError:

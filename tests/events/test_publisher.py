@@ -171,7 +171,7 @@ def test_full_queue_drops_batches_and_leaves_a_hole(when_full, sent):
         publisher.publish([removed(0)])
         assert entered.wait(20)
         for number in range(1, 6):
-            publisher.publish([removed(number)])
+            publisher.publish((removed(number),))
         dropped = publisher.get_statistics()
         gate.set()
         wait_until(lambda: publisher.get_statistics().num_queued == 0, "taken")
@@ -458,15 +458,6 @@ def test_stalled_subscriber_sees_its_losses_and_requests_them():
         assert set(missed) <= {sequence for sequence, _ in requester.ask(missed[0])}
 
 
-def test_full_queue_drops_oldest_batch_and_leaves_a_hole():
-    assert publish_into_a_full_queue("drop_oldest") == [(0, [0]), (3, ["clear", 3]), (4, [4]), (5, [5])]
-
-
-def test_full_queue_drops_newest_batch_and_leaves_a_hole():
-    answer = publish_into_a_full_queue("drop_newest")
-    assert answer == [(0, [0]), (1, [1]), (2, [2]), (3, [3]), (6, ["clear", 6])]
-
-
 def test_garbage_on_the_ports_changes_nothing():
     with make_publisher() as publisher, subscribed(publisher) as (subscriber, first):
         for endpoint in (publisher.endpoint, publisher.replay_endpoint):
@@ -492,38 +483,3 @@ def test_encrypted_stream_is_readable_with_the_server_key(keys):
             assert subscriber.receive_numbers() == (first, [5])
         with Requester(publisher.replay_endpoint, **options) as requester:
             assert requester.ask_for_sequences(first) == [first]
-
-
-def publish_into_a_full_queue(when_full):
-    """Publish batches 1 to 5 into a queue of 3 while batch 0 blocks; return the sent batches."""
-    entered, gate = threading.Event(), threading.Event()
-    state = GatedState(entered, gate)
-    publisher = make_publisher(state, max_queue_size=3, when_full=when_full)
-    with publisher:
-        publisher.publish([removed(0)])
-        assert entered.wait(20)
-        for number in range(1, 6):
-            publisher.publish([removed(number)])
-        dropped = publisher.get_statistics()
-        gate.set()
-        if when_full == "drop_newest":
-            wait_until(lambda: publisher.get_statistics().last_sequence == 3, "sent")
-            publisher.publish([removed(6)])
-        wait_until(
-            lambda: publisher.get_statistics().last_sequence == (6 if when_full == "drop_newest" else 5),
-            "sent",
-        )
-        answer = [
-            (sequence, decode_batch(payload)) for sequence, payload in publisher._buffer.list_from(0, 9)
-        ]
-    assert (dropped.num_batches_dropped, dropped.num_events_dropped, dropped.num_queued) == (2, 2, 3)
-    return [
-        (
-            sequence,
-            [
-                "clear" if isinstance(event, AllBlocksCleared) else event.block_hashes[0]
-                for event in batch.events
-            ],
-        )
-        for sequence, batch in answer
-    ]

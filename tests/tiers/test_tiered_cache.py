@@ -26,9 +26,10 @@ from kv_pool.manager.retention.block_retention import BlockRetention
 from kv_pool.manager.retention.directive import RetentionDirective
 from kv_pool.storage import BlockStorage
 from kv_pool.storage.block_layout import BlockLayout
+from kv_pool.storage.block_storage import make_host_buffer
 from kv_pool.tiers import invariants
 from kv_pool.tiers.disk_tier import DiskTier
-from kv_pool.tiers.host_tier import HostTier
+from kv_pool.tiers.host_tier import HostTier, view_rows
 from kv_pool.tiers.tier import Tier
 from kv_pool.tiers.tiered_cache import TieredCache
 
@@ -241,7 +242,7 @@ def test_blocks_released_by_retention_are_offloaded():
 def queue_a_foreign_block(cache):
     block = KVCacheBlock(1)
     block.set_block_hash(bytes(36), 4)
-    cache._through[block.block_hash] = (block, block.generation, False)
+    cache._through[block] = (block.block_hash, block.generation, False)
 
 
 @pytest.mark.parametrize(
@@ -370,3 +371,62 @@ def test_swap_offloads_pending_blocks_first():
     cache.flush()
     assert cache.num_dropped == 0
     check_bytes(cache, cache.tiers[0])
+
+
+class TwoAlike:
+    """Two requests with one prompt of a block; what `a` writes is 7, what is in memory before is 99."""
+
+    def __init__(self):
+        self.pool = BlockPool(6, True, 4)
+        self.manager = KVCacheManager(self.pool)
+        storage = make_host_buffer(8, 6, "the test")
+        self.rows = view_rows(storage)
+        self.rows[:] = 99
+        self.host = HostTier(10, storage)
+        self.cache = TieredCache(self.pool, storage, [self.host], write="through")
+        self.requests = [Request(name, [1, 2, 3, 4], HASHER) for name in "ab"]
+
+    def start(self, number):
+        assert self.manager.allocate_slots(self.requests[number], 4) is not None
+        return self.manager.get_block_ids(self.requests[number].request_id)[0]
+
+    def write(self, block_id):
+        self.rows[block_id] = 7
+        self.cache.flush()
+        self.cache.flush()
+
+    def read(self):
+        """Return the byte that the tier has for the prompt; None for none."""
+        key = make_block_hash_with_group_id(self.requests[0].block_hashes[0], 0)
+        if key not in self.host.list_keys():
+            return None
+        out = make_host_buffer(8, 1, "the test")
+        self.host.load([key], out, [0])
+        return int(view_rows(out)[0, 0])
+
+
+@pytest.mark.parametrize("is_later", [False, True])
+def test_of_two_blocks_with_a_key_the_written_one_is_stored(is_later):
+    """The other one, freed and reused before its step, was stored with its old bytes."""
+    life = TwoAlike()
+    block_id = life.start(0)
+    if is_later:
+        life.cache.flush()
+        life.rows[block_id] = 7
+        life.requests[0].num_computed_tokens = 4
+    life.start(1)
+    life.manager.free(life.requests[1])
+    assert life.manager.allocate_slots(Request("other", range(100, 116), HASHER), 16) is not None
+    life.cache.flush()
+    life.write(block_id)
+    assert life.read() == 7
+
+
+def test_a_key_that_was_evicted_is_written_through_again():
+    life = TwoAlike()
+    life.pool.evict_blocks([life.start(0)])
+    block_id = life.start(1)
+    life.cache.flush()
+    life.requests[1].num_computed_tokens = 4
+    life.write(block_id)
+    assert life.read() == 7

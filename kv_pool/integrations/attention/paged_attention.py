@@ -67,8 +67,8 @@ def paged_attention(
     No gradients.
 
     Cost: O(query tokens * seq_len) per sequence; on a CPU, also a time per sequence, which is most of it for
-    contexts of a few hundred tokens. Memory for the output, and without the kernel for up to nine results of 256
-    query tokens in float32.
+    contexts of a few hundred tokens. Memory for the output, and without the kernel for up to nine results
+    of 256 query tokens in float32.
     """
     _check_tensors(query, key_cache, value_cache)
     num_tokens = len(query)

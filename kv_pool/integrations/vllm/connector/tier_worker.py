@@ -154,7 +154,8 @@ class TierWorker:
             self.stack.drop_last_tier().close()
             with self._mutex:
                 self._report.has_lost_disk = True
-        self.stack.remove(orders.forgotten)
+        finally:
+            self.stack.remove(orders.forgotten)
 
 
 Mark = Any
