@@ -165,7 +165,7 @@ def _list_starts(kinds: Kinds, is_joined: Flags) -> Flags:
 
 
 def _gather(kinds: Kinds, blocks_per_cell: int) -> Kinds:
-    """Return the kind of each cell, in one shade. A kind that begins later in `CellKind` wins a tie."""
+    """Return the kind of each cell, in one shade. Of kinds with as many blocks, the last of `CellKind`."""
     if blocks_per_cell == 1:
         return kinds.copy()
     padded = np.zeros(-(-len(kinds) // blocks_per_cell) * blocks_per_cell, np.uint8)

@@ -25,7 +25,7 @@ _MIN_LINES, _LINES_IN_FILES = 8, 32
 
 
 def print_layout(layout: PoolLayout, console: Console, num_columns: int | None = None) -> None:
-    """Print a memory map that fits on one screen, with its legend.
+    """Print a memory map that fits on one screen of at least 60 columns, with its legend.
 
     Block ids go from left to right, row by row. With 256 colours, a line shows two rows of coloured cells;
     otherwise each cell is a sign.

@@ -58,7 +58,7 @@ class ModelKV:
     head_size: int = 0
     latent_size: int = 0
     dtype_bytes: int = 2
-    compute: ModelCompute | None = field(default=None, repr=False)
+    compute: ModelCompute | None = field(default=None, repr=False, compare=False)
 
     @property
     def bytes_per_token(self) -> int:

@@ -155,15 +155,17 @@ class WorkerProcesses(Executor):
         """Kill all workers, including running jobs, and cancel the queued jobs."""
         self._is_closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
-        for process in self._processes:
+        with self._lock:  # a shutdown without waiting may be here, too
+            processes, self._processes = self._processes, []
+            pipes, self._pipes = self._pipes, []
+        for process in processes:
             process.kill()
-        for process in self._processes:
+        for process in processes:
             process.join()
             process.close()
         self._threads.shutdown()
-        for pipe in self._pipes:
+        for pipe in pipes:
             pipe.close()
-        self._processes, self._pipes = [], []
 
 
 def work(pipe: Connection) -> None:

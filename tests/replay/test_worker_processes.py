@@ -94,6 +94,16 @@ def test_shutdown_can_cancel_queued_jobs():
     assert first.result() is None
 
 
+def test_shutdown_may_meet_the_end_of_the_block(capfd):
+    """Both ended the same processes: a process was closed twice, or closed while it was running."""
+    for _ in range(4):
+        with WorkerProcesses(2) as workers:
+            done = workers.submit(abs, -1)
+            workers.shutdown(wait=False)
+        assert done.result() == 1
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_number_of_processes_is_checked():
     with pytest.raises(InvalidArgumentError, match="num_processes is 0"):
         WorkerProcesses(0)

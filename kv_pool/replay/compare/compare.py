@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, as_completed
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
-from io import BytesIO
 from typing import Any, BinaryIO
 
 import msgspec
@@ -51,10 +50,13 @@ class FinishedRuns:
 
     def __init__(self, path: str | None) -> None:
         self._path = path
+        self._file: BinaryIO | None = None
         self._results: dict[str, Result] = {}
+        if path is None:
+            return
         decode = msgspec.json.Decoder(_Line).decode
         try:
-            self._file: BinaryIO = BytesIO() if path is None else open(path, "a+b")  # noqa: SIM115
+            self._file = open(path, "a+b")  # noqa: SIM115, closed by `close`
             self._file.seek(0)
             text = self._file.read()
             for line in text.splitlines():
@@ -64,6 +66,7 @@ class FinishedRuns:
             if text and not text.endswith(b"\n"):
                 self._file.write(b"\n")
         except OSError as error:
+            self.close()
             raise TraceError(f"{path}: cannot keep finished runs: {error.strerror}") from error
 
     def find(self, key: str) -> Result | None:
@@ -73,16 +76,19 @@ class FinishedRuns:
     def add(self, key: str, result: Result) -> None:
         """Keep a result, and write it to the file at once. Raises TraceError."""
         self._results[key] = result
-        try:
-            self._file.write(msgspec.json.encode(_Line(key, result)) + b"\n")
-            self._file.flush()
-        except OSError as error:
-            raise TraceError(f"{self._path}: cannot keep finished runs: {error.strerror}") from error
+        if self._file is not None:
+            try:
+                self._file.write(msgspec.json.encode(_Line(key, result)) + b"\n")
+                self._file.flush()
+            except OSError as error:
+                raise TraceError(f"{self._path}: cannot keep finished runs: {error.strerror}") from error
 
     def close(self) -> None:
         """Close the file."""
-        with suppress(OSError):  # what was not written has raised in `add`
-            self._file.close()
+        if self._file is not None:
+            with suppress(OSError):  # what was not written has raised in `add`
+                self._file.close()
+            self._file = None
 
     def delete(self) -> None:
         """Close and delete the file."""

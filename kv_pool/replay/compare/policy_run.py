@@ -107,19 +107,20 @@ class Origin(msgspec.Struct, frozen=True):
     trace_sha256: str
     kv_pool: str = __version__
 
-    def check(self, settings: ReplaySettings) -> None:
-        """Raise InvalidArgumentError or TraceError if this process has another version or another trace."""
+    def check_version(self) -> None:
+        """Raise InvalidArgumentError if this process has another version of kv_pool."""
         if self.kv_pool != __version__:
             raise InvalidArgumentError(
                 f"this worker has kv_pool {__version__}, the comparison was started with {self.kv_pool}; "
                 "install the same version on all workers"
             )
-        sha256 = settings.open_trace().digest()
+
+    def check_trace(self, path: str, sha256: str) -> None:
+        """Raise TraceError if the trace in this process has another SHA-256."""
         if self.trace_sha256 != sha256:
             raise TraceError(
-                f"{settings.trace}: the SHA-256 of the trace is {sha256} in this process and "
-                f"{self.trace_sha256} where the comparison started; the file has changed, or the worker has "
-                "another file of this name"
+                f"{path}: the SHA-256 of the trace is {sha256} in this process and {self.trace_sha256} where "
+                "the comparison started; the file has changed, or the worker has another file of this name"
             )
 
 
@@ -167,8 +168,8 @@ def run_policy(settings: ReplaySettings, source: PolicySource, origin: Origin) -
         source: the policy.
         origin: what this process must have in common with the caller.
     """
+    origin.check_version()
     policy = None if source.name == LRU else source.load()
-    origin.check(settings)
     outcomes: list[tuple[int, int, int]] = []
     admitted = 0
 
@@ -179,7 +180,8 @@ def run_policy(settings: ReplaySettings, source: PolicySource, origin: Origin) -
             admitted += outcome.blocks_looked_up - outcome.blocks_hit
 
     report = run_replay(replace(settings, policy=LRU), on_outcome=note, policy=policy)
-    origin.check(settings)  # the file may have changed meanwhile
+    assert report.provenance is not None
+    origin.check_trace(settings.trace, report.provenance.trace_sha256)
     outcomes.sort()  # requests end in another order than they arrive (trace clock)
     return PolicyRun(
         blocks_hit=report.blocks_hit,

@@ -82,9 +82,10 @@ def find_obstacle(settings: ReplaySettings) -> str | None:
 
 def measure_references(compared: ComparedTrace, origin: Origin) -> References:
     """Read a trace once, and compute the curves. Raises TraceError and InvalidArgumentError."""
+    origin.check_version()
     settings = compared.settings
-    origin.check(settings)
     trace = settings.open_trace()
+    origin.check_trace(settings.trace, trace.digest())
     block_size = find_block_size(settings.block_size, trace)
     finder = UnitFinder(settings, trace, block_size)
     numbers: dict[bytes, int] = {}
