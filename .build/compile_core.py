@@ -375,28 +375,34 @@ def group_shims(folder: Path, shims: list[Any]) -> list[list[Any]]:
 
 
 def build_in_parallel(command: Any) -> None:
-    """Compile the C files of all extensions of a `build_ext`, one on each core, and link them."""
+    """Compile the C files of all extensions of a `build_ext`, one on each core, and link them.
+
+    A file whose compilation fails is compiled once more, when no other is.
+    """
     jobs = [(extension, source) for extension in command.extensions for source in extension.sources]
 
-    def compile_one(job: tuple[Any, str]) -> tuple[Any, list[str]]:
-        extension, source = job
+    def compile_one(extension: Any, source: str) -> None:
         level = Path(source).name.partition("_")[0]
         flags = LEVELS[level][1] if level in LEVELS and command.compiler.compiler_type == "unix" else []
-        objects = command.compiler.compile(
+        extension.extra_objects += command.compiler.compile(
             [source],
             output_dir=command.build_temp,
             include_dirs=extension.include_dirs,
             extra_postargs=[*extension.extra_compile_args, *flags],
         )
-        return extension, objects
 
     for extension in command.extensions:
         extension.sources = []
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with ThreadPoolExecutor(cores) as threads:
-        for number, done in enumerate(as_completed(threads.submit(compile_one, job) for job in jobs), 1):
-            extension, objects = done.result()
-            extension.extra_objects = sorted([*extension.extra_objects, *objects])
+        running = {threads.submit(compile_one, *job): job for job in jobs}
+        for number, _ in enumerate(as_completed(running), 1):
             report(f"compiled C file {number} of {len(jobs)}")
+    # Several compilers at a time can be too many for the machine's memory.
+    for done, job in running.items():
+        if done.exception():
+            report(f"compiling {Path(job[1]).name} again, alone")
+            compile_one(*job)
     for extension in command.extensions:
+        extension.extra_objects.sort()
         command.build_extension(extension)

@@ -84,6 +84,38 @@ def test_build_without_a_c_compiler_is_plain_and_says_so(tmp_path):
 
 
 @pytest.mark.skipif(not HOOK.exists(), reason="needs the hook of a checkout")
+@pytest.mark.parametrize("failures", [1, 2])
+def test_c_file_that_failed_is_compiled_once_more(failures, capfd):
+    """Two compilers at a time may have been too much for the memory."""
+    calls, linked = [], []
+
+    def compile_file(sources, **_):
+        calls.extend(sources)
+        if sources == ["b.c"] and calls.count("b.c") <= failures:
+            raise RuntimeError("killed")
+        return [source.replace(".c", ".o") for source in sources]
+
+    options = {"extra_objects": [], "extra_compile_args": [], "include_dirs": []}
+    extension = SimpleNamespace(sources=["c.c", "b.c", "a.c"], **options)
+    command = SimpleNamespace(
+        extensions=[extension],
+        compiler=SimpleNamespace(compile=compile_file, compiler_type="unix"),
+        build_temp="here",
+        build_extension=lambda extension: linked.append(extension.extra_objects),
+    )
+    build = runpy.run_path(str(HOOK))["build_in_parallel"]
+    if failures == 1:
+        build(command)
+        assert linked == [["a.o", "b.o", "c.o"]]
+    else:
+        with pytest.raises(RuntimeError, match="killed"):
+            build(command)
+        assert linked == []
+    assert sorted(calls) == ["a.c", "b.c", "b.c", "c.c"]
+    assert "compiling b.c again, alone" in capfd.readouterr().out
+
+
+@pytest.mark.skipif(not HOOK.exists(), reason="needs the hook of a checkout")
 def test_modules_with_one_last_name_are_in_different_files(tmp_path):
     """Each library has a function `PyInit_` with the last part of the module's name, which must be unique."""
     names = [f"kv_pool.core.part{number}" for number in range(20)]
