@@ -8,7 +8,7 @@ from kv_pool.contiguous import compaction
 from kv_pool.contiguous.ages import EMPTY
 from kv_pool.contiguous.compaction import CopyBlocks, Relocation
 from kv_pool.core.arguments import as_count, as_int, check_type, refuse_interrupted
-from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.block import KVCacheBlock, list_ids
 from kv_pool.core.taking import take, take_listed
 from kv_pool.errors import InvalidArgumentError, PoolExhaustedError, UnknownDeviceError
 from kv_pool.ids import BlockId, SequenceId
@@ -18,6 +18,7 @@ from kv_pool.protocol import NORMAL, BlockAllocationRequest
 
 _NO_COMPACTION = "no compaction (ids change in a call of allocate only with on_moved=)"
 _NO_EVICTION = "no eviction (eviction_policy is None)"
+_EMPTY = bytes([EMPTY])
 _MAX_SCAN = 65_536
 """Maximum number of ids that one request scans; the next request continues from there."""
 
@@ -43,7 +44,7 @@ class Allocation:
     repeats the request.
 
     Args:
-        count_available: returns how many blocks a request of this priority can take, the reserve deducted.
+        reserved_blocks: free blocks that requests of priority 0 cannot take.
         copy: copies the bytes of blocks; raises if that fails.
         on_moved: called with each relocation before any of its old ids can be taken; None: move no blocks.
     """
@@ -52,14 +53,14 @@ class Allocation:
         self,
         holdings: Holdings,
         victims: Victims,
-        count_available: Callable[[int], int],
+        reserved_blocks: int,
         copy: CopyBlocks,
         on_moved: Callable[[Relocation], object] | None,
     ) -> None:
         self._pool = holdings.block_pool
         self._holdings = holdings
         self._victims = victims
-        self._count_available = count_available
+        self.reserved_blocks = reserved_blocks
         self._copy = copy
         self._on_moved = on_moved
         self._start = 0
@@ -104,7 +105,7 @@ class Allocation:
                     holdings.order.note_access(holder)
             raise
         # Read the ids last: a later request may have moved the blocks of an earlier one.
-        return [[block.block_id for block in blocks] for blocks in done]
+        return [list_ids(blocks) for blocks in done]
 
     def append(
         self,
@@ -191,14 +192,13 @@ class Allocation:
         pool = self._pool
         num_blocks = request.num_blocks
         ages = pool.run_index.ages
-        empty = bytes([EMPTY]) * num_blocks
         first = -1
-        if after is not None and ages.startswith(empty, after.block_id + 1):
+        if after is not None and ages.startswith(_EMPTY * num_blocks, after.block_id + 1):
             first = after.block_id + 1
         elif pool.run_index.placement == "oldest":
             # A run that evicts nothing may be the lowest one: it is found at once, and large runs stay whole.
             end = self._start + max(_MAX_SCAN, 2 * num_blocks)
-            first = ages.find(empty, self._start, end)
+            first = ages.find(_EMPTY * num_blocks, self._start, end)
             if first < 0:
                 self._start = end - num_blocks if end < len(ages) else 0
         if first >= 0:
@@ -245,14 +245,19 @@ class Allocation:
 
     # ---- room for the rungs: each returns None if enough blocks are free now, else why not ---------
 
+    def count_available(self, priority: int) -> int:
+        """Return how many blocks a request of this priority can take; negative if the reserve is in use."""
+        num_free = self._pool.free_block_queue.num_free_blocks
+        return num_free if priority != NORMAL else num_free - self.reserved_blocks
+
     def _find_room(self, request: BlockAllocationRequest, together: Collection[SequenceId]) -> str | None:
-        return None if request.num_blocks <= self._count_available(request.priority) else ""
+        return None if request.num_blocks <= self.count_available(request.priority) else ""
 
     def _evict_for_blocks(
         self, request: BlockAllocationRequest, together: Collection[SequenceId]
     ) -> str | None:
         """Evict the fewest sequences that leave enough blocks, unless moves cannot clear a required run."""
-        num_missing = request.num_blocks - self._count_available(request.priority)
+        num_missing = request.num_blocks - self.count_available(request.priority)
         if num_missing <= 0 or request.num_blocks >= len(self._pool.blocks):
             return ""
         if not self._victims.has_policy:
@@ -268,7 +273,7 @@ class Allocation:
             return ""
         if not self._victims.has_policy:
             return _NO_EVICTION
-        num_missing = request.num_blocks - self._count_available(request.priority)
+        num_missing = request.num_blocks - self.count_available(request.priority)
         if num_missing > 0 and self._may_clear(request):
             return ""  # evicting for blocks has failed
         is_done = self._evict(
@@ -320,7 +325,7 @@ class Allocation:
 
     def _refuse(self, request: BlockAllocationRequest, reasons: Sequence[str]) -> NoReturn:
         num_free = self._pool.get_num_free_blocks()
-        num_reserved = num_free - self._count_available(NORMAL)
+        num_reserved = num_free - self.count_available(NORMAL)
         kept = f", {num_reserved} of them reserved" if num_reserved and request.priority == NORMAL else ""
         run = "a run of " if request.contiguous == "require" else ""
         tried = ", ".join(dict.fromkeys(filter(None, reasons))) or "nothing else"

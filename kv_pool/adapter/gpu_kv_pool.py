@@ -20,7 +20,7 @@ from kv_pool.core.arguments import (
     check_type,
     refuse_copy,
 )
-from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.block import KVCacheBlock, list_ids
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.taking import touch_listed
 from kv_pool.errors import (
@@ -184,7 +184,6 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
         self.block_size = block_size
         self.device_id = device_id
         self.block_bytes = block_bytes if storage is None else storage.block_bytes
-        self.reserved_blocks = reserved_blocks
         self.migration_threshold = migration_threshold
         self.run_length = run_length
         self.block_pool = RunBlockPool(
@@ -208,7 +207,7 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
         self._allocation = Allocation(
             self.holdings,
             self._victims,
-            self.count_available,
+            reserved_blocks,
             self._copy_moves,
             None if on_moved is None else self._note_moved,
         )
@@ -222,6 +221,14 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
     def total_blocks(self) -> int:
         """The number of blocks, without the null block."""
         return len(self.block_pool.blocks) - 1
+
+    @property
+    def reserved_blocks(self) -> int:
+        return self._allocation.reserved_blocks
+
+    @reserved_blocks.setter
+    def reserved_blocks(self, reserved_blocks: int) -> None:
+        self._allocation.reserved_blocks = reserved_blocks
 
     def __repr__(self) -> str:
         num_free = self.get_free_blocks()
@@ -288,7 +295,7 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
             if self._migration_hook is not None:
                 return self._allocate_with_hook([request])[0]
             with self.lock:
-                return [block.block_id for block in self._allocation.append(request)]
+                return list_ids(self._allocation.append(request))
         finally:
             if started_ns:
                 self._allocation_latency.note(perf_counter_ns() - started_ns)
@@ -371,7 +378,7 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
             shared = list(parent.blocks)[:count]
             self.holdings.evictions.begin(child_id)
             self._share(Holder(child_id, parent.priority, self._clock()), shared)
-            return [block.block_id for block in shared]
+            return list_ids(shared)
 
     # ---- freeing and evicting ----------------------------------------------------------------------
 
@@ -596,7 +603,7 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
             self._num_looked_up_blocks += len(block_hashes)
             self._num_hit_blocks += len(hits)
             self._share(Holder(sequence_id, priority, self._clock()), hits)
-            return [block.block_id for block in hits]
+            return list_ids(hits)
 
     @property
     def retention(self) -> "BlockRetention":
@@ -697,8 +704,7 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
         if type(priority) is not int:
             check_priority(priority)
         self._expire_claims()
-        num_free = self.block_pool.free_block_queue.num_free_blocks
-        return num_free if priority != NORMAL else num_free - self.reserved_blocks
+        return self._allocation.count_available(priority)
 
     def _list_rows(self) -> dict[SequenceId, list[Collection[KVCacheBlock]]]:
         """Return the blocks of each sequence in one row, the least recently accessed sequence first."""

@@ -163,3 +163,8 @@ class KVCacheBlock:
             f"prev_free_block={None if before is None else before.block_id}, "
             f"next_free_block={None if after is None else after.block_id})"
         )
+
+
+def list_ids(blocks: list[KVCacheBlock]) -> list[BlockId]:
+    """Return the ids of blocks."""
+    return [block.block_id for block in blocks]

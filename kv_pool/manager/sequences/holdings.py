@@ -209,15 +209,15 @@ class Holdings:
     def hold(self, holder: Holder, blocks: list[KVCacheBlock]) -> None:
         """Enter the sequence as a holder of blocks with references, as part of a larger call."""
         holders_of = self.holders_of
-        added: dict[KVCacheBlock, Holders] = dict.fromkeys(blocks, (holder,))
-        shared = () if holders_of.keys().isdisjoint(added) else holders_of.keys() & added.keys()
-        for block in shared:
-            holders = holders_of[block]
-            if isinstance(holders, tuple):
-                holders = OrderedDict.fromkeys(holders)
-            holders[holder] = None
-            added[block] = holders
-        holders_of |= added
+        alone = (holder,)
+        for block in blocks:
+            others = holders_of.get(block) if block.ref_cnt > 1 else None
+            if others is None:
+                holders_of[block] = alone
+            elif isinstance(others, tuple):
+                holders_of[block] = OrderedDict.fromkeys((*others, holder))
+            else:
+                others[holder] = None
         if holder.blocks:
             holder.blocks |= dict.fromkeys(blocks)
         else:
@@ -333,7 +333,7 @@ class Holdings:
             for block in holder.blocks:
                 holders_of.setdefault(block, OrderedDict())[holder] = None
         for block, holders in holders_of.items():
-            for holder in reversed([*self.holders_of.get(block, ())]):  # the longest holder stays first
+            for holder in reversed(list(self.holders_of.get(block, ()))):  # the longest holder stays first
                 if holder in holders:
                     holders.move_to_end(holder, last=False)
         self.holders_of = {**holders_of}
