@@ -1,6 +1,6 @@
 """The report on a block manager for one GPU (hash map, reference counts, preemption), call by call.
 
-In the report's order: hashes, `allocate`, `deallocate`, figures. `tests/integrations/test_nano_vllm_random.py`
+In the order of the report: hashes, `allocate`, `deallocate`, figures. `integrations/test_nano_vllm_random.py`
 has its scheduler. Its activation buffers (a pool of 128 MB in C++) are left out: they hold no KV.
 """
 
@@ -68,7 +68,7 @@ def test_a_reused_block_loses_its_map_entry():
     assert not old_hashes & set(manager.hash_to_block_id)
     assert len(manager.hash_to_block_id) == 2
     manager.allocate(make_sequence(range(100, 116), 2))
-    assert [block.ref_count for block in manager.blocks] == [2, 1]
+    assert [manager.blocks[block_id].ref_count for block_id in new.block_table] == [2, 1]
 
 
 # ---- the report's figures ------------------------------------------------------------------------
