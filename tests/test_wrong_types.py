@@ -146,7 +146,6 @@ class Things:
                 "get_fragmentation_rate": {"run_length": 4},
                 "track_fragmentation_rate": {"run_length": 4},
                 "get_unusable_share": {"run_length": 4},
-                "count_runs": {"run_length": 4},
                 "grow": {"num_blocks": 1},
                 "shrink": {"num_blocks": 1},
             }

@@ -109,8 +109,6 @@ def apply_moves(
     Cost: O(number of blocks), some nanoseconds each, and O(len(moves)), plus the copy.
     """
     pool.holds.check_whole()
-    if not moves:
-        return Relocation(pool.epoch, [], pool.num_gpu_blocks)
     one_way, exchanges, overwritten_ids = check_moves(pool, moves)
     if exchanges and not scratch_ids:
         raise InvalidArgumentError(f"{len(exchanges)} exchanges need a scratch slot; pass one in scratch_ids")

@@ -14,7 +14,7 @@
         scratch slots
     C5  a block keeps its object, ref_cnt, hash, map entries and queue place; only its id changes, exchanged
         with the target's
-    C6  everything keyed by id uses the new id: block list, copies in the map, secondary keys, watchers
+    C6  everything keyed by id uses the new id: block list, secondary keys, watchers; of copies see H1
     C7  no event is sent and no key is lost
     C8  the caller gets (old id, new id) of every move, and a new epoch
     C9  writes to the old slot of a moved block are queued behind the copy
@@ -29,8 +29,8 @@ C4. Never compiled: for tests and for development.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kv_pool.contiguous.ages import EMPTY, IN_USE, RETAINED
 from kv_pool.contiguous.compaction import Relocation
+from kv_pool.contiguous.run_index import EMPTY, IN_USE, RETAINED
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core import invariants
 from kv_pool.core.block import KVCacheBlock
@@ -132,13 +132,6 @@ def check_relocation(before: Snapshot, pool: RunBlockPool, relocation: Relocatio
             raise CorruptedPoolError(f"C6: the block list has another block at {block.block_id}")
         if after.states[id(block)] != before.states[id(block)]:
             raise CorruptedPoolError(f"C5: block {old_id}, now {block.block_id}, has changed otherwise")
-    for entry in pool.cached_block_hash_to_block.entries.values():
-        if isinstance(entry, dict):
-            for block_id, block in entry.items():
-                if block.block_id != block_id:
-                    raise CorruptedPoolError(
-                        f"C6: the map has block {block.block_id} under the id {block_id}"
-                    )
     for name, broken in (
         ("queue", "C5: the order of the free queue has changed"),
         ("secondary", "C6: secondary keys are stored under another id than their block's"),

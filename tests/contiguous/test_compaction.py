@@ -84,12 +84,6 @@ def leave_the_block_list(pool):
     pool.blocks = (*pool.blocks[:2], pool.blocks[4], pool.blocks[3], pool.blocks[2], *pool.blocks[5:])
 
 
-def leave_a_copy_under_its_old_id(pool):
-    (key,) = (key for key, entry in pool.cached_block_hash_to_block._cache.items() if isinstance(entry, dict))
-    copies = pool.cached_block_hash_to_block._cache[key]
-    copies[99] = copies.pop(2)
-
-
 def leave_a_watcher(pool):
     pool.reuse_watchers[7] = pool.reuse_watchers.pop(6)
 
@@ -120,7 +114,6 @@ def forget_the_epoch(pool):
         (change_a_reference, "C5"),
         (change_the_order, "C5"),
         (leave_the_block_list, "C6"),
-        (leave_a_copy_under_its_old_id, "C6"),
         (leave_a_watcher, "C6"),
         (leave_secondary_keys, "C6"),
         (lose_a_key, "C5|C7"),
