@@ -191,15 +191,7 @@ class FreeRunIndex(FreeIndex):
         if self.buddies is not None:
             need -= self._choose_chunks(chosen, blocks, need)
         elif need > 1:
-            pieces = self.sweep(need, max_age)
-            position: i64 = 0
-            while position < len(pieces):
-                first = pieces[position]
-                end: i64 = pieces[position + 1]
-                chosen.extend(blocks[first:end])
-                self._store(first, end, IN_USE)
-                need -= end - first
-                position += 2
+            need -= self._choose_swept(chosen, blocks, need, max_age)
         rest: list[BlockId] = []
         block = head
         while need > 0 and block is not None and block is not queue.fake_free_list_tail:
@@ -264,12 +256,14 @@ class FreeRunIndex(FreeIndex):
         """Return the age below which a block was unused in the last quarter turnover of the free blocks."""
         return max(EMPTY, self.now - GENERATIONS // 4)
 
-    def sweep(self, num_blocks: int, max_age: int) -> list[int]:
-        """Find up to `num_blocks` free ids in long pieces, no age above `max_age`, from the hand onwards.
+    def _choose_swept(
+        self, chosen: list[KVCacheBlock], blocks: tuple[KVCacheBlock, ...], num_blocks: i64, oldest: i64
+    ) -> i64:
+        """Choose and mark blocks in long pieces of free ids, no age above `oldest`, from the hand onwards.
 
         Returns:
-            The pieces as [first, end, first, end, ...], disjoint; each has at least 8 blocks, except the last
-            one if fewer are needed. May be fewer blocks than requested, or none.
+            How many were chosen; may be fewer than `num_blocks`, or none. Each piece has at least 8 blocks,
+            except the last one if fewer are needed.
 
         The hand moves through the ids in a circle, like a clock's: blocks taken together come up together
         again, with the same age as their neighbours, so that both runs and the eviction order last. Cost:
@@ -277,8 +271,6 @@ class FreeRunIndex(FreeIndex):
         """
         ages = self.ages
         num_all: i64 = len(ages)
-        oldest: i64 = max_age
-        pieces: list[int] = []
         need: i64 = num_blocks
         at = self._hand
         left: i64 = min(max(_MAX_SWEEP, 32 * need), num_all - 1)
@@ -300,13 +292,13 @@ class FreeRunIndex(FreeIndex):
                     position = start  # the piece may continue in the next window
                     break
                 if length > 0 and length >= min(need, _MIN_PIECE):
-                    pieces.append(at + start)
-                    pieces.append(at + position)
+                    chosen.extend(blocks[at + start : at + position])
+                    self._store(at + start, at + position, IN_USE)
                     need -= length
             at += position
             left -= position
         self._hand = at
-        return pieces
+        return num_blocks - need
 
     def find_run(self, num_blocks: int) -> BlockId | None:
         """Return the first id of `num_blocks` consecutive free ids by `placement`, or None."""
@@ -501,10 +493,8 @@ class FreeRunIndex(FreeIndex):
 
     def note_resized(self, num_blocks: int) -> None:
         ages = self.ages
-        if num_blocks > len(ages):
-            ages.extend(bytes([EMPTY]) * (num_blocks - len(ages)))
-        else:
-            del ages[num_blocks:]
+        ages.extend(bytes([EMPTY]) * max(0, num_blocks - len(ages)))
+        del ages[num_blocks:]
         self._note_all_changed()
 
     def _note_all_changed(self) -> None:
