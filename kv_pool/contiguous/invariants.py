@@ -104,7 +104,7 @@ class Snapshot:
         }
         self.queue = [id(block) for block in pool.free_block_queue.get_all_free_blocks()]
         self.entries = {
-            key: [id(block) for block in _list_copies(entry)]
+            key: [id(block) for block in ([entry] if isinstance(entry, KVCacheBlock) else entry.values())]
             for key, entry in pool.cached_block_hash_to_block.entries.items()
         }
         self.secondary = {
@@ -166,7 +166,3 @@ def check_bytes(
     for block_id, content in expected.items():
         if after[block_id] != content and block_id not in scratch_ids:
             raise CorruptedPoolError(f"C4: slot {block_id} holds {after[block_id]!r}, not {content!r}")
-
-
-def _list_copies(entry: Any) -> list[KVCacheBlock]:
-    return [entry] if isinstance(entry, KVCacheBlock) else list(entry.values())

@@ -215,7 +215,8 @@ class FreeRunIndex(FreeIndex):
             How many were chosen; fewer than `num_blocks` if the remaining blocks were used recently.
         """
         assert self.buddies is not None
-        max_age: i64 = self._find_idle_age()
+        # Blocks that were unused in the last quarter turnover of the free blocks.
+        max_age: i64 = max(EMPTY, self.now - GENERATIONS // 4)
         need: i64 = num_blocks
         size: i64 = 1
         while size * 2 <= need:
@@ -251,10 +252,6 @@ class FreeRunIndex(FreeIndex):
     def _find_good_age(self) -> i64:
         """Return the age below which a block was hardly used since the last turnover of the free blocks."""
         return max(EMPTY, self.now - GENERATIONS + GENERATIONS // 8)
-
-    def _find_idle_age(self) -> i64:
-        """Return the age below which a block was unused in the last quarter turnover of the free blocks."""
-        return max(EMPTY, self.now - GENERATIONS // 4)
 
     def _choose_swept(
         self, chosen: list[KVCacheBlock], blocks: tuple[KVCacheBlock, ...], num_blocks: i64, oldest: i64
