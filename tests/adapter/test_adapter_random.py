@@ -42,7 +42,7 @@ class Life:
         self.pool = make(
             NUM_BLOCKS,
             storage=make_storage(NUM_BLOCKS + 1, self.copy),
-            run_length=4,
+            run_length=rng.choice([1, 3, 4, 16]),
             max_pinned_blocks=MAX_PINNED,
             reserved_blocks=rng.choice([0, 3]),
             eviction_policy=rng.choice([None, LRUEviction()]),
@@ -73,6 +73,8 @@ class Life:
         pool = self.pool
         check(pool, list(self.in_flight))
         invariants.check(pool.block_pool)
+        rate = pool.block_pool.track_fragmentation_rate(pool.run_length)
+        assert rate == pytest.approx(pool.get_fragmentation_rate())
         found = self.read_all()
         assert found[0] == 0
         assert sorted(pool.list_sequences()) == sorted(self.held)
