@@ -97,7 +97,8 @@ class Life:
         if not order.is_open:
             assert not self.worth
             return
-        bands = {found[block.block_id]: band for band, blocks in order.list_bands() for block in blocks}
+        listed = ((block, band) for band, blocks in order.list_bands() for block in blocks)
+        bands = {found[block.block_id]: band for block, band in listed if block.block_hash}
         for number in free:
             worth = self.worth.get(number)
             assert bands[number] == (DEFAULT_BAND if worth is None else find_band(worth))
