@@ -137,18 +137,6 @@ def test_c5_to_c8_damage_after_a_move_is_detected(damage, broken):
         invariants.check_relocation(before, pool, relocation)
 
 
-@pytest.mark.parametrize("fail_after", [0, 1, 2, 3])
-def test_c10_a_failed_copy_moves_nothing(fail_after):
-    pool, engine = make_engine(enable_kv_cache_events=True)
-    before = invariants.Snapshot(pool)
-    engine.fail_after = fail_after
-    with pytest.raises(CopyFailedError):
-        apply_moves(pool, moves((4, 2), (5, 6), (7, 8)), engine.copy)
-    invariants.check_nothing_moved(before, pool)
-    invariants.check(pool)
-    assert engine.read(blocks(pool, 4, 5, 7)) == ["slot/4", "slot/5", "slot/7"]
-
-
 def test_c10_ids_exchanged_before_the_copy_are_detected():
     pool, engine = make_engine()
     before = invariants.Snapshot(pool)
