@@ -30,7 +30,6 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 # compiled, block_pool.py has to stay an ordinary class (see there).
 NOT_COMPILED = {"__init__.py", "mode.py", "invariants.py", "kv_events.py", "block_pool.py"}
 CONTIGUOUS = (
-    "ages",
     "buddy",
     "move_check",
     "run_index",

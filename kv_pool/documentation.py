@@ -18,8 +18,7 @@ def describe(compiled: Any, attribute: str) -> Any:
             result is None instead.
     """
     if isinstance(compiled, type):
-        is_signature = attribute == "__signature__"
-        source = _find_constructed(compiled) if is_signature else _find_class(compiled)
+        source = _find_class(compiled, is_constructed=attribute == "__signature__")
     elif hasattr(compiled, "__objclass__"):
         source = vars(_find_class(compiled.__objclass__)).get(compiled.__name__)
     else:
@@ -31,16 +30,15 @@ def describe(compiled: Any, attribute: str) -> Any:
     return inspect.signature(source) if attribute == "__signature__" else getattr(source, attribute)
 
 
-def _find_class(compiled: type) -> Any:
-    """Return the class as its source defines it, or None without a source."""
-    return _read_module(compiled.__module__).get(compiled.__name__)
+def _find_class(compiled: type, is_constructed: bool = False) -> Any:
+    """Return the class as its source defines it, or None without a source.
 
-
-def _find_constructed(compiled: type) -> Any:
-    """Return the source of the class whose `__init__` this class uses."""
+    Args:
+        is_constructed: return the source of the class whose `__init__` this class uses.
+    """
     for base in compiled.__mro__[:-1]:
-        source = _find_class(base)
-        if source is not None and "__init__" in vars(source):
+        source = _read_module(base.__module__).get(base.__name__)
+        if not is_constructed or (source is not None and "__init__" in vars(source)):
             return source
     return None
 

@@ -7,7 +7,7 @@ import os
 import stat
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from kv_pool.errors import InvalidArgumentError
 
@@ -65,18 +65,10 @@ def open_private(name: str, flags: int, folder: int) -> int:
         if error.errno == errno.ELOOP:
             raise OSError(errno.ELOOP, "it is a symbolic link", name) from error
         raise
-    found = os.fstat(descriptor)
-    reason = ""
-    if found.st_nlink > 1:
-        reason = f"it has {found.st_nlink} hard links, and other names may lead to it"
-    elif found.st_uid != os.geteuid():
-        reason = f"it belongs to user {found.st_uid}, not to {os.geteuid()}"
-    elif found.st_mode & 0o077:
-        reason = f"other users can access it (mode {stat.S_IMODE(found.st_mode):o}); chmod 600 {name}"
-    if reason:
-        os.close(descriptor)
-        raise OSError(errno.EPERM, reason, name)
-    return descriptor
+    num_links = os.fstat(descriptor).st_nlink
+    if num_links > 1:
+        _refuse(descriptor, name, f"it has {num_links} hard links, and other names may lead to it")
+    return _check_private(descriptor, name, 0o077, "access", f"chmod 600 {name}")
 
 
 def open_private_folder(path: Path) -> int:
@@ -92,13 +84,20 @@ def open_private_folder(path: Path) -> int:
         if path.is_symlink():
             raise OSError(errno.ELOOP, "it is a symbolic link; name the folder it points to", path) from error
         raise
+    return _check_private(descriptor, os.fspath(path), 0o022, "write to", "chmod 700 it")
+
+
+def _check_private(descriptor: int, name: str, mode: int, verb: str, way_out: str) -> int:
+    """Return the descriptor; close it and raise OSError if another user owns it, or has these rights."""
     found = os.fstat(descriptor)
-    reason = ""
     if found.st_uid != os.geteuid():
-        reason = f"it belongs to user {found.st_uid}, not to {os.geteuid()}"
-    elif found.st_mode & 0o022:
-        reason = f"other users can write to it (mode {stat.S_IMODE(found.st_mode):o}); chmod 700 it"
-    if reason:
-        os.close(descriptor)
-        raise OSError(errno.EPERM, reason, os.fspath(path))
+        _refuse(descriptor, name, f"it belongs to user {found.st_uid}, not to {os.geteuid()}")
+    if found.st_mode & mode:
+        mode = stat.S_IMODE(found.st_mode)
+        _refuse(descriptor, name, f"other users can {verb} it (mode {mode:o}); {way_out}")
     return descriptor
+
+
+def _refuse(descriptor: int, name: str, reason: str) -> NoReturn:
+    os.close(descriptor)
+    raise OSError(errno.EPERM, reason, name)

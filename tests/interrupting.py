@@ -85,6 +85,7 @@ def interrupt_at(moment, call):
     """
     trace = _OpcodeTrace(moment)
     before = sys.gettrace()
+    gc.disable()  # exceptions in finalizers, also of what other tests have left, are ignored
     sys.settrace(trace)
     try:
         call()
@@ -92,6 +93,7 @@ def interrupt_at(moment, call):
         return True
     finally:
         sys.settrace(before)
+        gc.enable()
     return False
 
 

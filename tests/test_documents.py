@@ -15,11 +15,17 @@ from kv_pool.events import KVEventBatch, PublisherConfig, decode_batch, encode_b
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 EVENTS_README = (ROOT / "kv_pool" / "events" / "README.md").read_text()
-TIERS_README = (ROOT / "kv_pool" / "tiers" / "README.md").read_text()
 REPLAY_README = (ROOT / "kv_pool" / "replay" / "README.md").read_text()
-MANAGER_README = (ROOT / "kv_pool" / "manager" / "README.md").read_text()
-ADAPTER_README = (ROOT / "kv_pool" / "adapter" / "README.md").read_text()
-MIGRATION_README = (ROOT / "kv_pool" / "migration" / "README.md").read_text()
+GUIDES = {
+    "README": README,
+    "readers of the event stream": EVENTS_README.partition("\n## Reading the stream\n")[2],
+    "schedulers": "kv_pool/manager/README.md",
+    "pools by id": "kv_pool/adapter/README.md",
+    "tiers": "kv_pool/tiers/README.md",
+    "replays": REPLAY_README,
+    "migration": "kv_pool/migration/README.md",
+    "salts": "kv_pool/manager/requests/salts.md",
+}
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 NEEDED = {
     "batching_a_model.py": [pytest.mark.transformers],
@@ -83,14 +89,43 @@ def test_examples_print_their_documented_output(path):
     assert report.stdout.strip().splitlines() == lines
 
 
+@pytest.mark.parametrize(
+    "name", ["batching_a_model", "paged_generation", "paged_transformer", "prefill_and_decode"]
+)
+def test_example_without_torch_says_what_to_install(name):
+    path = str(ROOT / "examples" / f"{name}.py")
+    code = f"import runpy, sys; sys.modules['torch'] = None; runpy.run_path({path!r})"
+    report = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, encoding="utf-8", timeout=60, check=False
+    )
+    assert report.returncode == 1
+    needed = r"this example needs (torch|torch and transformers) \(.*\): pip install '.\[(\w+)\]'\n"
+    packages, extra = re.fullmatch(needed, report.stderr).groups()
+    assert packages.endswith(extra)
+
+
 def test_readme_has_at_most_220_lines():
     assert len(README.splitlines()) <= 220
 
 
-def test_readme_shows_the_output_of_its_first_example():
-    code, output = re.search(r"```python\n(.*?)```\n\n```text\n(.*?)```", README, re.DOTALL).groups()
-    report = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert report.stdout == output
+@pytest.fixture
+def chat(tmp_path):
+    """Return a folder with the trace that the replay guide shows."""
+    (tmp_path / "chat.jsonl").write_text(re.search(r"```json\n(.*?)```", REPLAY_README, re.DOTALL)[1])
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", GUIDES)
+def test_a_guide_prints_the_output_that_it_shows(name, chat):
+    """The Python code is one program; its output is the text behind its parts."""
+    page = GUIDES[name]
+    if page.endswith(".md"):
+        page = (ROOT / page).read_text()
+    code = "".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
+    shown = re.findall(r"```python\n(?:(?!```)[^\n]*\n)*```\n\n```text\n(.*?)```", page, re.DOTALL)
+    command = [sys.executable, "-c", code]
+    report = subprocess.run(command, capture_output=True, text=True, check=True, cwd=chat)
+    assert report.stdout == "".join(shown) != ""
 
 
 def test_event_guide_shows_the_bytes_that_are_sent():
@@ -102,50 +137,6 @@ def test_event_guide_shows_the_bytes_that_are_sent():
         assert encode_batch(KVEventBatch(batch.ts, batch.events, 0)) == payload
         shown.append([type(event) for event in batch.events])
     assert shown == [[BlockStored], [BlockRemoved] * 3, [AllBlocksCleared]]
-
-
-def test_event_guide_readers_print_the_shown_output():
-    guide = EVENTS_README.partition("\n## Reading the stream\n")[2]
-    code = "".join(re.findall(r"```python\n(.*?)```", guide, re.DOTALL))
-    output = "".join(re.findall(r"```text\n(.*?)```", guide, re.DOTALL))
-    report = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert report.stdout == output
-
-
-def test_scheduler_guide_prints_the_shown_output():
-    """One program from the first line to the last."""
-    code = "".join(re.findall(r"```python\n(.*?)```", MANAGER_README, re.DOTALL))
-    guide = MANAGER_README.partition("\n## One request\n")[2]
-    output = "".join(re.findall(r"```text\n(.*?)```", guide, re.DOTALL))
-    report = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert report.stdout == output
-
-
-def test_pool_by_id_guide_prints_the_shown_output():
-    """One program from the first line to the last."""
-    code = "".join(re.findall(r"```python\n(.*?)```", ADAPTER_README, re.DOTALL))
-    output = "".join(re.findall(r"```text\n(.*?)```", ADAPTER_README, re.DOTALL))
-    report = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert report.stdout == output
-
-
-def test_tier_guide_prints_the_shown_output():
-    """One program from the first line to the last."""
-    code = "".join(re.findall(r"```python\n(.*?)```", TIERS_README, re.DOTALL))
-    output = "".join(re.findall(r"```\n\n```text\n(.*?)```", TIERS_README, re.DOTALL))
-    report = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert report.stdout == output
-
-
-def test_replay_guide_prints_the_shown_output(tmp_path):
-    """One program; it also replays and draws the trace that the guide shows."""
-    (tmp_path / "chat.jsonl").write_text(re.search(r"```json\n(.*?)```", REPLAY_README, re.DOTALL)[1])
-    pairs = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", REPLAY_README, re.DOTALL)
-    code, output = ("".join(texts) for texts in zip(*pairs, strict=True))
-    command = [sys.executable, "-c", code]
-    report = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
-    assert report.stdout == output
-    assert (tmp_path / "chat.svg").stat().st_size > 0
 
 
 def read_labels(table):
@@ -171,24 +162,14 @@ def test_printed_replay_tables_have_the_rows_of_the_command(page, command):
     assert [label for label in shown_labels if label not in printed_labels] == []
 
 
-def test_replay_guide_shows_the_table_of_its_trace(tmp_path):
-    (tmp_path / "chat.jsonl").write_text(re.search(r"```json\n(.*?)```", REPLAY_README, re.DOTALL)[1])
+def test_replay_guide_shows_the_table_of_its_trace(chat):
     shown = re.search(r"\$ kv-pool (replay chat.jsonl .*)\n((?:.*\n)*?)\.\.\.", REPLAY_README)
     command = [sys.executable, "-P", "-m", "kv_pool", *shown[1].split()]
-    report = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    report = subprocess.run(command, capture_output=True, text=True, check=True, cwd=chat)
     # The widths depend on the times in later rows.
     printed, expected = (re.findall(r"[^\s│┌┐├┤┬─┴┼]+", text) for text in (report.stdout, shown[2]))
     assert len(expected) > 10
     assert printed[: len(expected)] == expected
-
-
-def test_migration_guide_prints_the_shown_output():
-    """One program, with a backend of its own in it."""
-    code = "".join(re.findall(r"```python\n(.*?)```", MIGRATION_README, re.DOTALL))
-    shown = re.findall(r"```text\n(.*?)```", MIGRATION_README, re.DOTALL)
-    output = "".join(text for text in shown if "the source" not in text)
-    report = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert report.stdout == output
 
 
 def test_event_guide_publisher_configuration_is_valid(tmp_path):

@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import NoReturn
 
 from kv_pool.contiguous import compaction
-from kv_pool.contiguous.ages import EMPTY
 from kv_pool.contiguous.compaction import CopyBlocks, Relocation
+from kv_pool.contiguous.run_index import EMPTY
 from kv_pool.core.arguments import as_count, as_int, check_type, refuse_interrupted
 from kv_pool.core.block import KVCacheBlock, list_ids
 from kv_pool.core.taking import take, take_listed

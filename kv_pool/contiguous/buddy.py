@@ -28,9 +28,9 @@ _MIN_CHANGES: Final = 256
 class BuddySystem:
     """The chunks of the free ids of a pool.
 
-    Derived from the ages of `FreeAges`, of which 0 stands for an id in use; they note each range of ids that
-    changes. `update` applies the pending splits and merges before a search, so a pool pays for them only when
-    a caller requests a run.
+    Derived from the ages of a `FreeRunIndex`, of which 0 stands for an id in use; it notes each range of ids
+    that changes. `update` applies the pending splits and merges before a search, so a pool pays for them only
+    when a caller requests a run.
 
     Attributes:
         counts: number of chunks of each order, from 0; up to date after `update`.
@@ -187,29 +187,6 @@ class BuddySystem:
                 chunk = order_at.find(_MARKS[order], end)
             order += 1
         return cast(BlockId, best)
-
-    def find_single(self, ages: bytearray, max_age: int) -> BlockId:
-        """Find an id with content no younger than `max_age`, in the smallest chunk that has one.
-
-        Returns:
-            The id; 0 for none among the compared chunks.
-        """
-        self.update(ages)
-        limit: i64 = max_age
-        order_at = self._order_at
-        for order in range(len(self.counts)):
-            num_places: i64 = 0
-            chunk: i64 = order_at.find(_MARKS[order]) if self.counts[order] else -1
-            while chunk >= 0 and num_places < _MAX_PLACES:
-                at: i64 = chunk
-                end: i64 = min(at + (1 << order), at + _MAX_PLACES)
-                while at < end:
-                    if ages[at] <= limit:
-                        return cast(BlockId, at)
-                    at += 1
-                num_places += 1
-                chunk = order_at.find(_MARKS[order], at)
-        return cast(BlockId, 0)
 
     def list_chunks(self, ages: bytearray) -> list[tuple[BlockId, int]]:
         """Return the chunks as (first id, order), by id."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from kv_pool.contiguous import plan
 from kv_pool.contiguous.fragmentation import find_run_length
@@ -109,8 +109,6 @@ def apply_moves(
     Cost: O(number of blocks), some nanoseconds each, and O(len(moves)), plus the copy.
     """
     pool.holds.check_whole()
-    if not moves:
-        return Relocation(pool.epoch, [], pool.num_gpu_blocks)
     one_way, exchanges, overwritten_ids = check_moves(pool, moves)
     if exchanges and not scratch_ids:
         raise InvalidArgumentError(f"{len(exchanges)} exchanges need a scratch slot; pass one in scratch_ids")
@@ -230,16 +228,22 @@ def gather(
     return apply_moves(pool, moves, copy, on_moved=on_moved, scratch_ids=scratch_ids)
 
 
+class MoveOptions(TypedDict, total=False):
+    """The options that `compact` passes to `gather` or `pack`."""
+
+    max_moves: int | None
+    max_evictions: int
+    on_moved: Callable[[Relocation], object] | None
+    scratch_ids: Sequence[BlockId]
+
+
 def compact(
     pool: RunBlockPool,
     copy: CopyBlocks,
     *,
     run_length: int = DEFAULT_RUN_LENGTH,
     goal: float | None = None,
-    max_moves: int | None = None,
-    max_evictions: int = 0,
-    on_moved: Callable[[Relocation], object] | None = None,
-    scratch_ids: Sequence[BlockId] = NULL_BLOCK_SLOT,
+    **options: Unpack[MoveOptions],
 ) -> int:
     """Call `gather` with a goal, `pack` without one. By default nothing is evicted, even in a full cache.
 
@@ -251,29 +255,12 @@ def compact(
         As `gather` and `pack`. Rounds before a failure are complete.
     """
     if goal is None:
-        rounds = pack(
-            pool,
-            copy,
-            max_moves=max_moves,
-            max_evictions=max_evictions,
-            on_moved=on_moved,
-            scratch_ids=scratch_ids,
-        )
-        return sum(len(relocation.moves) for relocation in rounds)
+        return sum(len(relocation.moves) for relocation in pack(pool, copy, **options))
     check_number("goal", goal)
     if not 0 <= goal <= 1:
         raise InvalidArgumentError(f"goal is {goal}; it is a fragmentation rate, 0 to 1")
-    relocation = gather(
-        pool,
-        copy,
-        run_length=find_run_length(pool.get_num_free_blocks(), run_length),
-        goal=goal,
-        max_moves=max_moves,
-        max_evictions=max_evictions,
-        on_moved=on_moved,
-        scratch_ids=scratch_ids,
-    )
-    return len(relocation.moves)
+    run_length = find_run_length(pool.get_num_free_blocks(), run_length)
+    return len(gather(pool, copy, run_length=run_length, goal=goal, **options).moves)
 
 
 def take_run(

@@ -72,13 +72,12 @@ def _check_content(block: KVCacheBlock) -> None:
 
 def _split(moves: Sequence[BlockMove], checked: CheckedMoves) -> None:
     """Separate exchanges from one-way moves; keep the first move of each exchange. Raise for C1."""
-    target_of: dict[BlockId, BlockId] = dict(moves)
+    planned: set[tuple[BlockId, BlockId]] = set(moves)
     seen: set[BlockId] = set()
-    awaited: set[BlockId] = set()  # sources of reverse moves still expected
+    halves: set[tuple[BlockId, BlockId]] = set()  # exchanges whose reverse move has not come yet
     for source, target in moves:
-        is_exchange = source != target and target_of.get(target, -1) == source
-        if is_exchange and source in awaited and target_of[source] == target:
-            awaited.remove(source)
+        if (target, source) in halves:
+            halves.remove((target, source))
             continue
         for block_id in (source, target):
             if block_id in seen:
@@ -87,8 +86,8 @@ def _split(moves: Sequence[BlockMove], checked: CheckedMoves) -> None:
                     "unless two moves exchange two blocks"
                 )
             seen.add(block_id)
-        if is_exchange:
-            awaited.add(target)
+        if (target, source) in planned:
+            halves.add((source, target))
             checked.exchanges.append(BlockMove(source, target))
         else:
             checked.one_way.append(BlockMove(source, target))

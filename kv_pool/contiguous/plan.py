@@ -10,7 +10,7 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-from kv_pool.contiguous.ages import EMPTY, IN_USE, RETAINED
+from kv_pool.contiguous.run_index import EMPTY, IN_USE, RETAINED
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.arguments import as_count
 from kv_pool.errors import InvalidArgumentError, OutOfBlocksError
@@ -41,7 +41,7 @@ class RunClearance(NamedTuple):
 class _Map:
     """The state of each id, as boolean arrays over the block ids. Held blocks are only in `immovable`.
 
-    `kept` marks cached blocks of bands above the default one in the eviction order.
+    A free block is `cached` or `empty`; `retained` marks cached blocks of bands above the default one.
     """
 
     def __init__(self, pool: RunBlockPool) -> None:
@@ -55,7 +55,6 @@ class _Map:
         immovable[0] = True
         self.immovable: NDArray[np.bool_] = immovable
         self.movable: NDArray[np.bool_] = (ages == IN_USE) & ~immovable
-        self.free: NDArray[np.bool_] = (ages != IN_USE) & ~immovable
         self.cached: NDArray[np.bool_] = (ages > EMPTY) & ~immovable
         self.empty: NDArray[np.bool_] = (ages == EMPTY) & ~immovable
         self.retained: NDArray[np.bool_] = (ages == RETAINED) & ~immovable
@@ -179,7 +178,7 @@ def plan_gather(
     if pool.get_unusable_share(run_length) <= goal:
         return []
     blocks = _Map(pool)
-    num_windows = -(-len(blocks.free) // run_length)
+    num_windows = -(-pool.num_gpu_blocks // run_length)
 
     def cut(where: "NDArray[np.bool_]", beyond: bool) -> "NDArray[np.bool_]":
         """Reshape to (num_windows, run_length); `beyond` fills the slots past the last block."""
@@ -190,7 +189,7 @@ def plan_gather(
     movable = cut(blocks.movable, False)
     num_used = movable.sum(axis=1)
     is_immovable: NDArray[np.bool_] = np.any(cut(blocks.immovable, True), axis=1)
-    num_free = int(blocks.free.sum())
+    num_free = int((blocks.cached | blocks.empty).sum())
     num_wanted = min(math.ceil((1 - goal) * num_free / run_length), num_free // run_length)
     num_wanted -= int(np.count_nonzero((num_used == 0) & ~is_immovable))
     if num_wanted <= 0:
@@ -257,11 +256,10 @@ def plan_clear_run(
     _check_limits(max_moves, 0)
     num_blocks = as_count("num_blocks", num_blocks, 1)
     blocks = _Map(pool)
-    if num_blocks > len(blocks.free):
+    if num_blocks > pool.num_gpu_blocks:
         return None
     if avoids_retained:
         blocks.movable |= blocks.retained
-        blocks.free &= ~blocks.retained
         blocks.cached &= ~blocks.retained
         blocks.retained[:] = False
 
@@ -275,7 +273,8 @@ def plan_clear_run(
     next_evicted = _find_next_evicted(pool, blocks.cached, num_blocks - int(blocks.empty.sum()))
     staying = blocks.cached & ~next_evicted
     num_used = count(blocks.movable)
-    num_room = int(blocks.free.sum()) - count(blocks.free)
+    free = blocks.cached | blocks.empty
+    num_room = int(free.sum()) - count(free)
     cost = num_used * _IN_USE_COST
     cost += count(staying) * _CACHED_COST + count(staying & blocks.retained) * _RETAINED_COST
     possible = (count(blocks.immovable) == 0) & (num_used <= num_room)
@@ -315,7 +314,7 @@ def plan_drain(pool: RunBlockPool, num_blocks: int) -> list[BlockMove]:
     drained = cast("Sequence[BlockId]", range(bar, pool.num_gpu_blocks))
     pool.holds.check_movable(drained, "cannot be drained")
     num_in_use = len(blocks.ids(blocks.movable, bar))
-    num_room = len(blocks.ids(blocks.free, 0, bar))
+    num_room = len(blocks.ids(blocks.cached | blocks.empty, 0, bar))
     if num_in_use > num_room:
         raise OutOfBlocksError(
             f"{num_in_use} blocks are in use among the highest {num_blocks}, "

@@ -6,8 +6,7 @@ from typing import Any
 from mypy_extensions import mypyc_attr
 
 from kv_pool.contiguous import fragmentation
-from kv_pool.contiguous.ages import IN_USE
-from kv_pool.contiguous.run_index import PLACEMENTS, FreeRunIndex
+from kv_pool.contiguous.run_index import IN_USE, PLACEMENTS, FreeRunIndex
 from kv_pool.core.arguments import as_count, as_int, refuse_interrupted, refuse_type
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.deadlines import read_clock
@@ -152,31 +151,18 @@ class RunPoolCore(BlockPoolCore):
         num_runs = index.count_runs(run_length)
         if index.num_free >= run_length:
             return 1.0 - num_runs / (index.num_free // run_length)
-        ids = sorted(
-            [
-                block.block_id
-                for block in self.free_block_queue.get_all_free_blocks()
-                if block.owner is self.block_owner
-            ]
-        )
+        ages = index.ages
         lengths: list[int] = []
-        last = -2
-        for block_id in ids:
-            if block_id == last + 1:
-                lengths[-1] += 1
-            else:
-                lengths.append(1)
-            last = block_id
+        for block in self.free_block_queue.get_all_free_blocks():
+            first = block.block_id
+            if block.owner is self.block_owner and ages[first - 1] == IN_USE:
+                end = ages.find(IN_USE, first)
+                lengths.append((len(ages) if end < 0 else end) - first)
         return fragmentation.get_fragmentation_rate(lengths, run_length)
 
     def get_unusable_share(self, run_length: int = DEFAULT_RUN_LENGTH) -> float:
         """Return U(run_length), the share of free blocks unusable for runs of it, 0 to 1. O(all blocks)."""
         return fragmentation.get_unusable_share(self.list_free_runs(), run_length)
-
-    def count_runs(self, run_length: int) -> int:
-        """Return how many disjoint runs of `run_length` the free blocks form. O(number of blocks)."""
-        run_length = as_count("run_length", run_length, 1)
-        return sum(length // run_length for length in self.list_free_runs())
 
     def list_free_runs(self) -> list[int]:
         """Return the lengths of the maximal runs of free blocks, by id. O(number of blocks)."""

@@ -8,6 +8,7 @@ from kv_pool.adapter import invariants
 from kv_pool.migration.pool_sequences import PoolSequences
 from kv_pool.migration.pool_site import PoolSite
 from kv_pool.storage import KVStorage
+from kv_pool.storage.copy_cpu import copy_on_cpu
 
 
 class CountingClock:
@@ -19,6 +20,21 @@ class CountingClock:
     def __call__(self):
         self.now += 1.0
         return self.now
+
+
+class BreakingCopy:
+    """Copies blocks; fails after `num_good` moves, unless None, in the call after `num_good_calls` others."""
+
+    num_good = None
+    num_good_calls = 0
+
+    def __call__(self, source, target, sources, targets):
+        breaks = self.num_good is not None and self.num_good_calls == 0
+        self.num_good_calls = max(0, self.num_good_calls - 1)
+        end = self.num_good if breaks else None
+        copy_on_cpu(source, target, sources[:end], targets[:end])
+        if breaks:
+            raise OSError("the device fell off the bus")
 
 
 def make(total_blocks=10, **options):
@@ -103,18 +119,24 @@ def fill(pool):
             write(pool, block_id, 16 * sequence_id + position)
 
 
+def view_block(pool, block_id):
+    """Return a block's memory as numbers of 8 bytes."""
+    [tensor] = pool.storage.tensors
+    return tensor[block_id].view("uint64")
+
+
 def write(pool, block_id, number):
-    pool.storage.write_block(block_id, bytes([number]) * pool.block_bytes)
+    view_block(pool, block_id)[:] = number
 
 
 def read(pool, sequence_id):
     """Return the numbers in a sequence's blocks."""
-    numbers = []
-    for block_id in pool.blocks_of(sequence_id):
-        data = pool.storage.read_block(block_id)
-        assert len(set(data)) == 1, "half of a block is another one's"
-        numbers.append(data[0])
-    return numbers
+    return [read_block(pool, block_id) for block_id in pool.blocks_of(sequence_id)]
+
+
+def read_block(pool, block_id):
+    [number] = set(view_block(pool, block_id).ravel().tolist())
+    return number
 
 
 def state(pool):

@@ -2,6 +2,7 @@
 
 import pytest
 from adapter.made_pool import (
+    BreakingCopy,
     check,
     draw,
     fill,
@@ -9,24 +10,14 @@ from adapter.made_pool import (
     make_scattered,
     make_storage,
     read,
+    read_block,
     state,
     take,
+    write,
 )
 
-from kv_pool import BlockAllocationRequest, CopyFailedError, PinnedBlockError, PoolExhaustedError
+from kv_pool import BlockAllocationRequest, CopyFailedError, PoolExhaustedError
 from kv_pool.adapter import allocation
-from kv_pool.storage.copy_cpu import copy_on_cpu
-
-
-class CopyThatBreaksOff:
-    """Copies `num_good` moves of the first plan, then fails."""
-
-    def __init__(self, num_good):
-        self.num_good = num_good
-
-    def __call__(self, source, target, sources, targets):
-        copy_on_cpu(source, target, sources[: self.num_good], targets[: self.num_good])
-        raise OSError("the device fell off the bus")
 
 
 def test_a_sequence_grows_into_the_next_id():
@@ -97,72 +88,25 @@ def test_no_more_blocks_move_than_max_moves():
     check(pool)
 
 
-def test_pinned_blocks_do_not_move():
-    pool = make_scattered(on_moved=lambda relocation: None, storage=make_storage())
-    fill(pool)
-    pool.pin([3, 7])
-    pool.defragment()
-    assert pool.blocks_of(2) == [3]
-    assert pool.blocks_of(4) == [7]
-    assert [read(pool, sequence_id) for sequence_id in range(1, 6)] == [[16], [32], [48], [64], [80]]
-    with pytest.raises(PoolExhaustedError, match="compaction"):
-        take(pool, 6, 5, contiguous="require")
-    check(pool)
-
-
-def test_held_and_watched_blocks_do_not_move():
-    pool = make_scattered(on_moved=lambda relocation: None, storage=make_storage())
-    below = pool.block_pool
-    [taken] = below.get_new_blocks(1)
-    hold = below.hold([taken], "written by a transfer")
-    read = below.blocks[pool.blocks_of(5)[0]]
-    below.touch([read])
-    below.unpin_blocks([read], lambda block: None)
-    places = taken.block_id, read.block_id
-    assert pool.defragment() > 0
-    assert len(take(pool, 6, 3, contiguous="require")) == 3
-    assert (taken.block_id, read.block_id) == places
-    below.free_blocks([taken])
-    hold.release()
-    check(pool)
-
-
 def test_an_unheld_block_taken_from_block_pool_can_move():
     pool = make_scattered(storage=make_storage())
     [taken] = pool.block_pool.get_new_blocks(1)
-    pool.storage.write_block(taken.block_id, b"7" * pool.block_bytes)
+    write(pool, taken.block_id, 7)
     pool.free_sequence(1)
     place = taken.block_id
     assert pool.defragment() > 0
     assert taken.block_id != place
-    assert bytes(pool.storage.read_block(taken.block_id)) == b"7" * pool.block_bytes
+    assert read_block(pool, taken.block_id) == 7
     check(pool, [taken])
-
-
-def test_defragment_moves_blocks_with_their_bytes():
-    told = []
-    pool = make_scattered(on_moved=told.append, storage=make_storage(), run_length=4)
-    fill(pool)
-    pool.fork(5, 8)
-    assert pool.get_fragmentation_rate() == 1.0
-    moved = pool.defragment()
-    assert moved == sum(len(relocation.moves) for relocation in told) > 0
-    assert (pool.get_fragmentation_rate(), pool.block_pool.get_unusable_share(4)) == (0, pytest.approx(0.2))
-    assert draw(pool)[5:] == "....."
-    assert [read(pool, sequence_id) for sequence_id in range(1, 6)] == [[16], [32], [48], [64], [80]]
-    assert pool.blocks_of(8) == pool.blocks_of(5)
-    assert pool.defragment() == 0
-    check(pool)
 
 
 @pytest.mark.parametrize("num_good", [0, 1])
 def test_a_failed_copy_moves_nothing(num_good):
     told = []
-    storage = make_storage(copy=CopyThatBreaksOff(num_good))
-    pool = make_scattered(on_moved=told.append, storage=storage)
-    storage._copy = copy_on_cpu
+    copy = BreakingCopy()
+    pool = make_scattered(on_moved=told.append, storage=make_storage(copy=copy))
     fill(pool)
-    storage._copy = CopyThatBreaksOff(num_good)
+    copy.num_good = num_good
     before = state(pool)
     for attempt in (
         pool.defragment,
@@ -175,17 +119,5 @@ def test_a_failed_copy_moves_nothing(num_good):
         assert told == []
     result = pool.try_allocate(BlockAllocationRequest(3, 6))
     assert isinstance(result.error, CopyFailedError)
-    storage._copy = copy_on_cpu
     assert [read(pool, sequence_id) for sequence_id in range(1, 6)] == [[16], [32], [48], [64], [80]]
     check(pool)
-
-
-def test_defragment_does_not_free_pinned_blocks():
-    pool = make()
-    take(pool, 1, 2)
-    ids = take(pool, 2, 2, pinned=True)
-    pool.free_sequence(1)
-    assert pool.defragment() == 0
-    assert pool.blocks_of(2) == ids
-    with pytest.raises(PinnedBlockError):
-        pool.free(ids)

@@ -187,35 +187,3 @@ def test_a_policy_that_raises_changes_nothing():
     policy.fails = False
     pool.allocate(BlockAllocationRequest(2, 9))
     assert pool.list_sequences() == [0, 9]
-
-
-@pytest.mark.parametrize("run_length", [1, 3, 16])
-@pytest.mark.parametrize("seed", range(6))
-def test_the_counted_fragmentation_rate_is_that_of_a_scan(seed, run_length):
-    rng = random.Random(seed)
-    placement = rng.choice(["buddy", "oldest", "first_fit"])
-    pool = GPUKVPool(
-        rng.choice([9, 40, 90]),
-        4,
-        run_length=run_length,
-        placement=placement,
-        on_evicted=lambda *evicted: None,
-    )
-    for _ in range(150):
-        sequence_id = rng.randrange(12)
-        result = pool.try_allocate(BlockAllocationRequest(rng.randint(1, 6), sequence_id))
-        assert result.fragmentation_rate == pytest.approx(pool.get_fragmentation_rate())
-        try:
-            match rng.randrange(6):
-                case 0 | 1:
-                    pool.free_sequence(rng.randrange(12))
-                case 2:
-                    pool.free(pool.blocks_of(sequence_id)[::2])
-                case 3:
-                    pool.defragment()
-                case 4:
-                    pool.grow(rng.randint(0, 3))
-                case 5:
-                    pool.shrink(rng.randint(0, 3))
-        except KVPoolError:
-            pass

@@ -5,29 +5,16 @@ from adapter.made_pool import check, draw, make, make_storage, state, take
 
 from kv_pool import (
     BlockAllocationRequest,
-    GPUKVPool,
     InvalidArgumentError,
     InvalidBlockError,
     InvalidTypeError,
     KVPoolError,
     PinLimitError,
-    PinnedBlockError,
     PoolExhaustedError,
     UnknownDeviceError,
     UnknownSequenceError,
 )
 from kv_pool.errors import PoolInterruptedError
-
-
-def test_all_blocks_can_be_allocated_and_freed():
-    pool = GPUKVPool(total_blocks=10_000, block_size=16)
-    for sequence_id in range(1000):
-        pool.allocate(BlockAllocationRequest(num_blocks=10, sequence_id=sequence_id))
-    assert pool.get_free_blocks() == 0
-    for sequence_id in range(1000):
-        assert pool.free_sequence(sequence_id) == 10
-    assert pool.get_free_blocks() == 10_000
-    assert pool.get_fragmentation_rate() == 0
 
 
 def test_block_info_names_the_holders():
@@ -39,15 +26,6 @@ def test_block_info_names_the_holders():
     assert info.last_access_time > 0
     free = pool.get_block_info(block_id + 1)
     assert (free.ref_count, free.sequence_id, free.is_pinned, free.last_access_time) == (0, -1, False, 0.0)
-
-
-def test_a_sequence_keeps_the_order_in_which_it_grew():
-    pool = make()
-    first = take(pool, 1, 2)
-    take(pool, 2, 1)
-    later = take(pool, 1, 2)
-    assert pool.blocks_of(1) == first + later
-    assert pool.blocks_of(99) == []
 
 
 def test_a_result_has_size_time_and_contiguity():
@@ -68,31 +46,7 @@ def test_a_result_has_the_error():
         pool.try_allocate(BlockAllocationRequest(-1, 1))
 
 
-def test_freeing_half_leaves_the_other_half():
-    pool = make()
-    ids = take(pool, 1, 4)
-    pool.free(ids[:2])
-    assert pool.blocks_of(1) == ids[2:]
-    assert draw(pool) == "..11......"
-    pool.free(ids[2:])
-    assert pool.list_sequences() == []
-    check(pool)
-
-
 # ---- sharing -------------------------------------------------------------------------------------
-
-
-def test_a_fork_shares_and_each_holder_frees_its_own():
-    pool = make()
-    ids = take(pool, 1, 3)
-    assert pool.fork(1, 2, num_blocks=2) == ids[:2]
-    assert [pool.get_block_info(block_id).ref_count for block_id in ids] == [2, 2, 1]
-    take(pool, 2, 1)
-    assert draw(pool) == "++12......"
-    assert pool.free_sequence(1) == 1
-    assert pool.get_block_info(ids[0]).sequence_id == 2
-    check(pool)
-    assert pool.free_sequence(2) == 3
 
 
 def test_a_shared_block_has_the_last_access_of_its_holders():
@@ -254,77 +208,6 @@ def test_invalid_pool_arguments_are_refused(options):
 
 
 # ---- pins ----------------------------------------------------------------------------------------
-
-
-def test_a_block_is_freed_only_after_as_many_unpins_as_pins():
-    pool = make()
-    ids = take(pool, 1, 2, pinned=True)
-    pool.pin([ids[0]])
-    for _ in range(2):
-        before = state(pool)
-        for attempt in (lambda: pool.free(ids), lambda: pool.free_sequence(1)):
-            with pytest.raises(PinnedBlockError, match="is pinned and no other sequence holds it"):
-                attempt()
-        assert state(pool) == before
-        pool.unpin([ids[0]])
-    pool.unpin([ids[1]])
-    pool.free(ids)
-    check(pool)
-
-
-def test_a_pinned_block_may_lose_all_holders_but_one():
-    pool = make()
-    ids = take(pool, 1, 2, pinned=True)
-    pool.fork(1, 2)
-    pool.free_sequence(1)
-    assert pool.blocks_of(2) == ids
-    with pytest.raises(PinnedBlockError):
-        pool.free_sequence(2)
-    check(pool)
-
-
-def test_a_fork_that_pins_and_is_freed_takes_its_pins_along():
-    """They stayed, and the parent could be neither freed nor evicted."""
-    pool = make()
-    ids = take(pool, 1, 3)
-    pool.fork(1, 2)
-    pool.pin(ids, sequence_id=2)
-    pool.pin(ids[:2], sequence_id=2)
-    pool.pin(ids[1:2], sequence_id=1)
-    pool.pin(ids[2:])
-    check(pool)
-    pool.free(ids[:1], sequence_id=2)
-    assert [pool.get_block_info(block_id).is_pinned for block_id in ids] == [False, True, True]
-    pool.free_sequence(2)
-    check(pool)
-    assert [pool.get_block_info(block_id).is_pinned for block_id in ids] == [False, True, True]
-    pool.unpin(ids[1:])
-    pool.free_sequence(1)
-    assert pool.num_pinned_blocks == 0
-    check(pool)
-
-
-def test_an_unpin_removes_the_pins_of_the_named_sequence_first():
-    pool = make()
-    ids = take(pool, 1, 1)
-    pool.fork(1, 2)
-    pool.pin(ids, sequence_id=2)
-    pool.pin(ids)
-    pool.unpin(ids)  # the one in no name
-    check(pool)
-    pool.pin(ids)
-    pool.unpin(ids, sequence_id=2)
-    pool.free_sequence(2)
-    assert pool.num_pinned_blocks == 1
-    pool.fork(1, 2)
-    pool.pin(ids, sequence_id=2)
-    for _ in range(2):
-        pool.unpin(ids)
-        check(pool)
-    assert pool.num_pinned_blocks == 0
-    pool.free_sequence(2)
-    pool.free_sequence(1)
-    check(pool)
 
 
 def test_a_second_pin_does_not_count_towards_the_limit():

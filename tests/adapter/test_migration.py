@@ -52,16 +52,6 @@ def test_a_result_counts_the_bytes():
     assert isinstance(refused.error, UnknownDeviceError)
 
 
-def test_a_shared_block_moves_with_one_holder_only():
-    here, there = make_pair()
-    here.fork(1, 4)
-    here.migrate_blocks(here.blocks_of(1), 1)
-    assert read(there, 1) == read(here, 4) == [16, 17, 18]
-    assert here.blocks_of(1) == []
-    check(here)
-    check(there)
-
-
 def test_cached_blocks_can_be_hit_on_both_devices():
     here, there = make_pair()
     hashes = [hash_of(number) for number in (1, 2, 3)]
@@ -76,18 +66,6 @@ def test_cached_blocks_can_be_hit_on_both_devices():
     assert len(there.claim_prefix(8, hashes)) == 3
     assert read(there, 8) == [16, 17, 18]
     check(here)
-    check(there)
-
-
-def test_a_hash_cached_on_the_target_gets_a_second_block():
-    here, there = make_pair()
-    here.cache_prefix(1, [hash_of(1), hash_of(2)])
-    there.cache_prefix(3, [hash_of(1)])
-    here.migrate_blocks(here.blocks_of(1), 1)
-    there.free_sequence(3)
-    there.block_pool.evict_blocks([1])
-    assert there.claim_prefix(8, [hash_of(1), hash_of(2)]) == there.blocks_of(1)[:2]
-    assert read(there, 8) == [16, 17]
     check(there)
 
 

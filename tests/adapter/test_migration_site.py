@@ -74,14 +74,6 @@ def test_a_sequence_moves_with_its_bytes_hashes_and_priority():
     check(there.gpu_pool)
 
 
-def test_a_copy_leaves_the_sequence_at_the_source():
-    here, there = make_sites()
-    migrate(here, there, SequenceSubject(1), is_move=False)
-    assert read(here.gpu_pool, 1) == read(there.gpu_pool, 1) == [16, 17, 18]
-    check(here.gpu_pool)
-    check(there.gpu_pool)
-
-
 def test_content_present_at_the_target_is_not_read():
     here, there = make_sites()
     hashes = [hash_of(number) for number in (1, 2)]
@@ -116,17 +108,6 @@ def test_a_copied_prefix_is_cached_and_announced():
         here.select(PrefixSubject(tuple(hashes)), for_move=True)
     with pytest.raises(InvalidArgumentError, match="cannot be moved, only copied"):
         here.freeze(PrefixSubject(tuple(hashes)))
-
-
-def test_blocks_are_appended_to_the_same_sequences():
-    here, there = make_sites()
-    migrate(here, there, SequenceSubject(2))
-    migrate(here, there, BlocksSubject((2, 3)))
-    assert (here.gpu_pool.blocks_of(1), read(there.gpu_pool, 1)) == ([1], [17, 18])
-    migrate(here, there, BlocksSubject((1,)))
-    assert read(there.gpu_pool, 1) == [17, 18, 16]
-    check(here.gpu_pool)
-    check(there.gpu_pool)
 
 
 def test_free_cached_blocks_can_only_be_copied():
@@ -215,30 +196,6 @@ def test_a_migrating_sequence_is_not_evicted_or_moved():
         there.reserve(SequenceSubject(1), [], b"")
     here.thaw(SequenceSubject(1))
     assert here.gpu_pool.evict(4) == [1, 4]
-
-
-def test_compaction_does_not_move_leased_blocks():
-    here, _ = make_sites()
-    here.gpu_pool.free_sequence(1)
-    [block_id] = here.gpu_pool.blocks_of(2)
-    lease = here.leases.acquire([here.gpu_pool.block_pool.blocks[block_id]], float("inf"), "a test")
-    assert here.gpu_pool.defragment() == 0
-    lease.release()
-    assert here.gpu_pool.defragment() == 1
-    assert here.gpu_pool.blocks_of(2) == [1]
-
-
-def test_a_failed_move_changes_neither_pool():
-    here, there = make_sites()
-    before = state(here.gpu_pool), draw(there.gpu_pool)
-    selection = here.select(SequenceSubject(1), True)
-    here.freeze(SequenceSubject(1))
-    reservation = there.reserve(SequenceSubject(1), selection.offered, selection.state)
-    there.release_reservation(reservation)
-    here.thaw(SequenceSubject(1))
-    assert (state(here.gpu_pool), draw(there.gpu_pool)) == before
-    migrate(here, there, SequenceSubject(1))
-    assert read(there.gpu_pool, 1) == [16, 17, 18]
 
 
 def test_a_target_in_doubt_keeps_a_cached_copy():

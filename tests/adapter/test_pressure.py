@@ -1,7 +1,7 @@
 """Too few free blocks: reserve, eviction by policy, refusal, migration hook; and retained blocks."""
 
 import pytest
-from adapter.made_pool import check, draw, make, make_scattered, make_storage, read, state, take, write
+from adapter.made_pool import check, draw, make, make_storage, state, take
 from drawing import hash_of
 
 from kv_pool import (
@@ -9,7 +9,6 @@ from kv_pool import (
     InvalidArgumentError,
     LRUEviction,
     PoolExhaustedError,
-    UnknownSequenceError,
 )
 
 
@@ -32,38 +31,6 @@ def test_the_reserve_is_for_higher_priorities():
     check(pool)
 
 
-def test_the_lru_sequence_is_evicted_first():
-    told = []
-    pool = make_full(
-        eviction_policy=LRUEviction(), on_evicted=lambda sequence_id, ids: told.append((sequence_id, ids))
-    )
-    pool.note_access(1)
-    victim = pool.blocks_of(2)
-    take(pool, 4, 2)
-    assert told == [(2, victim)]
-    assert draw(pool) == "11144.333"
-    with pytest.raises(UnknownSequenceError):
-        pool.free_sequence(2)
-    check(pool)
-
-
-def test_no_more_sequences_are_evicted_than_suffice():
-    told = []
-    pool = make_full(
-        eviction_policy=LRUEviction(), on_evicted=lambda sequence_id, ids: told.append(sequence_id)
-    )
-    pool.pin(pool.blocks_of(3)[:1])
-    before = state(pool)
-    with pytest.raises(
-        PoolExhaustedError, match=r"0 are free of 9\. Tried: eviction \(too few blocks may be evicted\)"
-    ):
-        take(pool, 4, 7)
-    assert state(pool) == before
-    take(pool, 4, 4)
-    assert told == [1, 2]
-    check(pool)
-
-
 def test_a_request_evicts_no_higher_priority_nor_itself():
     pool = make(9, eviction_policy=LRUEviction())
     take(pool, 1, 3, priority=2)
@@ -78,18 +45,6 @@ def test_a_request_evicts_no_higher_priority_nor_itself():
     check(pool)
 
 
-def test_a_shared_block_is_free_once_all_holders_are_evicted():
-    pool = make(6, eviction_policy=LRUEviction())
-    take(pool, 1, 2)
-    pool.fork(1, 2)
-    take(pool, 3, 2)
-    take(pool, 4, 3)  # 2 are free; evicting 1 alone frees none
-    assert pool.list_sequences() == [3, 4]
-    assert pool.evict(3) == [3, 4]
-    assert pool.evict(1) == []
-    check(pool)
-
-
 def test_a_policy_may_exclude_sequences_or_name_unknown_ones():
     class OnlySecond:
         def rank(self, sequences):
@@ -100,14 +55,6 @@ def test_a_policy_may_exclude_sequences_or_name_unknown_ones():
     pool = make_full(eviction_policy=OnlySecond())
     take(pool, 4, 3)
     assert pool.list_sequences() == [1, 3, 4]
-    check(pool)
-
-
-def test_sequences_are_evicted_for_a_run_if_moves_are_off():
-    pool = make_scattered(eviction_policy=LRUEviction())
-    pool.note_access(1)
-    take(pool, 6, 3, contiguous="require")
-    assert pool.list_sequences() == [3, 4, 5, 1, 6]
     check(pool)
 
 
@@ -140,14 +87,6 @@ def test_a_hook_makes_room_on_another_device():
     assert (pool.blocks_of(1), other.blocks_of(1)) == ([], [4, 5, 6])
     check(pool)
     check(other)
-
-
-def test_the_refusal_names_a_hook_that_did_not_help():
-    pool = make_full(migration_hook=lambda request, num_missing: None)
-    with pytest.raises(
-        PoolExhaustedError, match=r"Tried: the migration hook, no eviction \(eviction_policy is None\)\."
-    ):
-        take(pool, 4, 1)
 
 
 def test_a_batch_is_retried_as_a_whole_after_the_hook():
@@ -256,12 +195,6 @@ def test_too_few_tokens_for_the_hashes_are_refused():
     assert find(pool, [1, 2]) == pool.take_events() == []
 
 
-def test_events_are_off_by_default():
-    pool = make()
-    cache_and_free(pool, 1, [1, 2])
-    assert pool.take_events() == []
-
-
 @pytest.mark.parametrize("contiguous", ["no", "prefer"])
 @pytest.mark.parametrize("high_first", [True, False])
 def test_low_priority_is_evicted_before_high(high_first, contiguous):
@@ -287,59 +220,4 @@ def test_a_required_run_evicts_high_priority_content_last(on_moved):
     assert find(pool, range(1, 6)) == [1, 2, 3, 4, 5]
     take(pool, 4, 5, contiguous="require")
     assert len(find(pool, range(1, 6))) <= 2
-    check(pool)
-
-
-@pytest.mark.parametrize("goal", [None, 0.0], ids=["packed", "gathered"])
-def test_compaction_keeps_high_priority_content(goal):
-    """1 . 3 . 5 . 7 . 9 .  in use; blocks between them are cached, high priority least recently used."""
-    pool = make(run_length=2)
-    for sequence_id in range(1, 11):
-        take(pool, sequence_id, 1, priority=1 if sequence_id in (2, 4) else 0)
-        pool.cache_prefix(sequence_id, [hash_of(sequence_id)])
-    for sequence_id in range(2, 11, 2):
-        pool.free_sequence(sequence_id)
-    assert pool.defragment(max_evictions=3, goal=goal) > 0
-    assert set(find(pool, range(1, 11))) >= {1, 2, 3, 4, 5, 7, 9}
-    assert len(find(pool, range(1, 11))) < 10
-    check(pool)
-
-
-@pytest.mark.parametrize("contiguous", ["prefer", "require"])
-def test_clearing_a_run_keeps_high_priority_content(contiguous):
-    pool = make(on_moved=lambda relocation: None, storage=make_storage())
-    for number in range(1, 11):
-        [block_id] = cache_and_free(pool, number, [number], priority=number % 2)
-        write(pool, block_id, number)
-    take(pool, 20, 4, contiguous=contiguous)
-    assert draw(pool).count("0000") == 1
-    assert find(pool, range(1, 11, 2)) == [1, 3, 5, 7, 9]
-    for number in (1, 3, 5, 7, 9):
-        pool.claim_prefix(number, [hash_of(number)])
-        assert read(pool, number) == [number]
-    check(pool)
-
-
-def test_of_three_priorities_the_lowest_is_evicted_first():
-    pool = make(9)
-    for sequence_id, priority in ((1, 2), (2, 0), (3, 1)):
-        cache_and_free(pool, sequence_id, range(3 * sequence_id, 3 * sequence_id + 3), priority)
-    left = []
-    for sequence_id in range(4, 13):
-        take(pool, sequence_id, 1)
-        left.append([len(find(pool, range(3 * held, 3 * held + 3))) for held in (2, 3, 1)])
-    assert left == sorted(left, reverse=True)
-    assert left[2] == [0, 3, 3]
-    assert left[5] == [0, 0, 3]
-    check(pool)
-
-
-def test_blocks_without_hash_lose_their_retention():
-    pool = make()
-    ids = cache_and_free(pool, 1, range(1, 6), priority=2)
-    cache_and_free(pool, 2, range(6, 11))
-    pool.block_pool.evict_blocks(ids)
-    take(pool, 3, 5, contiguous="no")
-    take(pool, 4, 5, contiguous="no")
-    assert pool.get_free_blocks() == 0
     check(pool)

@@ -1,7 +1,5 @@
 """Growing and shrinking a pool that is in use. Drawn as in made_pool.py."""
 
-import random
-
 import pytest
 from adapter.made_pool import check, draw, fill, make, make_scattered, make_storage, read, state, take
 from drawing import hash_of
@@ -101,33 +99,3 @@ def test_removed_high_priority_blocks_are_forgotten():
     pool.grow(6)
     assert len(take(pool, 4, 6)) == 6
     check(pool)
-
-
-@pytest.mark.parametrize("seed", range(10), ids=lambda seed: f"seed{seed}")
-def test_bytes_and_sequences_survive_any_sizes(seed):
-    rng = random.Random(seed)
-    pool = make(20, storage=make_storage(31))
-    written = {}
-    for number in range(150):
-        sequence_id = rng.randrange(8)
-        if pool.blocks_of(sequence_id) and rng.random() < 0.5:
-            pool.free_sequence(sequence_id)
-            del written[sequence_id]
-        else:
-            try:
-                ids = take(pool, sequence_id, rng.randint(1, 4))
-            except PoolExhaustedError:
-                ids = []
-            for block_id in ids:
-                written.setdefault(sequence_id, []).append(number)
-                pool.storage.write_block(block_id, bytes([number]) * pool.block_bytes)
-        change = rng.randint(-6, 6)
-        try:
-            if change < 0:
-                pool.shrink(-change)
-            else:
-                pool.grow(change)
-        except (OutOfBlocksError, InvalidArgumentError):
-            pass
-        check(pool)
-        assert {name: read(pool, name) for name in pool.list_sequences()} == written

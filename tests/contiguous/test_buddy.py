@@ -6,30 +6,15 @@ import pytest
 
 from kv_pool import BlockAllocationRequest, GPUKVPool
 from kv_pool.contiguous.buddy import BuddySystem
+from kv_pool.contiguous.invariants import list_chunks
 
 EMPTY = 1
-
-
-def list_chunks(ages):
-    """Return the maximal free chunks as (first, order): all ids free, but not all ids of their parent."""
-    num_orders = len(ages).bit_length()
-
-    def is_free(first, order):
-        end = first + 2**order
-        return end <= len(ages) and 0 not in ages[first:end]
-
-    return {
-        (first, order)
-        for order in range(num_orders)
-        for first in range(0, len(ages), 2**order)
-        if is_free(first, order) and not is_free(first - first % 2 ** (order + 1), order + 1)
-    }
 
 
 def read_chunks(buddies, ages):
     chunks = buddies.list_chunks(ages)
     assert buddies.counts == [sum(at == order for _, at in chunks) for order in range(len(buddies.counts))]
-    return set(chunks)
+    return chunks
 
 
 def make_ages(text):

@@ -84,12 +84,6 @@ def leave_the_block_list(pool):
     pool.blocks = (*pool.blocks[:2], pool.blocks[4], pool.blocks[3], pool.blocks[2], *pool.blocks[5:])
 
 
-def leave_a_copy_under_its_old_id(pool):
-    (key,) = (key for key, entry in pool.cached_block_hash_to_block._cache.items() if isinstance(entry, dict))
-    copies = pool.cached_block_hash_to_block._cache[key]
-    copies[99] = copies.pop(2)
-
-
 def leave_a_watcher(pool):
     pool.reuse_watchers[7] = pool.reuse_watchers.pop(6)
 
@@ -120,7 +114,6 @@ def forget_the_epoch(pool):
         (change_a_reference, "C5"),
         (change_the_order, "C5"),
         (leave_the_block_list, "C6"),
-        (leave_a_copy_under_its_old_id, "C6"),
         (leave_a_watcher, "C6"),
         (leave_secondary_keys, "C6"),
         (lose_a_key, "C5|C7"),
@@ -142,18 +135,6 @@ def test_c5_to_c8_damage_after_a_move_is_detected(damage, broken):
     damage(pool)
     with pytest.raises(AssertionError, match=f"^({broken}): "):
         invariants.check_relocation(before, pool, relocation)
-
-
-@pytest.mark.parametrize("fail_after", [0, 1, 2, 3])
-def test_c10_a_failed_copy_moves_nothing(fail_after):
-    pool, engine = make_engine(enable_kv_cache_events=True)
-    before = invariants.Snapshot(pool)
-    engine.fail_after = fail_after
-    with pytest.raises(CopyFailedError):
-        apply_moves(pool, moves((4, 2), (5, 6), (7, 8)), engine.copy)
-    invariants.check_nothing_moved(before, pool)
-    invariants.check(pool)
-    assert engine.read(blocks(pool, 4, 5, 7)) == ["slot/4", "slot/5", "slot/7"]
 
 
 def test_c10_ids_exchanged_before_the_copy_are_detected():

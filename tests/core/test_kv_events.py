@@ -6,12 +6,10 @@ encode `KVEventBatch(ts=..., events=manager.take_events(), data_parallel_rank=..
 """
 
 import msgspec
-import pytest
 
 from kv_pool import (
     BlockHasher,
     BlockPool,
-    BlockStored,
     KVCacheManager,
     LoRARequest,
     Request,
@@ -56,19 +54,3 @@ def test_the_stream_equals_that_of_vllm_byte_for_byte():
     manager.free(salted)
     assert manager.reset_prefix_cache()
     assert encode(manager) == V5
-
-
-def test_events_are_mutable():
-    stored = BlockStored(
-        block_hashes=[1],
-        parent_block_hash=None,
-        token_ids=[1],
-        block_size=1,
-        lora_id=None,
-        medium="GPU",
-        lora_name=None,
-    )
-    stored.kv_cache_spec_kind = "sliding_window"
-    assert stored.kv_cache_spec_kind == "sliding_window"
-    with pytest.raises(AttributeError):
-        stored.unknown = 1

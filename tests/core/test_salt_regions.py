@@ -1,5 +1,6 @@
 import json
 import random
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -169,6 +170,16 @@ def test_published_vectors(case):
         keys = find_extra_keys(request, start, start + VECTORS["block_size"])
         decoded = None if text is None else loads(bytes.fromhex(text))
         assert decoded == (None if keys is None else [list(key) for key in keys])
+
+
+def test_the_page_about_salts_shows_these_vectors():
+    page = Path(__file__).parents[2].joinpath("kv_pool", "manager", "requests", "salts.md").read_text()
+    for case in VECTORS["cases"]:
+        (row,) = re.findall(rf"^\| {case['name']} \|.*$", page, re.MULTILINE)
+        second, third = case["hashes"]["sha256_cbor"][1:]
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        keys = case["extra_keys_cbor"][1]
+        assert cells[2:] == [f"`{keys}`" if keys else "none", f"`{second[:16]}`", f"`{third[:16]}`"]
 
 
 def compare_inputs(inputs, seen, algorithm="sha256"):

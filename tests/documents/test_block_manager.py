@@ -1,17 +1,15 @@
 """The report on a block manager for one GPU (hash map, reference counts, preemption), call by call.
 
-In the report's order: the manager's attributes, hashes, `allocate`, `deallocate`, a scheduler, counts. Its
-activation buffers (a pool of 128 MB in C++) are left out: they hold no KV.
+In the order of the report: hashes, `allocate`, `deallocate`, figures. `integrations/test_nano_vllm_random.py`
+has its scheduler. Its activation buffers (a pool of 128 MB in C++) are left out: they hold no KV.
 """
 
 import random
-from collections import deque
 
 import pytest
 from integrations.made_sequence import MadeSequence
 
 from kv_pool import BlockHasher, InvalidArgumentError
-from kv_pool.core import invariants
 from kv_pool.integrations.nano_vllm import BlockManager
 
 BLOCK_SIZE = 16
@@ -69,102 +67,8 @@ def test_a_reused_block_loses_its_map_entry():
     manager.allocate(new)
     assert not old_hashes & set(manager.hash_to_block_id)
     assert len(manager.hash_to_block_id) == 2
-
-
-# ---- free blocks ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("block_size", [1, 16])
-def test_only_the_first_token_of_a_block_needs_a_free_one(block_size):
-    """The report tests whether the length modulo the block size is 1, which is never true for blocks of one
-    token; here each of their tokens needs a block.
-    """
-    manager = BlockManager(1, block_size)
-    seq = MadeSequence(range(block_size), block_size=block_size)
-    manager.allocate(seq)
-    assert manager.can_append(seq)
-    seq.append_token(7)
-    assert not manager.can_append(seq)
-
-
-# ---- a scheduler ---------------------------------------------------------------------------------
-
-
-class TwoPhaseScheduler:
-    """A scheduler: prefills waiting sequences while they fit, else decodes; it preempts the newest one."""
-
-    def __init__(self, manager, max_num_seqs=256, max_num_batched_tokens=4096):
-        self.block_manager = manager
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.waiting = deque()
-        self.running = deque()
-        self.num_preempted = 0
-
-    def schedule(self):
-        scheduled, num_tokens = [], 0
-        while self.waiting and len(scheduled) < self.max_num_seqs:
-            seq = self.waiting[0]
-            if not self.block_manager.can_allocate(seq):
-                break
-            if num_tokens + len(seq) > self.max_num_batched_tokens:
-                break
-            self.block_manager.allocate(seq)
-            num_tokens += len(seq) - seq.num_cached_tokens
-            scheduled.append(self.waiting.popleft())
-        if scheduled:
-            self.running.extend(scheduled)
-            return scheduled, True
-        while self.running and len(scheduled) < self.max_num_seqs:
-            seq = self.running.popleft()
-            while not self.block_manager.can_append(seq):
-                # The report takes the last sequence even if it is the only one: then it is this one.
-                self.preempt(self.running.pop() if self.running else seq)
-                if not seq.block_table:
-                    break
-            else:
-                self.block_manager.may_append(seq)
-                scheduled.append(seq)
-        self.running.extendleft(reversed(scheduled))
-        return scheduled, False
-
-    def preempt(self, seq):
-        self.block_manager.deallocate(seq)
-        self.waiting.appendleft(seq)
-        self.num_preempted += 1
-
-    def postprocess(self, scheduled, max_tokens):
-        for seq in scheduled:
-            seq.append_token(7)
-            if len(seq) >= max_tokens:
-                self.block_manager.deallocate(seq)
-                self.running.remove(seq)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_scheduled_and_preempted_sequences_all_finish(seed):
-    rng = random.Random(seed)
-    manager = BlockManager(24, BLOCK_SIZE)
-    scheduler = TwoPhaseScheduler(manager)
-    system_prompt = list(range(48))
-    sequences = [make_sequence([*system_prompt, 1000 + n, *range(rng.randrange(60))], n) for n in range(12)]
-    scheduler.waiting.extend(sequences)
-    num_steps = num_hits = 0
-    while scheduler.waiting or scheduler.running:
-        scheduled, is_prefill = scheduler.schedule()
-        assert scheduled
-        num_hits += is_prefill * sum(seq.num_cached_tokens for seq in scheduled)
-        held = [block_id for seq in scheduler.running for block_id in seq.block_table]
-        assert manager.used_block_ids == set(held)
-        assert [block.ref_count for block in manager.blocks] == [held.count(n) for n in range(24)]
-        scheduler.postprocess(scheduled, max_tokens=160)
-        num_steps += 1
-        assert num_steps < 2_000
-    assert {len(seq) for seq in sequences} == {160}
-    assert scheduler.num_preempted > 0
-    assert num_hits >= 11 * 48
-    assert len(manager.free_block_ids) == 24
-    invariants.check(manager.block_pool)
+    manager.allocate(make_sequence(range(100, 116), 2))
+    assert [manager.blocks[block_id].ref_count for block_id in new.block_table] == [2, 1]
 
 
 # ---- the report's figures ------------------------------------------------------------------------

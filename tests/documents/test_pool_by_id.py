@@ -5,21 +5,16 @@ example. Here `allocate` returns ids or raises, `try_allocate` returns the resul
 block 0 is the null block, and `DevicePools` counts from 0.
 """
 
-import dataclasses
 import random
 
 import pytest
-from adapter.made_pool import check, fill, read
+from adapter.made_pool import CountingClock, check, fill, read
 
 from kv_pool import (
-    AllocationResult,
     BlockAllocationRequest,
-    BlockInfo,
     GPUKVPool,
     InvalidArgumentError,
     InvalidBlockError,
-    KVPoolProtocol,
-    MigrationResult,
     UnknownDeviceError,
     UnknownSequenceError,
 )
@@ -28,57 +23,9 @@ from kv_pool.adapter.device_pools import DevicePools
 from kv_pool.storage import KVStorage
 
 
-class Clock:
-    """A clock that advances by one second per call, so that no two accesses have the same time."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        self.now += 1.0
-        return self.now
-
-
 def make_pool(total_blocks=20, device_id=0, **options):
     storage = KVStorage.allocate(total_blocks + 1, 16, 1, 1, 4)
-    return GPUKVPool(total_blocks, 16, device_id=device_id, storage=storage, clock=Clock(), **options)
-
-
-# ---- the interface -------------------------------------------------------------------------------
-
-
-def test_records_have_the_fields_and_defaults_of_the_design():
-    assert [field.name for field in dataclasses.fields(BlockAllocationRequest)][:5] == [
-        "num_blocks",
-        "sequence_id",
-        "priority",
-        "pinned",
-        "device_id",
-    ]
-    request = BlockAllocationRequest(num_blocks=4, sequence_id=1)
-    assert (request.priority, request.pinned, request.device_id) == (0, False, None)
-    assert [field.name for field in dataclasses.fields(BlockInfo)][:6] == [
-        "block_id",
-        "ref_count",
-        "sequence_id",
-        "device_id",
-        "is_pinned",
-        "last_access_time",
-    ]
-    assert [field.name for field in dataclasses.fields(AllocationResult)][:5] == [
-        "success",
-        "block_ids",
-        "allocated_memory",
-        "allocation_time",
-        "fragmentation_rate",
-    ]
-    assert [field.name for field in dataclasses.fields(MigrationResult)][:4] == [
-        "success",
-        "migrated_blocks",
-        "migration_time",
-        "transferred_bytes",
-    ]
-    assert issubclass(GPUKVPool, KVPoolProtocol)
+    return GPUKVPool(total_blocks, 16, device_id=device_id, storage=storage, clock=CountingClock(), **options)
 
 
 def test_block_info_is_a_mapping_of_the_blocks_in_use():
@@ -137,99 +84,21 @@ def test_the_benchmark_runs_with_blocks_for_its_second_part(seed):
     check(pool)
 
 
-# ---- under an engine -----------------------------------------------------------------------------
-
-
-class EngineMemoryManager:
-    """The design's layer between an engine and the pool."""
-
-    def __init__(self, total_blocks):
-        self.kv_pool = make_pool(total_blocks)
-
-    def allocate_for_sequence(self, sequence_id, num_tokens):
-        num_blocks = (num_tokens + 15) // 16
-        req = BlockAllocationRequest(
-            num_blocks=num_blocks, sequence_id=sequence_id, priority=1 if sequence_id < 10 else 0
-        )
-        try:
-            return self.kv_pool.allocate(req)
-        except MemoryError:
-            self.evict_lru_sequence(num_blocks)
-            return self.kv_pool.allocate(req)
-
-    def evict_lru_sequence(self, num_blocks):
-        """The design names this method but does not define it."""
-        self.kv_pool.evict(num_blocks - self.kv_pool.get_free_blocks())
-
-    def free_sequence(self, sequence_id):
-        block_ids = [bid for bid, info in self.kv_pool.block_info.items() if info.sequence_id == sequence_id]
-        self.kv_pool.free(block_ids)
-
-
-def test_an_engine_allocates_evicts_by_lru_and_frees():
-    engine = EngineMemoryManager(total_blocks=10)
-    pool = engine.kv_pool
-    assert len(engine.allocate_for_sequence(20, num_tokens=50)) == 4
-    assert len(engine.allocate_for_sequence(21, num_tokens=64)) == 4
-    pool.note_access(20)
-    engine.allocate_for_sequence(22, num_tokens=60)
-    assert sorted(pool.list_sequences()) == [20, 22]
-    engine.free_sequence(20)
-    assert pool.list_sequences() == [22]
-    assert pool.get_free_blocks() == 6
-    check(pool)
+# ---- its integrations ----------------------------------------------------------------------------
 
 
 def test_blocks_of_finds_the_blocks_of_a_forked_sequence():
     """`sequence_id` of a shared block is the sequence that has held it longest: the design's loop does not
     free those blocks for a forked sequence, and `free` of their ids would take them from the other one.
     """
-    engine = EngineMemoryManager(total_blocks=10)
-    pool = engine.kv_pool
-    ids = engine.allocate_for_sequence(1, num_tokens=32)
+    pool = make_pool(10)
+    ids = pool.allocate(BlockAllocationRequest(num_blocks=2, sequence_id=1))
     pool.fork(1, 2)
-    own = engine.allocate_for_sequence(2, num_tokens=16)
+    own = pool.allocate(BlockAllocationRequest(num_blocks=1, sequence_id=2))
     assert [bid for bid, info in pool.block_info.items() if info.sequence_id == 2] == own
     assert [bid for bid, info in pool.block_info.items() if 2 in info.sequence_ids] == sorted(ids + own)
     assert pool.free_sequence(2) == 1
     assert pool.blocks_of(1) == ids
-    check(pool)
-
-
-# ---- eviction ------------------------------------------------------------------------------------
-
-
-class LRUBlockEviction:
-    """The design's policy over `block_info`: blocks by last access, except pinned ones."""
-
-    def __init__(self, kv_pool):
-        self.kv_pool = kv_pool
-
-    def evict_if_needed(self, required_blocks):
-        free_blocks = self.kv_pool.get_free_blocks()
-        if free_blocks >= required_blocks:
-            return []
-        evicted = []
-        candidates = sorted(self.kv_pool.block_info.items(), key=lambda item: item[1].last_access_time)
-        for block_id, info in candidates:
-            if not info.is_pinned:
-                evicted.append(block_id)
-                if len(evicted) >= required_blocks - free_blocks:
-                    break
-        self.kv_pool.free(evicted)
-        return evicted
-
-
-def test_unpinned_blocks_are_evicted_by_last_access():
-    pool = make_pool(10)
-    system = pool.allocate(BlockAllocationRequest(num_blocks=2, sequence_id=1, pinned=True))
-    old = pool.allocate(BlockAllocationRequest(num_blocks=4, sequence_id=2))
-    new = pool.allocate(BlockAllocationRequest(num_blocks=4, sequence_id=3))
-    policy = LRUBlockEviction(pool)
-    assert policy.evict_if_needed(0) == []
-    assert sorted(policy.evict_if_needed(4)) == sorted(old)
-    assert policy.evict_if_needed(4) == []
-    assert sorted(pool.block_info) == sorted(system + new)
     check(pool)
 
 

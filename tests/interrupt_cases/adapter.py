@@ -3,7 +3,7 @@
 from functools import partial
 
 from adapter.made_pool import check, make, make_storage, read, take, write
-from interrupt_cases.case import Case
+from interrupt_cases.case import Case, Subject
 
 from kv_pool import AllBlocksCleared, BlockAllocationRequest, LRUEviction
 from kv_pool.manager.retention.directive import RetentionDirective
@@ -12,7 +12,7 @@ HASHES = [b"hash %d" % number for number in range(4)]
 NUM_BLOCKS = 16
 
 
-class Busy:
+class Busy(Subject):
     """A pool with shared, pinned, high-priority and cached blocks, and a storage.
 
     Args:
@@ -100,9 +100,6 @@ class Busy:
             pool.free_sequence(sequence_id)
         pool.retention.release_all()
         assert pool.get_free_blocks() == pool.total_blocks
-
-    def close(self):
-        pass
 
 
 CALLS = {

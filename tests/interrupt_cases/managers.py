@@ -1,6 +1,6 @@
 """The changing calls of a manager, its retention and its leases."""
 
-from interrupt_cases.case import Case
+from interrupt_cases.case import Case, Subject
 
 from kv_pool import (
     BlockHasher,
@@ -25,7 +25,7 @@ GROUPS = {
 }
 
 
-class Subject:
+class Managing(Subject):
     """A manager with two running requests, one of which shares a prefix, and a finished one."""
 
     def __init__(self, kind, keeps=False):
@@ -86,9 +86,6 @@ class Subject:
     def repair(self):
         self.manager.repair()
 
-    def close(self):
-        pass
-
     def call_next(self):
         request = Request("next", range(200, 205), HASHER)
         if self.manager.allocate_slots(request, 5) is not None:
@@ -118,10 +115,10 @@ class Subject:
 
 
 CALLS = {
-    "allocate_slots, running": Subject.grow,
-    "allocate_slots, new": Subject.admit,
+    "allocate_slots, running": Managing.grow,
+    "allocate_slots, new": Managing.admit,
     "free": lambda subject: subject.manager.free(subject.second),
-    "fork": Subject.fork,
+    "fork": Managing.fork,
     "report_invalid_blocks": lambda subject: subject.manager.report_invalid_blocks([2]),
     "evict_blocks": lambda subject: subject.manager.evict_blocks([1]),
     "truncate": lambda subject: subject.manager.truncate(subject.first, 17),
@@ -143,7 +140,7 @@ KEPT_CALLS = {
 CASES = [
     Case(
         f"{kind} {name}",
-        lambda kind=kind, keeps=keeps: Subject(kind, keeps),
+        lambda kind=kind, keeps=keeps: Managing(kind, keeps),
         call,
     )
     for kind, keeps, calls in (

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from interrupt_cases.case import Case
+from interrupt_cases.case import Case, Subject
 from migration.made_nodes import Clock, MadeEngine
 
 from kv_pool.core import invariants
@@ -15,7 +15,7 @@ MOVING = SequenceSubject("moving")
 TRANSFER = b"transfer" * 2
 
 
-class Node:
+class Node(Subject):
     """An engine with a small pool, and a request that stays."""
 
     def __init__(self, **options):
@@ -25,9 +25,6 @@ class Node:
 
     def is_interrupted(self):
         return self.engine.pool.is_changing
-
-    def close(self):
-        pass
 
     def call_next(self):
         self.site.list_frozen()

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from interrupt_cases.case import Case
+from interrupt_cases.case import Case, Subject
 
 from kv_pool import BlockHasher, BlockPool, Request
 from kv_pool.contiguous import invariants as run_invariants
@@ -14,7 +14,7 @@ from kv_pool.core.holds import Hold
 HASHER = BlockHasher("sha256", "s", 4)
 
 
-class Subject:
+class Pooling(Subject):
     """A pool of 20 blocks, some cached, some free, some in use; `held` are the references of its user."""
 
     def __init__(self, kind, **options):
@@ -57,9 +57,6 @@ class Subject:
 
     def repair(self):
         self.pool.repair(self.held)
-
-    def close(self):
-        pass
 
     def check(self, is_repaired):
         (run_invariants if isinstance(self.pool, RunBlockPool) else invariants).check(self.pool)
@@ -137,7 +134,7 @@ KINDS = {
 CASES = [
     Case(
         f"{kind} {name}",
-        lambda kind=kind, options=options: Subject(kind, **options),
+        lambda kind=kind, options=options: Pooling(kind, **options),
         call,
     )
     for kind, options in KINDS.items()

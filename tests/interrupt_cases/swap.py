@@ -2,10 +2,10 @@
 
 from functools import partial
 
-from interrupt_cases.case import Case
+from interrupt_cases.case import Case, Subject, follow
 from tiers.swap_engine import SwapEngine
 
-from kv_pool import AllBlocksCleared, BlockStored, RetentionDirective
+from kv_pool import RetentionDirective
 from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec, SlidingWindowSpec
 from kv_pool.manager.retention.invariants import check_retention
 from kv_pool.tiers.invariants import check_swapper
@@ -13,7 +13,7 @@ from kv_pool.tiers.invariants import check_swapper
 FULL_AND_WINDOW = (FullAttentionSpec(block_size=4), SlidingWindowSpec(block_size=4, sliding_window=6))
 
 
-class Swapping:
+class Swapping(Subject):
     """A running request, one that shares its blocks, and one swapped out; another's blocks are on the host.
 
     Args:
@@ -88,9 +88,6 @@ class Swapping:
     def repair(self):
         self.manager.repair()
 
-    def close(self):
-        pass
-
     def check(self, is_repaired):
         self.check_balance()
         if is_repaired:
@@ -134,13 +131,7 @@ class Swapping:
 
     def check_events(self):
         """Verify that the events describe the keys of both pools."""
-        for event in self.swapper.take_events():
-            if isinstance(event, AllBlocksCleared):
-                self.announced = set()
-                continue
-            names = {(event.medium, name, event.group_idx) for name in event.block_hashes}
-            is_stored = isinstance(event, BlockStored)
-            self.announced = self.announced | names if is_stored else self.announced - names
+        self.announced = follow(self.announced, self.swapper.take_events())
         assert self.announced == {
             (pool.medium, key.external_hash, key.group_id)
             for pool in self.list_pools()

@@ -5,10 +5,9 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 
-from interrupt_cases.case import Case
+from interrupt_cases.case import Case, follow
 from tiers.tier_engine import TierEngine
 
-from kv_pool import AllBlocksCleared, BlockStored
 from kv_pool.core.block_keys import get_block_hash, get_group_id, make_external_block_hash
 from kv_pool.tiers import invariants
 from kv_pool.tiers.pool_dump import dump_pool, load_pool
@@ -168,13 +167,7 @@ class Tiering:
         self.check_events()
 
     def read_events(self):
-        for event in self.engine.pool.take_events():
-            if isinstance(event, AllBlocksCleared):
-                self.announced = set()
-                continue
-            names = {(event.medium, name, event.group_idx) for name in event.block_hashes}
-            is_stored = isinstance(event, BlockStored)
-            self.announced = self.announced | names if is_stored else self.announced - names
+        self.announced = follow(self.announced, self.engine.pool.take_events())
 
     def check_events(self):
         """Verify that the events describe the keys of each medium."""

@@ -9,7 +9,7 @@ import zlib
 from collections import Counter
 
 import numpy as np
-from adapter.owned_memory import BreakingCopy
+from adapter.made_pool import BreakingCopy
 
 from kv_pool import BlockHasher, Request
 from kv_pool.core.block_keys import make_block_hash_with_group_id, make_external_block_hash

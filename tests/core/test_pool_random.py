@@ -1,14 +1,17 @@
-"""Random calls on pools with bands against a slow model: a list of blocks for each band."""
+"""Random calls on pools against a slow model: a list of blocks for each band, and one for each hold."""
 
 import random
+from collections import Counter
 
 import pytest
 from core.banded_pool import ByHash, check, list_bands, list_once
-from drawing import GROUP, hash_of, ids
+from drawing import GROUP, hash_of, ids, state
 
 from kv_pool import BlockPool, InvalidArgumentError, InvalidBlockError, OutOfBlocksError
 from kv_pool.contiguous.run_pool import RunBlockPool
+from kv_pool.core.deadlines import NEVER
 from kv_pool.core.eviction_order import EMPTY_BAND, EXPIRED_BAND
+from kv_pool.core.holds import HoldState
 
 BANDS = [EXPIRED_BAND, -100, -7, -1, 0, 1, 2, 50, 100]
 NUM_STEPS = 250
@@ -19,17 +22,20 @@ class WatcherError(Exception):
 
 
 class Life:
-    """A pool, and the expected content of its bands."""
+    """A pool, and the expected content of its bands and holds."""
 
     def __init__(self, seed, pool_type):
         self.rng = rng = random.Random(seed)
         options = {"early_share": rng.choice([0.0, 0.0, 0.3])} if pool_type is RunBlockPool else {}
         self.is_in_order = not options.get("early_share")
-        self.pool = pool_type(rng.randrange(2, 24), rng.random() < 0.9, 4, **options)
+        self.now = 10.0
+        self.pool = pool_type(rng.randrange(2, 24), rng.random() < 0.9, 4, clock=lambda: self.now, **options)
         self.policy = ByHash(self.pool)
         self.bands = {EMPTY_BAND: list(self.pool.blocks[1:]), 0: []}
-        self.tables = []
-        self.holds = []
+        self.tables = []  # lists of references that no hold has
+        self.held = {}  # hold -> its blocks, in order
+        self.until = {}  # hold -> its deadline
+        self.quarantined = set()
         self.watched = {}  # block -> whether its watcher raises
         self.num_cached = 0
         for _ in range(rng.randrange(30)):  # before the bands are opened
@@ -46,6 +52,7 @@ class Life:
         name = self.rng.choices(list(STEPS), list(STEPS.values()))[0]
         getattr(self, name)()
         check(self.pool)
+        self.check_holds()
         assert list_bands(self.pool) == {
             band: ids(self.bands[band]) for band in sorted(self.bands) if self.bands[band]
         }
@@ -56,6 +63,29 @@ class Life:
             not any(self.bands[band] for band in self.bands if band > 0)
             or self.pool.eviction_order.has_retained
         )
+
+    def check_holds(self):
+        holds, watched = self.pool.holds, self.pool.reuse_watchers
+        assert self.count_references() == {
+            block: block.ref_cnt for block in self.pool.blocks[1:] if block.ref_cnt
+        }
+        assert holds.list_holds() == list(self.held)
+        assert holds.count_references() == Counter(block for held in self.held.values() for block in held)
+        fixed = [block.block_id for hold, held in self.held.items() if not hold.is_movable for block in held]
+        assert Counter(holds.list_immovable_ids()) == Counter([*fixed, *watched])
+        for hold, held in self.held.items():
+            assert hold.blocks == held
+            assert hold.until == (None if self.until[hold] == NEVER else self.until[hold])
+            assert (hold.state is HoldState.QUARANTINED) == (hold in self.quarantined)
+            assert not hold.is_released
+        reasons = Counter()
+        for hold, held in self.held.items():
+            reasons[hold.reason] += len(held)
+        assert holds.count_by_reason() == reasons
+        block = self.rng.choice(self.pool.blocks)
+        expected = [hold.reason for hold, held in self.held.items() if block in held]
+        expected += ["watched until its reuse"] * (block.block_id in watched)
+        assert [report.reason for report in self.pool.explain_holds(block.block_id)] == expected
 
     # ---- the model -----------------------------------------------------------------------------------
 
@@ -68,20 +98,21 @@ class Life:
                 if block in listed:
                     listed.remove(block)
 
+    def count_references(self):
+        return Counter(block for one in (*self.tables, *self.held.values()) for block in one)
+
     def add(self, blocks, is_unpinned=False):
-        """Put blocks that lost a reference into their bands, in order, if they are free now."""
-        front, back = [], []
-        left = {}
-        for block in blocks:
-            left[block] = left.get(block, block.ref_cnt) - 1
-            if left[block] == 0:
-                has_content = block.block_hash is not None and self.pool.enable_caching
-                (back if has_content or is_unpinned else front).append(block)
-        self.bands[EMPTY_BAND] = front + self.bands[EMPTY_BAND]
+        """Put blocks that have lost a reference into their bands, in order, if they are free now."""
+        counts = self.count_references()
+        freed = [block for block in list_once(reversed(blocks)) if not counts[block] and not block.is_null][
+            ::-1
+        ]
+        back = [block for block in freed if is_unpinned or (block.block_hash and self.pool.enable_caching)]
+        self.bands[EMPTY_BAND] = [block for block in freed if block not in back] + self.bands[EMPTY_BAND]
         self.bands[0] += back
         if self.is_open:
             for block in list_once(blocks):
-                if left[block] == 0 and self.policy.find_band(block):
+                if block in freed and self.policy.find_band(block):
                     self.move([block], self.policy.find_band(block))
 
     def move(self, blocks, band):
@@ -167,17 +198,103 @@ class Life:
             self.remove(touched)
             self.tables.append(touched)
 
+    def some_blocks(self):
+        """Return blocks that can be held: referenced, or with content."""
+        some = [block for block in self.pool.blocks if block.ref_cnt or block.block_hash or block.is_null]
+        return self.rng.choices(some, k=self.rng.randrange(5))
+
+    def some_hold(self):
+        return self.rng.choice(list(self.held))
+
+    def some_time(self):
+        return self.now + self.rng.randrange(1, 9)
+
+    def note(self, hold, blocks, until=NEVER):
+        self.held[hold] = [block for block in dict.fromkeys(blocks) if not block.is_null]
+        self.until[hold] = until
+        self.remove(blocks)
+
+    def forget(self, hold):
+        del self.until[hold]
+        self.quarantined.discard(hold)
+        return self.held.pop(hold)
+
     def hold(self):
-        some = [block for block in self.pool.blocks[1:] if block.ref_cnt or block.block_hash is not None]
-        held = self.rng.sample(some, min(len(some), 3))
-        self.holds.append(self.pool.hold(held, "held by a test"))
-        self.remove(held)
+        some, is_movable = self.some_blocks(), self.rng.random() < 0.3
+        until = self.some_time() if self.rng.random() < 0.6 else None
+        hold = self.pool.hold(some, f"reason {self.rng.randrange(5)}", movable=is_movable, until=until)
+        self.note(hold, some, NEVER if until is None else until)
+
+    def hold_for_writing(self):
+        some, until = self.some_blocks(), self.some_time()
+        self.note(self.pool.holds.open(some, "written", False, until, True), some, until)
+
+    def hold_wrongly(self):
+        """Try to hold a free block without content, which is refused and changes nothing."""
+        empty = [block for block in self.pool.blocks[1:] if not block.ref_cnt and block.block_hash is None]
+        if empty:
+            before = state(self.pool)
+            for hold in (lambda some: self.pool.hold(some, "wrong"), *[one.add for one in self.held]):
+                with pytest.raises(InvalidBlockError):
+                    hold([*self.some_blocks(), self.rng.choice(empty)])
+            assert state(self.pool) == before
+
+    def hold_more(self):
+        if self.held:
+            hold, some = self.some_hold(), self.some_blocks()
+            hold.add(some)
+            self.note(hold, self.held[hold] + some, self.until[hold])
+
+    def hold_less(self):
+        if self.held:
+            hold, some = self.some_hold(), self.rng.choices(self.pool.blocks, k=4)
+            dropped = [block for block in list_once(some) if block in self.held[hold]]
+            self.held[hold] = [block for block in self.held[hold] if block not in some]
+            self.add(dropped[::-1])
+            hold.remove(some)
 
     def release(self):
-        if self.holds:
-            hold = self.holds.pop(self.rng.randrange(len(self.holds)))
-            self.add(hold.blocks[::-1])
+        if self.held:
+            hold = self.some_hold()
+            self.add(self.forget(hold)[::-1])
             hold.release()
+            assert hold.is_released
+
+    def extend(self):
+        if self.held:
+            hold, until = self.some_hold(), self.some_time()
+            if hold in self.quarantined:
+                with pytest.raises(InvalidArgumentError):
+                    hold.extend(until)
+            else:
+                hold.extend(until)
+                self.until[hold] = until
+
+    def expire(self):
+        self.now += self.rng.randrange(4)
+        overdue = {hold: until for hold, until in self.until.items() if until <= self.now}
+        expired = self.pool.expire_holds()
+        assert set(expired) == overdue.keys()
+        assert [overdue[hold] for hold in expired] == sorted(overdue.values())
+        for hold in expired:
+            if hold.is_quarantined_late:
+                self.quarantined.add(hold)
+                self.until[hold] = NEVER
+            else:
+                assert hold.state is HoldState.EXPIRED
+                self.add(self.forget(hold)[::-1])
+
+    def adopt(self):
+        if self.tables and len(set(self.tables[-1])) == len(self.tables[-1]):
+            adopted = self.tables.pop()
+            self.note(self.pool.holds.adopt(adopted, "adopted"), adopted)
+
+    def hand_over(self):
+        if self.held:
+            hold = self.some_hold()
+            table = self.pool.holds.hand_over(hold)
+            assert table == self.forget(hold)
+            self.tables += [table] if table else []
 
     def watch(self):
         if self.tables:
@@ -218,7 +335,7 @@ class Life:
     def reset(self):
         while self.tables:
             self.free()
-        while self.holds:
+        while self.held:
             self.release()
         free = self.list_free()
         try:
@@ -234,6 +351,11 @@ class Life:
             first, second = self.rng.sample(range(1, self.pool.num_gpu_blocks), 2)
             if {first, second}.isdisjoint(self.pool.holds.list_immovable_ids()):
                 self.pool.swap_block_ids([(first, second)])
+                return
+            before = self.pool.blocks
+            with pytest.raises(InvalidBlockError, match="C3: "):
+                self.pool.swap_block_ids([(first, second)])
+            assert self.pool.blocks is before
 
     def resize(self):
         count = self.rng.randrange(4)
@@ -265,8 +387,16 @@ STEPS = {
     "take_listed": 2,
     "free": 8,
     "share": 3,
-    "hold": 2,
+    "hold": 4,
+    "hold_for_writing": 1,
+    "hold_wrongly": 0.5,
+    "hold_more": 2,
+    "hold_less": 2,
     "release": 2,
+    "extend": 1,
+    "expire": 2,
+    "adopt": 1,
+    "hand_over": 1,
     "watch": 1,
     "evict": 2,
     "move_blocks": 5,
@@ -285,8 +415,8 @@ def split(blocks, first):
 
 
 @pytest.mark.parametrize("pool_type", [BlockPool, RunBlockPool])
-@pytest.mark.parametrize("seed", range(40))
-def test_random_calls_agree_with_a_slow_model_of_bands(seed, pool_type):
+@pytest.mark.parametrize("seed", range(60))
+def test_random_calls_agree_with_a_slow_model(seed, pool_type):
     life = Life(seed, pool_type)
     for _ in range(NUM_STEPS):
         life.step()
