@@ -113,7 +113,7 @@ def check_manager_node(node, movings):
     assert sorted(node.manager.list_request_ids()) == sorted(one.request_id for one in requests)
     plans = [*node.swapper.list_open_plans(), *node.onboarder.list_open_plans()]
     assert {plan.request_id for plan in plans} == {one.name for one in node.planned}
-    directed = node.retention._directives.by_request.keys()
+    directed = node.retention._ranges.keys()
     here = [*node.waiting, *node.running, *node.loading, *node.swapped, *node.planned, *node.leaving]
     assert directed <= {one.name for one in here}, f"directives of {directed} are left"
     for sequence in node.running:

@@ -1,4 +1,4 @@
-"""`Claim`: a reason to keep a block; `ClaimRecords`: the claims on blocks, as a number on each block."""
+"""`Claim`: a reason to keep a block; `Record`: the claims that a set of blocks share."""
 
 from collections.abc import Iterable
 from typing import Final
@@ -159,109 +159,6 @@ class Record(TimedItem):
             for claim in self.claims:
                 next_end = min(next_end, claim.find_end(self.freed_at))
         return next_end
-
-
-class ClaimRecords:
-    """Numbers from 1 on, one for each record; a number is reused when no block has it any more.
-
-    A block stores its number in `retention_id`: a reference would make it part of a cycle, and a dict entry
-    would be slower to read. 0: no claims. Below 0: the claims are void, because they were on the
-    content that the block had before it got another hash.
-    """
-
-    def __init__(self) -> None:
-        self._records: list[Record | None] = [None]
-        self._unused: list[int] = []
-        self._shared: dict[tuple[Claim, ...], Record] = {}
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no block has a number."""
-        return len(self._records) == len(self._unused) + 1
-
-    def list_records(self) -> list[Record]:
-        """Return the records that blocks refer to."""
-        return [record for record in self._records if record is not None]
-
-    def find(self, block: KVCacheBlock) -> Record | None:
-        """Return the record of the block's number, void or not."""
-        retention_id = block.retention_id
-        return self._records[-retention_id if retention_id < 0 else retention_id]
-
-    def get_claims(self, block: KVCacheBlock) -> tuple[Claim, ...]:
-        """Return the claims on the block's content; for a free block, those in force."""
-        if block.retention_id <= 0 or block.key is None:
-            return NO_CLAIMS
-        record = self._records[block.retention_id]
-        return NO_CLAIMS if record is None else record.claims
-
-    def share(self, claims: tuple[Claim, ...]) -> Record:
-        """Return the shared record of these claims (at least one), for blocks to be assigned to it next."""
-        record = self._shared.get(claims)
-        if record is None:
-            record = Record(claims)
-            self._add(record)
-            self._shared[claims] = record
-        return record
-
-    def make(self, claims: tuple[Claim, ...], blocks: list[KVCacheBlock], freed_at: float) -> Record:
-        """Return a new record for blocks that became free together at `freed_at`, to be assigned next."""
-        record = Record(claims)
-        record.be_about(blocks, freed_at)
-        self._add(record)
-        return record
-
-    def take_over(self, record: Record, blocks: list[KVCacheBlock], freed_at: float) -> bool:
-        """Make the blocks' shared record their own, instead of a new one; False if it is not shared.
-
-        Claims of this record end, so no other free block has it. Blocks in use keep its number and get a
-        record of their own when they become free.
-        """
-        if not record.is_shared:
-            return False
-        del self._shared[record.claims]
-        record.be_about(blocks, freed_at)
-        return True
-
-    def put(self, blocks: list[KVCacheBlock], record: Record | None) -> None:
-        """Replace the claims on distinct blocks, void or not, by those of a record; None removes them."""
-        new_id: i32 = 0 if record is None else record.retention_id
-        for stretch in cut_by_number(blocks):
-            if stretch[0].retention_id == new_id:
-                continue
-            old = self.find(stretch[0])
-            for block in stretch:
-                block.retention_id = new_id
-            if record is not None:
-                record.num_blocks += len(stretch)
-            if old is not None:
-                old.num_blocks -= len(stretch)
-                if old.num_blocks == 0:
-                    self._remove(old)
-
-    def drop_all(self, blocks: tuple[KVCacheBlock, ...]) -> None:
-        """Remove all claims. `blocks` must be all blocks of the pool."""
-        for block in blocks:
-            block.retention_id = 0
-        self._records = [None]
-        self._unused = []
-        self._shared = {}
-
-    def _add(self, record: Record) -> None:
-        if self._unused:
-            record.retention_id = self._unused.pop()
-            self._records[record.retention_id] = record
-        else:
-            record.retention_id = len(self._records)
-            self._records.append(record)
-
-    def _remove(self, record: Record) -> None:
-        if record.is_shared:
-            del self._shared[record.claims]
-        record.changes_at = NEVER
-        record.blocks = []
-        self._records[record.retention_id] = None
-        self._unused.append(record.retention_id)
 
 
 def cut_by_number(blocks: list[KVCacheBlock], skips_empty: bool = False) -> list[list[KVCacheBlock]]:

@@ -17,9 +17,9 @@ from kv_pool.core.holds import Hold, HoldSpan
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.manager.retention.claims import (
     EXPIRED,
+    NO_CLAIMS,
     PINNED,
     Claim,
-    ClaimRecords,
     Record,
     add_claims,
     cut_by_number,
@@ -37,8 +37,12 @@ Change = tuple[list[KVCacheBlock], tuple[Claim, ...]]
 class PlacedClaims(BandPolicy):
     """The claims on a pool's blocks, and the places of the free blocks, which follow from them.
 
+    Each record has a number from 1 on, which is reused when no block has it any more. A block stores its
+    number in `retention_id`: a reference would make it part of a cycle, and a dict entry would be slower to
+    read. 0: no claims. Below 0: the claims are void, because they were on the content that the block had
+    before it got another hash.
+
     Attributes:
-        records: the claims.
         deadlines: when claims on free blocks end.
         pinned: blocks with a pin among their claims, free or in use.
         held: the hold on free pinned blocks: it keeps them out of the free queue. Compaction may move them.
@@ -48,16 +52,41 @@ class PlacedClaims(BandPolicy):
         self._pool: BlockPoolCore = block_pool
         self._order: EvictionOrder = block_pool.eviction_order
         self._clock: Callable[[], float] = clock
-        self.records: ClaimRecords = ClaimRecords()
+        self._records: list[Record | None] = [None]
+        self._unused: list[int] = []
+        self._shared: dict[tuple[Claim, ...], Record] = {}
         self.deadlines: Deadlines = Deadlines()
         self.pinned: set[KVCacheBlock] = set()
         self.held: Hold = block_pool.holds.open([], "pinned by a directive", True)
         self.held.list_spans = self.list_spans
         self._is_moving: bool = False  # blocks become free whose bands are set elsewhere
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no block has a number."""
+        return len(self._records) == len(self._unused) + 1
+
+    def list_records(self) -> list[Record]:
+        """Return the records that blocks refer to."""
+        return [record for record in self._records if record is not None]
+
+    def find(self, block: KVCacheBlock) -> Record | None:
+        """Return the record of the block's number, void or not."""
+        retention_id = block.retention_id
+        return self._records[-retention_id if retention_id < 0 else retention_id]
+
+    def get_claims(self, block: KVCacheBlock) -> tuple[Claim, ...]:
+        """Return the claims on the block's content; for a free block, those in force."""
+        if block.retention_id <= 0 or block.key is None:
+            return NO_CLAIMS
+        record = self._records[block.retention_id]
+        return NO_CLAIMS if record is None else record.claims
+
+    # ---- for the pool ------------------------------------------------------------------------------
+
     def place(self, freed: list[KVCacheBlock]) -> None:
         """Move those of these blocks that are free to the bands of their claims, in the given order."""
-        if self.records.is_empty or self._is_moving:
+        if self.is_empty or self._is_moving:
             return
         first = -1  # start of the open stretch; -1 if none is open
         last_id: i32 = 0
@@ -87,7 +116,11 @@ class PlacedClaims(BandPolicy):
 
     def note_reset(self) -> None:
         """Remove all claims: no block has content any more."""
-        self.records.drop_all(self._pool.blocks)
+        for block in self._pool.blocks:
+            block.retention_id = 0
+        self._records = [None]
+        self._unused = []
+        self._shared = {}
         self.deadlines.replace(
             [entry[2] for entry in self.deadlines.entries if not isinstance(entry[2], Record)]
         )
@@ -107,7 +140,7 @@ class PlacedClaims(BandPolicy):
         ahead = self._pool.holds.clock() - self._clock()
         spans: dict[tuple[float, float], list[KVCacheBlock]] = {}
         for block in self.held.blocks:
-            record = self.records.find(block)
+            record = self.find(block)
             since = self.held.since
             until = NEVER  # which round() leaves as it is
             if record is not None and not record.is_shared:
@@ -132,12 +165,12 @@ class PlacedClaims(BandPolicy):
         now = self._clock()
         stretches = [(stretch, added) for blocks, added in changes for stretch in cut_by_number(blocks, True)]
         for stretch, added in reversed(stretches):
-            before = self.records.get_claims(stretch[0])
+            before = self.get_claims(stretch[0])
             left = [claim for claim in before if keeps(claim)]
             if not added and len(left) == len(before):
                 continue
             claims = (*left, *added) if left else added
-            old = self.records.find(stretch[0]) if before else None
+            old = self.find(stretch[0]) if before else None
             freed_at = now if restarts or old is None or old.is_shared else old.freed_at
             free = self._change_used(stretch[::-1], claims)
             if free:
@@ -146,14 +179,14 @@ class PlacedClaims(BandPolicy):
     def add(self, blocks: list[KVCacheBlock], claims: tuple[Claim, ...]) -> None:
         """Add the claims of directives to the cached ones of these blocks, which are in use."""
         for stretch in cut_by_number(blocks, True):
-            before = self.records.get_claims(stretch[0])
+            before = self.get_claims(stretch[0])
             after = add_claims(before, claims)
             if after is not before:
-                self._put(stretch, self.records.share(after))
+                self._put(stretch, self._share(after))
 
     def drop_evicted(self) -> None:
         """Remove the claims on pinned blocks that were evicted without a call of the retention. O(pins)."""
-        self._put([block for block in self.pinned if not is_pin(self.records.get_claims(block))], None)
+        self._put([block for block in self.pinned if not is_pin(self.get_claims(block))], None)
 
     def forget(self, blocks: list[KVCacheBlock]) -> None:
         """Remove the claims on blocks that have lost their content; free ones are reused first."""
@@ -170,7 +203,7 @@ class PlacedClaims(BandPolicy):
         claimed: list[KVCacheBlock] = []
         void: list[KVCacheBlock] = []
         for block in record.blocks:
-            if self.records.find(block) is record:
+            if self.find(block) is record:
                 is_void = block.retention_id < 0 or block.key is None
                 (void if is_void else claimed).append(block)
         self._put(void, None)
@@ -190,7 +223,7 @@ class PlacedClaims(BandPolicy):
             )
             (free if is_unused else used).append(block)
         if used:
-            self._put(used, self.records.share(claims) if claims else None)
+            self._put(used, self._share(claims) if claims else None)
             self.release(used)
         return free
 
@@ -204,13 +237,17 @@ class PlacedClaims(BandPolicy):
 
     def _place_stretch(self, blocks: list[KVCacheBlock]) -> None:
         """Place blocks that just became free, are consecutive in the queue, and have the same record."""
-        record = self.records.find(blocks[0])
+        record = self.find(blocks[0])
         assert record is not None
         live = record.claims
         if not (record.is_lasting and record.is_shared):
             now = self._clock()
             live = list_live(record.claims, now, now)
-            if live is record.claims and self.records.take_over(record, blocks, now):
+            if live is record.claims and record.is_shared:
+                # It becomes the record of these blocks, instead of a new one: its claims end, so no other
+                # free block has it. Blocks in use keep its number, until they become free, too.
+                del self._shared[record.claims]
+                record.be_about(blocks, now)
                 self.deadlines.push(record)
             else:
                 self._put_claims(blocks, live, now)
@@ -244,19 +281,60 @@ class PlacedClaims(BandPolicy):
         if not claims:
             self._put(blocks, None)
         elif is_lasting(claims):
-            self._put(blocks, self.records.share(claims))
+            self._put(blocks, self._share(claims))
         else:
-            record = self.records.make(claims, blocks, freed_at)
+            record = Record(claims)
+            record.be_about(blocks, freed_at)
+            self._enter(record)
             self._put(blocks, record)
             self.deadlines.push(record)
 
+    def _share(self, claims: tuple[Claim, ...]) -> Record:
+        """Return the shared record of these claims (at least one), for blocks to be assigned to it next."""
+        record = self._shared.get(claims)
+        if record is None:
+            record = Record(claims)
+            self._enter(record)
+            self._shared[claims] = record
+        return record
+
+    def _enter(self, record: Record) -> None:
+        """Give a new record its number."""
+        if self._unused:
+            record.retention_id = self._unused.pop()
+            self._records[record.retention_id] = record
+        else:
+            record.retention_id = len(self._records)
+            self._records.append(record)
+
     def _put(self, blocks: list[KVCacheBlock], record: Record | None) -> None:
-        """Replace the claims on blocks, void or not, by those of a record; None removes them."""
-        self.records.put(blocks, record)
+        """Replace the claims on distinct blocks, void or not, by those of a record; None removes them."""
+        new_id: i32 = 0 if record is None else record.retention_id
+        for stretch in cut_by_number(blocks):
+            if stretch[0].retention_id == new_id:
+                continue
+            old = self.find(stretch[0])
+            for block in stretch:
+                block.retention_id = new_id
+            if record is not None:
+                record.num_blocks += len(stretch)
+            if old is not None:
+                old.num_blocks -= len(stretch)
+                if old.num_blocks == 0:
+                    self._remove(old)
         if record is not None and record.strength == PINNED:
             self.pinned.update(blocks)
         elif self.pinned:
             self.pinned.difference_update(blocks)
+
+    def _remove(self, record: Record) -> None:
+        """Forget a record that no block has any more."""
+        if record.is_shared:
+            del self._shared[record.claims]
+        record.changes_at = NEVER
+        record.blocks = []
+        self._records[record.retention_id] = None
+        self._unused.append(record.retention_id)
 
     def _put_in_place(self, blocks: list[KVCacheBlock], strength: int, is_chain: bool = False) -> None:
         """Move free blocks to the back of a band, or hold them if they are pinned.
