@@ -2,9 +2,8 @@
 
 from mypy_extensions import mypyc_attr
 
-from kv_pool.manager.block_groups.block_group import BlockGroup
+from kv_pool.manager.block_groups.block_group import BlockGroup, SlidingWindowGroup
 from kv_pool.manager.block_groups.mamba_group import MambaGroup
-from kv_pool.manager.block_groups.window_groups import SlidingWindowGroup
 
 
 # Subclasses may be plain Python: another choice needs no compiled code.

@@ -6,8 +6,7 @@ import pytest
 from control.made_layout import make_sixteen, write_layout
 
 from kv_pool import InvalidArgumentError
-from kv_pool.control.layout_cells import CellKind, make_map
-from kv_pool.control.layout_drawing import SIGNS
+from kv_pool.control.layout_drawing import SIGNS, CellKind, make_map
 
 
 def draw(drawn, max_cells=100, **options):

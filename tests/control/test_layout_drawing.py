@@ -11,8 +11,7 @@ from matplotlib import image
 from rich.console import Console
 
 from kv_pool import DrawingError, InvalidArgumentError
-from kv_pool.control.layout_cells import COLOURS
-from kv_pool.control.layout_drawing import SIGNS, draw_layout, print_layout
+from kv_pool.control.layout_drawing import COLOURS, SIGNS, draw_layout, print_layout
 
 COLOURED = {"force_terminal": True, "color_system": "truecolor"}
 

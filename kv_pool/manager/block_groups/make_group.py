@@ -3,7 +3,14 @@
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError, InvalidTypeError
 from kv_pool.ids import GroupId
-from kv_pool.manager.block_groups.block_group import BlockGroup
+from kv_pool.manager.block_groups.block_group import (
+    BlockGroup,
+    ChunkedLocalGroup,
+    CrossAttentionGroup,
+    EncoderOnlyGroup,
+    SingleStateGroup,
+    SlidingWindowGroup,
+)
 from kv_pool.manager.block_groups.kv_cache_spec import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -14,12 +21,6 @@ from kv_pool.manager.block_groups.kv_cache_spec import (
     SlidingWindowSpec,
 )
 from kv_pool.manager.block_groups.mamba_group import MambaGroup
-from kv_pool.manager.block_groups.scratch_group import (
-    CrossAttentionGroup,
-    EncoderOnlyGroup,
-    SingleStateGroup,
-)
-from kv_pool.manager.block_groups.window_groups import ChunkedLocalGroup, SlidingWindowGroup
 
 
 def make_group(spec: KVCacheSpec, pool: BlockPoolCore, group_id: GroupId, alignment: int) -> BlockGroup:
