@@ -38,7 +38,7 @@ from kv_pool.manager.prefix_lookup import CachedPrefix
 from kv_pool.manager.prefix_rules import PrefixRules
 from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.manager.retention.block_retention import BlockRetention
-from kv_pool.manager.step_checks import read_step, set_limits
+from kv_pool.manager.step_checks import read_step
 
 if TYPE_CHECKING:
     from kv_pool.manager.invalid_blocks import InvalidBlocksReport
@@ -215,11 +215,6 @@ class KVCacheManager(ManagerState):
             cached_prefix,
             num_lookahead_tokens,
             num_external_computed_tokens,
-        )
-        set_limits(
-            self,
-            request,
-            step,
             num_encoder_tokens,
             full_sequence_must_fit,
             reserved_blocks,
@@ -289,11 +284,6 @@ class KVCacheManager(ManagerState):
             cached_prefix,
             num_lookahead_tokens,
             num_external_computed_tokens,
-        )
-        set_limits(
-            self,
-            request,
-            step,
             num_encoder_tokens,
             full_sequence_must_fit,
             reserved_blocks,

@@ -9,7 +9,6 @@ from kv_pool.core.arguments import refuse_interrupted
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.pool_core import BlockPoolCore
-from kv_pool.core.stored_events import add_kinds
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockHash, BlockId, BlockMove, GroupId, RequestId
 from kv_pool.manager.admission import count_full_sequence, count_surplus, plan_step
@@ -70,6 +69,7 @@ class EngineManager:
         self.max_model_len: int = manager.max_model_len
         self.watermark_blocks: int = manager.watermark_blocks
         self.enable_caching: bool = manager.block_pool.enable_caching
+        manager.event_labels = list(event_labels)
         self.kv_cache_event_metadata: tuple[tuple[str, int | None], ...] = tuple(event_labels)
         self.empty_kv_cache_blocks: KVCacheBlocks = KVCacheBlocks(manager._no_blocks)
         self._waiting_statuses: tuple[Any, ...] = tuple(waiting_statuses)
@@ -381,9 +381,7 @@ class EngineManager:
 
     def take_events(self) -> list[KVCacheEvent]:
         """Return the pool's events since the last call; stores state their group's kind of attention."""
-        events = self.block_pool.take_events()
-        add_kinds(events, self.kv_cache_event_metadata)
-        return events
+        return self.manager.take_events()
 
     # ---- releasing -------------------------------------------------------------------------------
 
