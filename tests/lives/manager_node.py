@@ -246,6 +246,7 @@ class ManagerNode(ManagerLoads, ManagerSwaps, Node):
         return block_ids
 
     def note_evicting(self):
+        """Expect that pinned content is evicted, and that tiers forget the content of open plans."""
         self.pinned_keys = []
         for opened in self.planned.values():
             opened.is_void = True
@@ -346,9 +347,6 @@ class ManagerNode(ManagerLoads, ManagerSwaps, Node):
         """Return the cached blocks, for a migration by block ids."""
         return [block for block in self.pool.blocks if block.block_hash is not None]
 
-    def may_copy(self, block_ids):
-        return True
-
     def begin_leaving(self, sequence):
         self.running.remove(sequence)
         self.leaving.append(sequence)
@@ -356,18 +354,6 @@ class ManagerNode(ManagerLoads, ManagerSwaps, Node):
     def take_back(self, sequence):
         self.leaving.remove(sequence)
         self.running.append(sequence)
-
-    def forget_departed(self, sequence):
-        self.leaving.remove(sequence)
-
-    def on_arrived(self, sequence):
-        self.running.append(sequence)
-
-    def has_sequence(self, sequence):
-        return self.manager.holds_blocks(sequence.name)
-
-    def get_id(self, sequence):
-        return sequence.name
 
     def list_operations(self):
         return {

@@ -1,4 +1,4 @@
-"""`Node`: the common part of both faces: bytes, leases, reuse watchers, tiers and compaction."""
+"""`Node`: the companions of a manager: bytes, leases, reuse watchers, tiers and compaction."""
 
 import numpy as np
 from lives.contents import BLOCK_SIZE, Side
@@ -17,7 +17,7 @@ NUM_SPARE = 3
 
 
 class Node(Restarts):
-    """A pool with its bytes and the companions of both faces.
+    """A pool with its bytes and companions; `ManagerNode` is one with a manager.
 
     Attributes:
         readers: leases to read, each with its reader's expected bytes.
@@ -44,7 +44,7 @@ class Node(Restarts):
         self.events_share = self.rng.choice((0.03, 1.0))
 
     def open(self, pool, site, device):
-        """Set the objects that the face has created."""
+        """Set the objects that `ManagerNode` has created."""
         self.pool, self.site, self.device = pool, site, device
         self.leases = site.leases
         self.source_role = SourceRole(self)
@@ -54,19 +54,6 @@ class Node(Restarts):
 
     def make_device(self, pool):
         return Side(pool, self.num_blocks + NUM_SPARE + 1)
-
-    # ---- events ----------------------------------------------------------------------------------
-
-    def take_events(self):
-        """Return the events since the last call."""
-        return self.pool.take_events()
-
-    def list_pools(self):
-        """Return the pools that these events are about."""
-        return [self.pool]
-
-    def reset_caches(self):
-        return self.pool.reset_prefix_cache()
 
     # ---- leases ----------------------------------------------------------------------------------
 
@@ -223,7 +210,7 @@ class Node(Restarts):
         if self.grown == 0 or (self.grown < NUM_SPARE and self.world.chance(0.3)):
             count = self.rng.randint(1, NUM_SPARE - max(0, self.grown))
             if self.world.chance(0.5):
-                self.grow_pool(count)
+                self.pool.grow(count)
                 self.grown += count
                 return "grow"
         count = self.rng.randint(1, 3)
@@ -236,9 +223,6 @@ class Node(Restarts):
         self.grown -= count
         return "shrink"
 
-    def grow_pool(self, count):
-        self.pool.grow(count)
-
     def shrink_pool(self, count):
         compaction.shrink(self.pool, count, self.device.storage.apply_moves, on_moved=self.note_moved)
 
@@ -248,7 +232,7 @@ class Node(Restarts):
 
     def restore_size(self):
         if self.grown < 0:
-            self.grow_pool(-self.grown)
+            self.pool.grow(-self.grown)
         elif self.grown > 0:
             if self.watched:  # they would not move
                 assert self.reset_caches()
@@ -271,9 +255,6 @@ class Node(Restarts):
             for promise in [*self.readers.values(), *self.watched.values(), *self.promises]:
                 if promise.side is self.device:
                     promise.forget(block)
-
-    def note_evicting(self):
-        """Expect that pinned content is evicted, and that tiers forget the content of open plans."""
 
     # ---- promises of plans -----------------------------------------------------------------------
 
