@@ -15,24 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kv_pool.closing import Running
-from kv_pool.control.messages import (
-    MAX_COMMAND_BYTES,
-    CancelCommand,
-    Command,
-    DefragCommand,
-    DefragReport,
-    HoldsCommand,
-    MigrateCommand,
-    MigrationsCommand,
-    NodeCommand,
-    SequencesCommand,
-    StatsCommand,
-    TierList,
-    TiersCommand,
-    decode_command,
-    encode_error,
-    encode_result,
-)
+from kv_pool.control import messages
 from kv_pool.control.socket_path import (
     get_default_folder,
     is_dead,
@@ -92,7 +75,7 @@ class ControlServer(Running):
         node: "LiveNode | None" = None,
         node_name: NodeName | None = None,
         why_no_node: str = "start it with kv-pool serve --name, or pass a LiveNode to ControlServer",
-        tiers: Callable[[], TierList] | None = None,
+        tiers: Callable[[], messages.TierList] | None = None,
         guard: AbstractContextManager[object] | None = None,
         timeout_s: float = 10.0,
         max_clients: int = 64,
@@ -217,7 +200,7 @@ class ControlServer(Running):
         self._loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
         server = await asyncio.start_unix_server(
-            self._serve_client, sock=listener, limit=MAX_COMMAND_BYTES, backlog=_BACKLOG
+            self._serve_client, sock=listener, limit=messages.MAX_COMMAND_BYTES, backlog=_BACKLOG
         )
         is_running.set()
         await self._stopping.wait()
@@ -239,7 +222,7 @@ class ControlServer(Running):
                 await self._send(writer, await self._answer(line))
         except ControlError as error:
             with suppress(OSError):
-                await self._send(writer, encode_error(error))
+                await self._send(writer, messages.encode_error(error))
         except OSError:
             pass  # The client has disconnected, or does not read.
         finally:
@@ -263,7 +246,7 @@ class ControlServer(Running):
         except TimeoutError as error:
             raise ControlError(f"the rest of a command did not arrive within {self._timeout_s} s") from error
         except ValueError as error:
-            raise ControlError(f"a command has at most {MAX_COMMAND_BYTES} bytes") from error
+            raise ControlError(f"a command has at most {messages.MAX_COMMAND_BYTES} bytes") from error
 
     async def _send(self, writer: asyncio.StreamWriter, reply: bytes) -> None:
         async with asyncio.timeout(self._timeout_s):
@@ -272,25 +255,25 @@ class ControlServer(Running):
 
     async def _answer(self, line: bytes) -> bytes:
         try:
-            command = decode_command(line)
-            if isinstance(command, NodeCommand):
+            command = messages.decode_command(line)
+            if isinstance(command, messages.NodeCommand):
                 done = self._at_node.submit(partial(self._carry_out_at_node, command))
                 result = await asyncio.wrap_future(done)
             else:
                 with self._guard:
                     result = self._carry_out(command)
-            return encode_result(result)
+            return messages.encode_result(result)
         except Exception as error:  # A pool's callback may raise anything; the server continues.
-            return encode_error(error)
+            return messages.encode_error(error)
 
-    def _carry_out_at_node(self, command: NodeCommand) -> msgspec.Struct:
+    def _carry_out_at_node(self, command: messages.NodeCommand) -> msgspec.Struct:
         node = self._node
         if node is None:
             raise ControlError(
                 f"the pool at {self.path} is not a node, so migration is not available: {self._why_no_node}"
             )
         match command:
-            case MigrateCommand():
+            case messages.MigrateCommand():
                 return node.migrate(
                     command.sequence_id,
                     command.target,
@@ -298,32 +281,32 @@ class ControlServer(Running):
                     max_bytes_per_s=command.max_bytes_per_s,
                     backend=command.backend,
                 )
-            case MigrationsCommand():
+            case messages.MigrationsCommand():
                 return node.list_migrations(command.migration_id)
-            case CancelCommand():
+            case messages.CancelCommand():
                 return node.cancel(command.migration_id)
             case _:
                 return node.list_peers()
 
-    def _carry_out(self, command: Command) -> msgspec.Struct:
+    def _carry_out(self, command: messages.Command) -> msgspec.Struct:
         match command:
-            case SequencesCommand():
+            case messages.SequencesCommand():
                 return self.pool.describe_sequences()
-            case HoldsCommand():
+            case messages.HoldsCommand():
                 with self.pool.lock:
                     if command.block_id is None:
                         return list_holds(self.pool.block_pool)
                     return explain_block(self.pool.block_pool, command.block_id)
-            case TiersCommand():
+            case messages.TiersCommand():
                 if self._tiers is None:
                     raise ControlError(
                         f"the pool at {self.path} has no lower tiers; kv-pool serve adds them with "
                         "--host-tier BLOCKS and --disk-tier FOLDER, other engines with ControlServer(tiers=)"
                     )
                 return self._tiers()
-            case StatsCommand():
+            case messages.StatsCommand():
                 return self.pool.get_statistics()
-            case DefragCommand():
+            case messages.DefragCommand():
                 return defragment(self.pool, command.max_moves, command.max_evictions)
             case _:
                 return self.pool.get_layout()
@@ -334,10 +317,12 @@ def defragment(
     max_moves: int | None,
     max_evictions: int,
     clock: Callable[[], float] = time.perf_counter,
-) -> DefragReport:
+) -> messages.DefragReport:
     """Compact the pool and return a report. Raises the errors of `GPUKVPool.defragment`."""
     before = pool.get_fragmentation_rate()
     started = clock()
     moved = pool.defragment(max_evictions=max_evictions, max_moves=max_moves)
     elapsed = clock() - started
-    return DefragReport(moved, elapsed * 1000, before, pool.get_fragmentation_rate(), pool.run_length)
+    return messages.DefragReport(
+        moved, elapsed * 1000, before, pool.get_fragmentation_rate(), pool.run_length
+    )

@@ -10,7 +10,6 @@ from kv_pool import FullAttentionSpec, KVCacheManager, SlidingWindowSpec
 from kv_pool.contiguous import compaction
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.errors import InvalidArgumentError, PinLimitError
-from kv_pool.manager.block_groups.make_group import make_group
 from kv_pool.manager.invariants import check_copies, check_writes
 from kv_pool.manager.retention.block_retention import BlockRetention
 from kv_pool.manager.retention.directive import RetentionDirective
@@ -53,7 +52,7 @@ class ManagerNode(ManagerLoads, ManagerSwaps, Node):
         site = PoolSite(ManagerSequences(self.manager, device.storage), hasher=HASHER, clock=world.read_clock)
         self.open(pool, site, device)
         self.groups = [
-            make_group(spec, pool, group_id, self.manager.alignment) for group_id, spec in enumerate(groups)
+            spec.make_group(pool, group_id, self.manager.alignment) for group_id, spec in enumerate(groups)
         ]
         self.open_tiers()
         self.open_swaps()

@@ -42,8 +42,6 @@ class BlockGroup:
         self.drops_hits: bool = False
         # Whether its layers read later tokens as well, so that K and V of the next layers depend on them.
         self.reads_whole_sequence: bool = False
-        # Whether null blocks are added to a table before the blocks that are taken for it; see `MambaGroup`.
-        self.adds_null_blocks: bool = False
 
     def list_hashes(self, block_hashes: list[BlockHash]) -> list[BlockHash]:
         """Select this group's hashes from those at the pool's `hash_block_size`."""

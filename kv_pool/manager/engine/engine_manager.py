@@ -74,7 +74,7 @@ class EngineManager:
         self.empty_kv_cache_blocks: KVCacheBlocks = KVCacheBlocks(manager._no_blocks)
         self._waiting_statuses: tuple[Any, ...] = tuple(waiting_statuses)
         self.zeroed: ZeroedBlocks = ZeroedBlocks(zeroed_groups)
-        self._offers_states: bool = any(group.adds_null_blocks for group in self.groups)
+        self._offers_states: bool = any(group.reads_before_writes for group in self.groups)
         manager._caching.offers_states = self._offers_states
         manager._caching.allows_missing_hashes = True
         manager.discounts_states = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.arguments import as_int, as_list
@@ -25,7 +25,6 @@ from kv_pool.protocol import HIGH, NORMAL, URGENT
 
 if TYPE_CHECKING:
     from kv_pool.manager.retention.block_retention import BlockRetention
-    from kv_pool.manager.sequences.victims import AccessOrder, RankedOrder
 
 _RETENTION = {HIGH: 65, URGENT: 95}
 """Retention priorities of the blocks of HIGH and URGENT sequences; see `RetentionDirective`."""
@@ -53,6 +52,22 @@ Holders = tuple[Holder] | OrderedDict[Holder, None]
 One is a tuple, which the blocks of an allocation share. Several are a dict: thousands may share a prefix, and
 the cost of adding and removing one does not depend on their number.
 """
+
+
+class VictimOrder(Protocol):
+    """The order in which sequences are evicted, as `Holdings` keeps it up to date; see `Victims`."""
+
+    def note_access(self, holder: Holder) -> None:
+        """Record that a sequence was accessed, or is new. O(1)."""
+
+    def note_change(self, holder: Holder) -> None:
+        """Record that a sequence has other blocks. O(1)."""
+
+    def remove(self, holder: Holder) -> None:
+        """Remove a sequence that holds no blocks any more. No-op if it is not there."""
+
+    def rebuild(self, holders: Iterable[Holder]) -> None:
+        """Start again with these sequences, least recently accessed first."""
 
 
 class Pins:
@@ -171,7 +186,7 @@ class Holdings:
             ends. Only a `PoolSite` changes this.
     """
 
-    order: AccessOrder | RankedOrder
+    order: VictimOrder
 
     def __init__(
         self,

@@ -214,7 +214,6 @@ class _KeptOrder(ABC):
         """Yield the sequences of at most this priority, without those aside, in the order of eviction."""
 
     def remove(self, holder: Holder) -> None:
-        """Remove a sequence that holds no blocks any more. No-op if it is not there."""
         holder.ticket = 0
         if holder.queue is not None:
             holder.queue.pop(holder.sequence_id, None)
@@ -257,7 +256,6 @@ class AccessOrder(_KeptOrder):
         ]
 
     def note_access(self, holder: Holder) -> None:
-        """Record that a sequence was accessed, or is new. O(1)."""
         queue = self._queues[holder.priority]
         if holder.queue is queue:
             queue.move_to_end(holder.sequence_id)
@@ -265,10 +263,9 @@ class AccessOrder(_KeptOrder):
             self._move(holder, queue)
 
     def note_change(self, holder: Holder) -> None:
-        """Record that a sequence has other blocks, which do not change this order."""
+        """Other blocks do not change this order."""
 
     def rebuild(self, holders: Iterable[Holder]) -> None:
-        """Start again with these sequences, least recently accessed first."""
         for queue in (self._aside, *self._queues, *self._returned):
             queue.clear()
         for holder in holders:
