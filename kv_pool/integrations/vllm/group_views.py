@@ -149,7 +149,7 @@ class GroupsView:
     @property
     def retention_interval(self) -> int | None:
         """The retention interval of `PrefixRules`; a new one is for blocks that are cached from then on."""
-        return self._engine.rules.choice.interval
+        return self._engine.rules.interval
 
     @retention_interval.setter
     def retention_interval(self, interval: int | None) -> None:

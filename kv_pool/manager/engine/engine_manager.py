@@ -332,7 +332,7 @@ class EngineManager:
         if tables is None:
             step.prefix_blocks = new_computed_blocks
         step.num_encoder_tokens = num_encoder_tokens
-        if self.rules.choice.interval == 0:
+        if self.rules.interval == 0:
             step.prefill_end = prefill_end
         if apply_admission_cap:
             need = count_full_sequence(self.manager, step, num_tokens_main_model, num_lookahead=num_lookahead)
