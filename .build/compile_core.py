@@ -68,7 +68,6 @@ MANAGER = (
     "retention/block_retention",
     "retention/claims",
     "retention/directive",
-    "retention/placed_claims",
     "retention/request_directives",
     "step_checks",
     "table_rows",

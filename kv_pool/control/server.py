@@ -25,7 +25,7 @@ from kv_pool.control.socket_path import (
     resolve_path,
 )
 from kv_pool.core.arguments import as_count
-from kv_pool.errors import ControlError, OutOfThreadsError
+from kv_pool.errors import ControlError
 from kv_pool.ids import NodeName
 from kv_pool.reports.controlled_pool import ControlledPool
 from kv_pool.reports.holds import explain_block, list_holds
@@ -90,11 +90,8 @@ class ControlServer(Running):
         self._max_clients = as_count("max_clients", max_clients, 1)
         self._clients: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._thread: threading.Thread | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._stopping: asyncio.Event | None = None
         self._at_node = Workers("kv_pool control of the node", max_clients)
         self._inode = 0
-        self._failure: OSError | None = None
 
     def start(self) -> None:
         """Start to listen; clients can connect as soon as this returns.
@@ -108,28 +105,24 @@ class ControlServer(Running):
         if self._thread is not None:
             raise ControlError(f"this server already listens at {self.path}")
         listener = self._listen()
-        is_running = threading.Event()
-        try:
-            self._thread = start_thread("kv_pool control", self._run, listener, is_running)
-        except OutOfThreadsError:
-            self._remove_socket()
-            listener.close()
-            raise
-        is_running.wait()
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
-            self._thread.join()
-            self._thread = None
-            self._remove_socket()
-            listener.close()
-            raise ControlError(f"{self.path}: cannot serve there: {failure}") from failure
+        with ExitStack() as on_failure:
+            on_failure.callback(listener.close)
+            on_failure.callback(self._remove_socket)
+            try:
+                self._loop = asyncio.new_event_loop()
+            except OSError as error:  # such as no file descriptor for it
+                raise ControlError(f"{self.path}: cannot serve there: {error}") from error
+            on_failure.callback(self._loop.close)
+            self._stopping = asyncio.Event()
+            self._thread = start_thread("kv_pool control", self._run, listener)
+            on_failure.pop_all()
 
     def stop(self) -> None:
         """Finish the command that runs, close all connections and remove the socket.
 
         Do not call it while holding the guard: the running command may wait for it.
         """
-        if self._thread is None or self._loop is None or self._stopping is None:
+        if self._thread is None:
             return
         self._remove_socket()
         self._loop.call_soon_threadsafe(self._stopping.set)
@@ -186,23 +179,14 @@ class ControlServer(Running):
 
     # ---- in the thread ---------------------------------------------------------------------------
 
-    def _run(self, listener: socket.socket, is_running: threading.Event) -> None:
-        try:
-            asyncio.run(self._serve(listener, is_running))
-        except OSError as error:  # such as no file descriptor for the event loop
-            if is_running.is_set():
-                raise
-            self._failure = error
-        finally:
-            is_running.set()
+    def _run(self, listener: socket.socket) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._serve(listener))
 
-    async def _serve(self, listener: socket.socket, is_running: threading.Event) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._stopping = asyncio.Event()
+    async def _serve(self, listener: socket.socket) -> None:
         server = await asyncio.start_unix_server(
             self._serve_client, sock=listener, limit=messages.MAX_COMMAND_BYTES, backlog=_BACKLOG
         )
-        is_running.set()
         await self._stopping.wait()
         server.close()
         for writer in self._clients.values():

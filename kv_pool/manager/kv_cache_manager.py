@@ -659,16 +659,6 @@ class KVCacheManager(ManagerState):
         self.detached_tables.pop(request_id, None)
         self._tables[request_id] = put
 
-    def take_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
-        """Take blocks for tables that are not attached yet; blocks that a retention keeps may be among them.
-
-        Raises:
-            OutOfBlocksError: fewer than `num_blocks` are free. Nothing has changed.
-        """
-        if self.retention is not None:
-            self.retention.expire()
-        return self.block_pool.get_new_blocks(num_blocks)
-
     def free_blocks(self, blocks: list[KVCacheBlock]) -> None:
         """Free blocks that are in no table. The first block is reused first.
 

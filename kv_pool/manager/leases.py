@@ -206,6 +206,7 @@ class BlockLeases:
             InvalidArgumentError: the new deadline has passed. In both cases nothing has changed.
         """
         self._check_live(lease)
+        check_number("deadline", deadline)
         if lease.state is LeaseState.QUARANTINED:
             raise StaleLeaseError(
                 f"{lease!r} cannot be extended: its deadline has passed and was reported. Release it with "

@@ -15,7 +15,7 @@ from kv_pool import (
 )
 from kv_pool.contiguous.run_index import PLACEMENTS
 from kv_pool.core.eviction_order import DEFAULT_BAND
-from kv_pool.manager.retention.placed_claims import find_band
+from kv_pool.manager.retention.claims import find_band
 from kv_pool.storage.copy_cpu import copy_on_cpu
 
 NUM_BLOCKS = 24

@@ -23,12 +23,13 @@ from kv_pool.manager.retention.claims import (
     NO_CLAIMS,
     NOTHING,
     PINNED,
+    Change,
     Claim,
+    PlacedClaims,
     Record,
     is_pin,
 )
 from kv_pool.manager.retention.directive import MAX_PRIORITY, RetentionDirective
-from kv_pool.manager.retention.placed_claims import Change, PlacedClaims
 from kv_pool.manager.retention.request_directives import (
     Place,
     Range,

@@ -19,8 +19,7 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.deadlines import NEVER
 from kv_pool.errors import CorruptedPoolError
 from kv_pool.manager.retention.block_retention import BlockRetention
-from kv_pool.manager.retention.claims import Record, find_strength, is_pin
-from kv_pool.manager.retention.placed_claims import find_band
+from kv_pool.manager.retention.claims import Record, find_band, find_strength, is_pin
 
 
 def check_retention(retention: BlockRetention) -> None:

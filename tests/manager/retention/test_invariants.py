@@ -5,9 +5,8 @@ from manager.retention.test_retention import HASHER, Bench
 
 from kv_pool import CorruptedPoolError, Request, RetentionDirective
 from kv_pool.core.deadlines import NEVER
-from kv_pool.manager.retention.claims import PINNED, Record
+from kv_pool.manager.retention.claims import PINNED, Record, find_band
 from kv_pool.manager.retention.invariants import check_retention
-from kv_pool.manager.retention.placed_claims import find_band
 
 
 def make_bench():
