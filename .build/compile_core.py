@@ -68,7 +68,6 @@ MANAGER = (
     "retention/block_retention",
     "retention/claims",
     "retention/directive",
-    "retention/request_directives",
     "step_checks",
     "table_rows",
 )
@@ -122,7 +121,6 @@ COLD = (
     "manager/block_groups/state_chains",
     "manager/forking",
     "manager/retention/directive",
-    "manager/retention/request_directives",
 )
 # C files by the beginning of their names: modules, flags (beside `OPTIMIZATION`), number of files.
 LEVELS = {"hot": (HOT, ["-O3"], 5), "cold": (COLD, ["-Og"], 4)}
