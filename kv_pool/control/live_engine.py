@@ -218,22 +218,20 @@ class LiveTiers:
             keys.append(key)
         return keys
 
-    def onboard(self, keys: Sequence[BlockHashWithGroupId], block_ids: Sequence[BlockId]) -> int:
-        """Onboard blocks into blocks of the pool.
+    def onboard(self, num_hits: int, block_hashes: Sequence[BlockHash], block_ids: Sequence[BlockId]) -> int:
+        """Onboard the prefix of these hashes, which follow `num_hits` hits in the pool itself.
 
         Returns:
             The number of blocks onboarded before the first failure; those after it are to be recomputed.
         """
+        self._hits[MEDIUM_GPU] += num_hits
+        keys = self.find(block_hashes)
         levels = [self.cache.find_tier(key) for key in keys]
-        failed = set(self.cache.load(keys, block_ids))
+        failed = set(self.cache.load(keys, block_ids[: len(keys)]))
         num_good = next((at for at, key in enumerate(keys) if key in failed), len(keys))
         for level in levels[:num_good]:
             self._hits[self.cache.tiers[level or 0].medium] += 1
         return num_good
-
-    def note_hits(self, num_blocks: int) -> None:
-        """Count `num_blocks` hits of a request in the pool itself."""
-        self._hits[MEDIUM_GPU] += num_blocks
 
     def prefetch(self, owner: RequestId, block_hashes: Sequence[BlockHash]) -> None:
         """Start to read from disk the blocks that a waiting request will need."""

@@ -324,10 +324,7 @@ class LiveReplay:
         """
         num_read = 0
         if self.tiers is not None:
-            self.tiers.note_hits(num_hits)
-            keys = self.tiers.find(request.block_hashes[num_hits:num_hashes])
-            if keys:
-                num_read = self.tiers.onboard(keys, block_ids[: len(keys)])
+            num_read = self.tiers.onboard(num_hits, request.block_hashes[num_hits:num_hashes], block_ids)
         self._write(request, num_hits + num_read, block_ids[num_read:])
         return num_read
 
