@@ -258,13 +258,7 @@ class ControlServer(Running):
             )
         match command:
             case messages.MigrateCommand():
-                return node.migrate(
-                    command.sequence_id,
-                    command.target,
-                    is_move=command.is_move,
-                    max_bytes_per_s=command.max_bytes_per_s,
-                    backend=command.backend,
-                )
+                return node.migrate(**msgspec.structs.asdict(command))
             case messages.MigrationsCommand():
                 return node.list_migrations(command.migration_id)
             case messages.CancelCommand():
