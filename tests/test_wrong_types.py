@@ -53,7 +53,7 @@ class Things:
         self.adapter = GPUKVPool(20, 4, placement="oldest")
         self.adapter.allocate(BlockAllocationRequest(3, 1))
         self.scattered = KVCacheManager(RunBlockPool(12, True, 4))
-        spare = self.scattered.take_blocks(2)
+        spare = self.scattered.block_pool.get_new_blocks(2)
         self.scattered.allocate_slots(Request("behind", range(8), HASHER), 8)
         self.scattered.free_blocks(spare)
         self.controlled = ControlledManager(self.scattered, copy=list, on_moved=list)
@@ -188,7 +188,6 @@ class Things:
                     "pop_tables": {"request_id": "first"},
                     "put_tables": {"request_id": "new", "tables": []},
                     "forget_tables": {"request_id": "first"},
-                    "take_blocks": {"num_blocks": 1},
                     "free_blocks": {"blocks": spare},
                 },
             ),

@@ -6,25 +6,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from kv_pool.closing import Closing
-from kv_pool.control.messages import (
-    CancelCommand,
-    Command,
-    DefragCommand,
-    DefragReport,
-    HoldsCommand,
-    LayoutCommand,
-    MigrateCommand,
-    MigrationList,
-    MigrationsCommand,
-    PeerList,
-    PeersCommand,
-    SequencesCommand,
-    StatsCommand,
-    TierList,
-    TiersCommand,
-    decode_reply,
-    encode_command,
-)
+from kv_pool.control import messages
 from kv_pool.control.socket_path import find_path
 from kv_pool.errors import ControlError
 from kv_pool.ids import BlockId, NodeName, RequestId, SequenceId
@@ -73,27 +55,27 @@ class ControlClient(Closing):
 
     def get_statistics(self) -> PoolStatistics:
         """Return the pool's statistics; see `GPUKVPool.get_statistics`."""
-        return self._ask(StatsCommand(), PoolStatistics)
+        return self._ask(messages.StatsCommand(), PoolStatistics)
 
-    def defragment(self, max_moves: int | None = None, max_evictions: int = 0) -> DefragReport:
+    def defragment(self, max_moves: int | None = None, max_evictions: int = 0) -> messages.DefragReport:
         """Compact the pool; see `GPUKVPool.defragment`."""
-        return self._ask(DefragCommand(max_moves, max_evictions), DefragReport)
+        return self._ask(messages.DefragCommand(max_moves, max_evictions), messages.DefragReport)
 
     def get_layout(self) -> PoolLayout:
         """Return the state of each block; see `GPUKVPool.get_layout`."""
-        return self._ask(LayoutCommand(), PoolLayout)
+        return self._ask(messages.LayoutCommand(), PoolLayout)
 
     def describe_sequences(self) -> SequenceList:
         """Return the sequences, or requests, that have blocks; see `SequenceList` for their order."""
-        return self._ask(SequencesCommand(), SequenceList)
+        return self._ask(messages.SequencesCommand(), SequenceList)
 
     def list_holds(self, block_id: BlockId | None = None) -> HoldList:
         """Return the holds on all blocks, or on one. Raises InvalidBlockError if the block does not exist."""
-        return self._ask(HoldsCommand(block_id), HoldList)
+        return self._ask(messages.HoldsCommand(block_id), HoldList)
 
-    def list_tiers(self) -> TierList:
+    def list_tiers(self) -> messages.TierList:
         """Return what the lower tiers contain, and how many blocks were hit in each."""
-        return self._ask(TiersCommand(), TierList)
+        return self._ask(messages.TiersCommand(), messages.TierList)
 
     def migrate(
         self,
@@ -105,24 +87,24 @@ class ControlClient(Closing):
         backend: str = "",
     ) -> MigrationStatus:
         """Start a migration and return its status without waiting for its end; see `LiveNode.migrate`."""
-        command = MigrateCommand(target, sequence_id, is_move, max_bytes_per_s, backend)
+        command = messages.MigrateCommand(target, sequence_id, is_move, max_bytes_per_s, backend)
         return self._ask(command, MigrationStatus)
 
-    def list_migrations(self) -> MigrationList:
+    def list_migrations(self) -> messages.MigrationList:
         """Return the node's running migrations and the last ones that ended, oldest first."""
-        return self._ask(MigrationsCommand(), MigrationList)
+        return self._ask(messages.MigrationsCommand(), messages.MigrationList)
 
     def get_migration(self, migration_id: str) -> MigrationStatus:
         """Return the status of one migration. Raises InvalidArgumentError if the node does not know it."""
-        return self._ask(MigrationsCommand(migration_id), MigrationList).migrations[0]
+        return self._ask(messages.MigrationsCommand(migration_id), messages.MigrationList).migrations[0]
 
     def cancel_migration(self, migration_id: str) -> MigrationStatus:
         """Cancel a migration, unless it is too late, and return its status."""
-        return self._ask(CancelCommand(migration_id), MigrationStatus)
+        return self._ask(messages.CancelCommand(migration_id), MigrationStatus)
 
-    def list_peers(self) -> PeerList:
+    def list_peers(self) -> messages.PeerList:
         """Return the nodes that the node knows. The node asks each of them for its state."""
-        return self._ask(PeersCommand(), PeerList)
+        return self._ask(messages.PeersCommand(), messages.PeerList)
 
     def _connect(self) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -135,13 +117,13 @@ class ControlClient(Closing):
         self._replies = self._socket.makefile("rb")
         self._is_waiting = False
 
-    def _ask(self, command: Command, result_type: type[_Result]) -> _Result:
+    def _ask(self, command: messages.Command, result_type: type[_Result]) -> _Result:
         if self._is_waiting:  # Ctrl-C or a timeout: the next line would be the previous command's reply
             self.close()
             self._connect()
         self._is_waiting = True
         try:
-            self._socket.sendall(encode_command(command))
+            self._socket.sendall(messages.encode_command(command))
             line = self._replies.readline()
         except TimeoutError as error:
             raise ControlError(
@@ -153,7 +135,7 @@ class ControlClient(Closing):
         if not line.endswith(b"\n"):
             raise ControlError(f"the pool at {self.path} closed the connection; was it stopped?")
         self._is_waiting = False
-        return decode_reply(line, result_type)
+        return messages.decode_reply(line, result_type)
 
 
 def describe_failure(path: Path, error: OSError) -> str:

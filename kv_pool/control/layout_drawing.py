@@ -1,17 +1,188 @@
 """A pool's memory map, printed by rich and drawn by matplotlib."""
 
+from dataclasses import dataclass
+from enum import IntEnum
 from itertools import groupby, zip_longest
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from kv_pool.control.layout_cells import COLOURS, CellKind, make_map
-from kv_pool.errors import DrawingError
+from kv_pool.errors import DrawingError, InvalidArgumentError
 from kv_pool.replay.pictures.figure import check_can_draw
-from kv_pool.reports import PoolLayout
+from kv_pool.reports import BlockState, PoolLayout
+
+Kinds = NDArray[np.integer[Any]]
+Flags = NDArray[np.bool_]
+
+
+class CellKind(IntEnum):
+    """The content of a cell.
+
+    A free stretch of `PoolLayout.run_length` blocks or more is a RUN, a shorter one SHORT. Consecutive runs
+    of sequences alternate between IN_USE and IN_USE_NEXT.
+    """
+
+    NULL = 0
+    EMPTY_SHORT = 1
+    EMPTY_RUN = 2
+    CACHED_SHORT = 3
+    CACHED_RUN = 4
+    IN_USE = 5
+    IN_USE_NEXT = 6
+    IMMOVABLE = 7
+
+
+COLOURS = ("#3C4043", "#A9B1BA", "#E3E7EB", "#D99A1C", "#F6D27A", "#0B559F", "#3F8FD2", "#D1340C")
+"""By kind. Distinguishable with red-green colour blindness: colours also differ in brightness."""
+
+
+class LegendLine(NamedTuple):
+    """The meaning of some kinds of cells and the number of their blocks. A remark has no kinds.
+
+    Attributes:
+        share: fraction of the pool's blocks; 0 for the null block, which is not counted among them.
+    """
+
+    kinds: tuple[CellKind, ...]
+    words: str
+    num_blocks: int
+    share: float
+
+    @property
+    def percent(self) -> str:
+        return f"{self.share:.1%}" if self.share >= 0.0005 else "< 0.1%" if self.share else ""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryMap:
+    """A pool's blocks as cells by block id, with a title, two lines on the pool and a legend.
+
+    Attributes:
+        blocks_per_cell: a power of two; the last cell may have fewer.
+        kinds: a `CellKind` per cell. A cell of several blocks shows the kind of most of them, or IMMOVABLE if
+            any is held in place.
+        legend: most important kind first, counted in blocks; kinds that do not occur are left out.
+    """
+
+    blocks_per_cell: int
+    kinds: Kinds
+    title: str
+    use: str
+    runs: str
+    cell: str
+    legend: list[LegendLine]
+
+
+def make_map(layout: PoolLayout, max_cells: int) -> MemoryMap:
+    """Divide a layout into at most `max_cells` cells, with as few blocks per cell as possible.
+
+    Raises:
+        InvalidArgumentError: `max_cells` is below 1.
+    Cost: O(number of blocks).
+    """
+    if max_cells < 1:
+        raise InvalidArgumentError(f"max_cells is {max_cells}; a memory map has at least 1 cell")
+    kinds = _classify(layout)
+    is_joined = np.frombuffer(layout.joins, np.uint8) == 1
+    blocks_per_cell = 1
+    while len(kinds) > max_cells * blocks_per_cell:
+        blocks_per_cell *= 2
+    cells = _gather(kinds, blocks_per_cell)
+    is_odd = np.cumsum(_list_starts(cells, is_joined[::blocks_per_cell])) % 2 == 0
+    cells[is_odd & (cells == CellKind.IN_USE)] = CellKind.IN_USE_NEXT
+    num_runs = np.count_nonzero(_list_starts(kinds, is_joined)) if any(layout.holders) else 0
+    mean_length = np.count_nonzero(kinds >= CellKind.IN_USE) / max(1, num_runs)
+    free_share = layout.num_free / layout.num_blocks
+    return MemoryMap(
+        blocks_per_cell,
+        cells,
+        title=f"{layout.num_blocks:,} blocks of {layout.block_size} tokens on device {layout.device_id}",
+        use=(
+            f"{1 - free_share:.1%} in use, {free_share:.1%} free, "
+            f"fragmentation {layout.fragmentation_rate:.1%} (runs of {layout.run_length})"
+        ),
+        runs=f"runs of sequences: {num_runs:,}, {mean_length:,.1f} blocks long on average"
+        if num_runs
+        else "no runs of sequences",
+        cell=f"one cell = {blocks_per_cell:,} blocks: what most of them are, but held in place if any is"
+        if blocks_per_cell > 1
+        else "one cell = one block",
+        legend=_make_legend(layout, kinds, shows_null=cells[0] == CellKind.NULL),
+    )
+
+
+def _make_legend(layout: PoolLayout, kinds: Kinds, shows_null: bool) -> list[LegendLine]:
+    long, short = f"in free runs of {layout.run_length} or more", "in shorter free stretches"
+    words = {
+        (CellKind.IN_USE, CellKind.IN_USE_NEXT): "in use",
+        (CellKind.IMMOVABLE,): "in use, held in place",
+        (CellKind.CACHED_RUN,): f"cached, {long}",
+        (CellKind.CACHED_SHORT,): f"cached, {short}",
+        (CellKind.EMPTY_RUN,): f"empty, {long}",
+        (CellKind.EMPTY_SHORT,): f"empty, {short}",
+    }
+    counts = np.bincount(kinds, minlength=len(CellKind)).tolist()
+    legend = [
+        LegendLine(shown, text, counts[shown[0]], counts[shown[0]] / layout.num_blocks)
+        for shown, text in words.items()
+        if counts[shown[0]]
+    ]
+    if shows_null:
+        legend.append(LegendLine((CellKind.NULL,), "the null block, id 0", 1, 0.0))
+    num_shared = int(np.count_nonzero(np.frombuffer(layout.holders, np.uint8) > 1))
+    if num_shared:
+        legend.append(
+            LegendLine((), "shared by several sequences", num_shared, num_shared / layout.num_blocks)
+        )
+    return legend
+
+
+_KIND_BY_STATE = np.zeros(len(BlockState), np.uint8)
+_KIND_BY_STATE[BlockState.EMPTY] = CellKind.EMPTY_SHORT  # one more in a run
+_KIND_BY_STATE[BlockState.CACHED] = CellKind.CACHED_SHORT
+_KIND_BY_STATE[BlockState.IN_USE] = CellKind.IN_USE
+_KIND_BY_STATE[BlockState.IMMOVABLE] = CellKind.IMMOVABLE
+
+
+def _classify(layout: PoolLayout) -> Kinds:
+    """Return each block's kind, in one shade."""
+    states = np.frombuffer(layout.states, np.uint8)
+    is_free = (states == BlockState.EMPTY) | (states == BlockState.CACHED)
+    borders = np.flatnonzero(np.diff(is_free, prepend=False, append=False))
+    kinds = _KIND_BY_STATE[states]
+    for start, stop in borders.reshape(-1, 2).tolist():
+        if stop - start >= layout.run_length:
+            kinds[start:stop] += 1
+    return kinds
+
+
+def _list_starts(kinds: Kinds, is_joined: Flags) -> Flags:
+    """Return where runs in use begin: not joined to the place before, or that one is not in use."""
+    is_used = kinds >= CellKind.IN_USE
+    continues = is_joined.copy()
+    continues[1:] &= is_used[:-1]
+    starts: Flags = is_used & ~continues
+    return starts
+
+
+def _gather(kinds: Kinds, blocks_per_cell: int) -> Kinds:
+    """Return the kind of each cell, in one shade. Of kinds with as many blocks, the last of `CellKind`."""
+    if blocks_per_cell == 1:
+        return kinds.copy()
+    padded = np.zeros(-(-len(kinds) // blocks_per_cell) * blocks_per_cell, np.uint8)
+    padded[: len(kinds)] = kinds
+    by_cell = padded.reshape(-1, blocks_per_cell)
+    counts = np.stack([np.count_nonzero(by_cell == kind, axis=1) for kind in reversed(CellKind)])
+    counts[-1] = 0  # the null block, and cells beyond the last block, never are most
+    gathered: Kinds = CellKind.IMMOVABLE - counts.argmax(0)
+    gathered[counts[0] > 0] = CellKind.IMMOVABLE
+    return gathered
+
 
 SIGNS = "0._:=#%P"
 """By kind: dots are short stretches, lines are runs, and a fuller block has a denser sign."""

@@ -1,7 +1,7 @@
 """The pools that a live replay can run on, a `GPUKVPool` or a `KVCacheManager`, and their lower tiers."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from kv_pool.adapter.gpu_kv_pool import GPUKVPool
@@ -91,12 +91,6 @@ class PoolEngine:
         """Release the request's blocks."""
         self.pool.free_sequence(SequenceId(request.number))
 
-    def on_arrived(self, request: ReplayRequest) -> None:
-        """Called when a request has arrived from another node; the pool has its sequence already."""
-
-    def on_departed(self, request_id: RequestId) -> None:
-        """Called when a request has moved to another node; the pool has forgotten its sequence already."""
-
     def take_events(self) -> list[KVCacheEvent]:
         """Return the events of cached blocks since the last call."""
         return self.pool.take_events()
@@ -106,6 +100,9 @@ class ManagerEngine:
     """The requests of a `KVCacheManager` over a `RunBlockPool`, with the methods of `PoolEngine`.
 
     If no block is free for a token, the request that was admitted last is evicted.
+
+    Args:
+        running: the requests that have blocks, by id; live.
     """
 
     def __init__(
@@ -113,6 +110,7 @@ class ManagerEngine:
         settings: ServeSettings,
         storage: BlockStorage | None,
         on_evicted: OnEvicted,
+        running: Mapping[RequestId, ReplayRequest],
         *,
         enable_events: bool,
     ) -> None:
@@ -125,7 +123,7 @@ class ManagerEngine:
             live_curve=settings.live_curve,
         )
         self.manager = KVCacheManager(pool)
-        self._requests: dict[RequestId, ReplayRequest] = {}
+        self._running = running
         self._on_evicted = on_evicted
         self.pool = ControlledManager(
             self.manager,
@@ -133,7 +131,7 @@ class ManagerEngine:
             copy=(lambda moves: None) if storage is None else None,  # blocks without bytes
             lock=threading.RLock(),
             on_moved=lambda relocation: None,  # ids are read from the tables whenever they are needed
-            requests=self._requests,
+            requests=running,
             run_length=settings.run_length,
         )
 
@@ -143,7 +141,6 @@ class ManagerEngine:
         if self.manager.allocate_slots(request, num_new_tokens, prefix, delay_cache_blocks=True) is None:
             return None
         request.num_computed_tokens = request.num_tokens
-        self._requests[request.request_id] = request
         num_hits = len(prefix.blocks[0])
         return num_hits, self.list_ids(request)[num_hits:]
 
@@ -160,9 +157,9 @@ class ManagerEngine:
                         f"{self.manager.get_num_free_blocks()} are free, and no other request has blocks"
                     )
                 return None
-            evicted = self._requests[find_victim(others)]
-            self.finish(evicted)
-            self._on_evicted(evicted.request_id)
+            victim = find_victim(others)
+            self.manager.free(self._running[victim])
+            self._on_evicted(victim)
 
     def cache(self, request: ReplayRequest, includes_tokens: bool) -> None:
         self.manager.cache_blocks(request, request.num_tokens)
@@ -172,15 +169,6 @@ class ManagerEngine:
 
     def finish(self, request: ReplayRequest) -> None:
         self.manager.free(request)
-        request.num_computed_tokens = 0
-        del self._requests[request.request_id]
-
-    def on_arrived(self, request: ReplayRequest) -> None:
-        request.num_computed_tokens = request.num_tokens
-        self._requests[request.request_id] = request
-
-    def on_departed(self, request_id: RequestId) -> None:
-        del self._requests[request_id]
 
     def take_events(self) -> list[KVCacheEvent]:
         with self.pool.lock:
@@ -230,22 +218,20 @@ class LiveTiers:
             keys.append(key)
         return keys
 
-    def onboard(self, keys: Sequence[BlockHashWithGroupId], block_ids: Sequence[BlockId]) -> int:
-        """Onboard blocks into blocks of the pool.
+    def onboard(self, num_hits: int, block_hashes: Sequence[BlockHash], block_ids: Sequence[BlockId]) -> int:
+        """Onboard the prefix of these hashes, which follow `num_hits` hits in the pool itself.
 
         Returns:
             The number of blocks onboarded before the first failure; those after it are to be recomputed.
         """
+        self._hits[MEDIUM_GPU] += num_hits
+        keys = self.find(block_hashes)
         levels = [self.cache.find_tier(key) for key in keys]
-        failed = set(self.cache.load(keys, block_ids))
+        failed = set(self.cache.load(keys, block_ids[: len(keys)]))
         num_good = next((at for at, key in enumerate(keys) if key in failed), len(keys))
         for level in levels[:num_good]:
             self._hits[self.cache.tiers[level or 0].medium] += 1
         return num_good
-
-    def note_hits(self, num_blocks: int) -> None:
-        """Count `num_blocks` hits of a request in the pool itself."""
-        self._hits[MEDIUM_GPU] += num_blocks
 
     def prefetch(self, owner: RequestId, block_hashes: Sequence[BlockHash]) -> None:
         """Start to read from disk the blocks that a waiting request will need."""

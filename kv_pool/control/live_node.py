@@ -233,25 +233,22 @@ class LiveNode:
         Raises:
             PoolExhaustedError: no node can; the message gives the reason for each.
         """
-        nodes = []
-        silent = []
-        for peer in self.list_peers().peers:
-            if peer.error:
-                silent.append(ExcludedNode(peer.name, peer.error))
-            else:
-                nodes.append(self._ask(peer.name))
+        answers = self._ask_all()
         layout = self.migrator.site.layout
-        num_bytes = num_blocks * layout.block_bytes
         ranking = self.topology.rank(
             self.migrator.location,
-            num_bytes,
+            num_blocks * layout.block_bytes,
             num_blocks,
-            nodes,
+            [there for _, there, _ in answers if isinstance(there, NodeDescription)],
             layout=layout,
             sequence_kind=self._site.sequences.kind,
         )
         if not ranking.targets:
-            ranking.excluded.extend(silent)
+            ranking.excluded.extend(
+                ExcludedNode(known.name, str(error))
+                for known, error, _ in answers
+                if isinstance(error, KVPoolError)
+            )
             why = "; ".join(ranking.describe().splitlines())
             raise PoolExhaustedError(f"no node can take sequence {sequence_id}: {why}")
         return ranking.targets[0].name
@@ -274,11 +271,14 @@ class LiveNode:
         Raises:
             OutOfThreadsError: the system cannot start a thread for the requests. Nothing has changed.
         """
-        self._learn_peers()
-        known = [node for node in self.migrator.peers.list_nodes() if node.name != self.migrator.name]
-        with ThreadPoolExecutor(min(len(known), _MAX_ASKED_AT_ONCE) or 1) as executor:
-            asked = [submit(executor, "kv_pool peers", self._report, node) for node in known]
-            reports = [one.result() for one in asked]
+        reports = []
+        for known, there, round_trip_s in self._ask_all():
+            if isinstance(there, KVPoolError):
+                reports.append(PeerReport(known.name, known.address, error=str(there)))
+                continue
+            nearness = find_nearness(self.migrator.location, there.location).value
+            free, blocks = there.num_free_blocks, there.num_blocks
+            reports.append(PeerReport(known.name, known.address, nearness, free, blocks, round_trip_s * 1000))
         return PeerList(self.migrator.name, self.migrator.address, reports)
 
     def _join(self) -> None:
@@ -291,21 +291,23 @@ class LiveNode:
                 self._learn_peers()
                 self.migration_hook.keep_free(self._migration_threshold)
 
-    def _report(self, known: KnownNode) -> PeerReport:
-        started = self._clock()
-        try:
-            there = self._ask(known.name)
-        except KVPoolError as error:
-            return PeerReport(known.name, known.address, error=str(error))
-        nearness = find_nearness(self.migrator.location, there.location)
-        return PeerReport(
-            known.name,
-            known.address,
-            nearness.value,
-            there.num_free_blocks,
-            there.num_blocks,
-            (self._clock() - started) * 1000,
-        )
+    def _ask_all(self) -> list[tuple[KnownNode, NodeDescription | KVPoolError, float]]:
+        """Ask all known nodes at the same time. Return their answers, or errors, and the seconds of each."""
+
+        def ask(known: KnownNode) -> tuple[KnownNode, NodeDescription | KVPoolError, float]:
+            started = self._clock()
+            there: NodeDescription | KVPoolError
+            try:
+                there = self._ask(known.name)
+            except KVPoolError as error:
+                there = error
+            return known, there, self._clock() - started
+
+        self._learn_peers()
+        nodes = [node for node in self.migrator.peers.list_nodes() if node.name != self.migrator.name]
+        with ThreadPoolExecutor(min(len(nodes), _MAX_ASKED_AT_ONCE) or 1) as executor:
+            asked = [submit(executor, "kv_pool peers", ask, node) for node in nodes]
+            return [one.result() for one in asked]
 
     def _ask(self, name: NodeName) -> NodeDescription:
         self._learn_peers()

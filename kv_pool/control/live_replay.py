@@ -30,23 +30,20 @@ _MAX_WAITING = 256
 _MS_BETWEEN_ROUNDS = 1000.0
 
 
-@dataclass
-class _Running:
-    """A request that has blocks.
+class _LiveRequest(ReplayRequest):
+    """A request of a live replay.
 
     Attributes:
         num_blocks: number of its blocks.
         computed_s: time at which its prompt is computed and it starts to generate.
-        num_generated: tokens generated since then.
+        num_generated: tokens generated since then; its blocks are cached with the first ones.
         is_suspended: whether it is being migrated to another node.
     """
 
-    request: ReplayRequest
-    num_blocks: int
-    computed_s: float
-    num_generated: int = 0
-    is_cached: bool = False
-    is_suspended: bool = False
+    num_blocks = 0
+    computed_s = 0.0
+    num_generated = 0
+    is_suspended = False
 
 
 class _SequenceState(msgspec.Struct, frozen=True, array_like=True):
@@ -59,7 +56,6 @@ class _SequenceState(msgspec.Struct, frozen=True, array_like=True):
     request: ReplayRequestState
     num_generated: int
     prefill_left_s: float
-    is_cached: bool
 
 
 @dataclass
@@ -122,8 +118,14 @@ class LiveReplay:
             self._contents = BlockContents(settings.blocks + 1, settings.block_bytes)
         storage = None if self._contents is None else self._contents.storage
         has_events = publisher is not None
-        make_engine = ManagerEngine if settings.manager else PoolEngine
-        self._engine = make_engine(settings, storage, self._requeue, enable_events=has_events)
+        self._running: dict[RequestId, _LiveRequest] = {}
+        self._engine: PoolEngine | ManagerEngine
+        if settings.manager:
+            self._engine = ManagerEngine(
+                settings, storage, self._requeue, self._running, enable_events=has_events
+            )
+        else:
+            self._engine = PoolEngine(settings, storage, self._requeue, enable_events=has_events)
         self.pool = self._engine.pool
         self.tiers: LiveTiers | None = None
         if settings.has_tiers:
@@ -141,8 +143,7 @@ class LiveReplay:
         first_number = 1 if settings.name is None else find_first_number(NodeName(settings.name))
         self._requests = repeat_requests(trace, settings.block_size, settings.blocks, first_number)
         self._coming = next(self._requests)
-        self._waiting: deque[ReplayRequest] = deque()
-        self._running: dict[RequestId, _Running] = {}
+        self._waiting: deque[_LiveRequest] = deque()
         self._prefill_free_s = self._began_s
         self._progress = LiveProgress()
         self._wrong: list[BlockId] = []
@@ -208,30 +209,30 @@ class LiveReplay:
             num_new_tokens = request.num_tokens - num_hits * self._block_size
             started_s = max(now_s, self._prefill_free_s)
             self._prefill_free_s = started_s + num_new_tokens / self._rates.prefill_tokens_per_s
-            self._running[request.request_id] = _Running(request, num_blocks, self._prefill_free_s)
+            request.num_blocks, request.num_generated = num_blocks, 0
+            request.computed_s = self._prefill_free_s
+            self._running[request.request_id] = request
 
     def _generate(self, request_id: RequestId, now_s: float) -> None:
-        running = self._running[request_id]
-        request = running.request
-        if now_s < running.computed_s or running.is_suspended:
+        request = self._running[request_id]
+        if now_s < request.computed_s or request.is_suspended:
             return
-        num_due = int((now_s - running.computed_s) * self._rates.decode_tokens_per_s) - running.num_generated
+        num_due = int((now_s - request.computed_s) * self._rates.decode_tokens_per_s) - request.num_generated
         num_due = min(num_due, request.num_output_left)
-        num_more = -(-(request.num_tokens + num_due) // self._block_size) - running.num_blocks
+        num_more = -(-(request.num_tokens + num_due) // self._block_size) - request.num_blocks
         if num_more > 0:
             # May evict other requests. If all of them are evicted, this one fits.
             new_ids = self._engine.grow(request, num_due, num_more)
             if new_ids is None:
                 return  # retry after the migration
-            self._write(request, running.num_blocks, new_ids)
-            running.num_blocks += num_more
-        num_full = len(request.block_hashes)
+            self._write(request, request.num_blocks, new_ids)
+            request.num_blocks += num_more
+        num_full = len(request.block_hashes) if request.num_generated else -1
         request.append_output(num_due)
         request.num_computed_tokens = request.num_tokens
-        running.num_generated += num_due
-        if not running.is_cached or len(request.block_hashes) > num_full:
+        request.num_generated += num_due
+        if len(request.block_hashes) > num_full:
             self._engine.cache(request, self._publisher is not None)
-            running.is_cached = True
         if not request.num_output_left:
             self._note_wrong(request_id)
             self._engine.finish(request)
@@ -241,29 +242,26 @@ class LiveReplay:
     # ---- migration: `SequenceOwner` -----------------------------------------------------------------
 
     def describe(self, sequence_id: SequenceId | RequestId) -> bytes:
-        running = self._running[_as_request_id(sequence_id)]
-        left_s = running.computed_s - self._clock()
-        return msgspec.msgpack.encode(
-            _SequenceState(running.request.get_state(), running.num_generated, left_s, running.is_cached)
-        )
+        request = self._running[_as_request_id(sequence_id)]
+        left_s = request.computed_s - self._clock()
+        return msgspec.msgpack.encode(_SequenceState(request.get_state(), request.num_generated, left_s))
 
     def list_token_ids(self, sequence_id: SequenceId | RequestId) -> list[int]:
         if self._publisher is None:
             return []
-        return self._running[_as_request_id(sequence_id)].request.all_token_ids
+        return self._running[_as_request_id(sequence_id)].all_token_ids
 
     def suspend(self, sequence_id: SequenceId | RequestId) -> None:
         self._running[_as_request_id(sequence_id)].is_suspended = True
 
     def resume(self, sequence_id: SequenceId | RequestId) -> None:
-        running = self._running[_as_request_id(sequence_id)]
-        running.is_suspended = False
-        if running.num_generated:  # it generated nothing meanwhile, and does not catch up
-            running.computed_s = self._clock() - running.num_generated / self._rates.decode_tokens_per_s
+        request = self._running[_as_request_id(sequence_id)]
+        request.is_suspended = False
+        if request.num_generated:  # it generated nothing meanwhile, and does not catch up
+            request.computed_s = self._clock() - request.num_generated / self._rates.decode_tokens_per_s
 
     def on_departed(self, sequence_id: SequenceId | RequestId, target: NodeName) -> None:
         del self._running[_as_request_id(sequence_id)]
-        self._engine.on_departed(_as_request_id(sequence_id))
         self._progress.num_moved_out += 1
 
     def expect(self, sequence_id: SequenceId | RequestId, num_blocks: int, state: bytes) -> None:
@@ -287,16 +285,14 @@ class LiveReplay:
 
     def on_arrived(self, sequence_id: SequenceId | RequestId, state: bytes) -> None:
         arriving = self._decode(state)
-        now_s = self._clock()
-        computed_s = now_s + arriving.prefill_left_s
-        if arriving.num_generated:
-            computed_s = now_s - arriving.num_generated / self._rates.decode_tokens_per_s
-        request = ReplayRequest.from_state(arriving.request)
-        self._engine.on_arrived(request)
-        num_blocks = len(self._engine.list_ids(request))
-        self._running[_as_request_id(sequence_id)] = _Running(
-            request, num_blocks, computed_s, arriving.num_generated, arriving.is_cached
-        )
+        request = _LiveRequest.from_state(arriving.request)
+        request.num_computed_tokens = request.num_tokens
+        request.num_blocks = len(self._engine.list_ids(request))
+        request.num_generated = arriving.num_generated
+        request.computed_s = self._clock() + arriving.prefill_left_s
+        self._running[request.request_id] = request
+        if request.num_generated:
+            self.resume(sequence_id)
         self._progress.num_moved_in += 1
         self._note_wrong(request.request_id)
 
@@ -328,16 +324,13 @@ class LiveReplay:
         """
         num_read = 0
         if self.tiers is not None:
-            self.tiers.note_hits(num_hits)
-            keys = self.tiers.find(request.block_hashes[num_hits:num_hashes])
-            if keys:
-                num_read = self.tiers.onboard(keys, block_ids[: len(keys)])
+            num_read = self.tiers.onboard(num_hits, request.block_hashes[num_hits:num_hashes], block_ids)
         self._write(request, num_hits + num_read, block_ids[num_read:])
         return num_read
 
     def _note_wrong(self, request_id: RequestId) -> None:
         if self._contents is not None:
-            request = self._running[request_id].request
+            request = self._running[request_id]
             block_ids = self._engine.list_ids(request)
             names = [request.name_block(at) for at in range(len(block_ids))]
             self._wrong += self._contents.find_wrong(block_ids, names)
@@ -348,7 +341,9 @@ class LiveReplay:
 
     def _requeue(self, request_id: RequestId) -> None:
         """Put an evicted request back at the head of the queue. It keeps its generated tokens."""
-        self._waiting.appendleft(self._running.pop(request_id).request)
+        request = self._running.pop(request_id)
+        request.num_computed_tokens = 0
+        self._waiting.appendleft(request)
         self._progress.num_preempted += 1
 
 
@@ -367,7 +362,7 @@ def find_first_number(name: NodeName) -> int:
 
 def repeat_requests(
     trace: Trace, block_size: int, num_blocks: int, first_number: int = 1
-) -> Iterator[ReplayRequest]:
+) -> Iterator[_LiveRequest]:
     """Yield the requests of a trace in order of arrival, and repeat the trace a second after its end.
 
     Each request gets a new id, from `first_number` on. Requests larger than `num_blocks` are skipped.
@@ -391,7 +386,7 @@ def repeat_requests(
                 smallest = min(smallest or num_needed, num_needed)
                 continue
             num_fitting += 1
-            yield ReplayRequest(traced, block_size, "full_blocks_cap", trace.block_size, hasher)
+            yield _LiveRequest(traced, block_size, "full_blocks_cap", trace.block_size, hasher)
         if not num_fitting:
             raise InvalidArgumentError(
                 f"no request fits: the pool has {num_blocks} blocks of {block_size} tokens, the smallest "

@@ -165,11 +165,6 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     publish_config: Annotated[str | None, PUBLISH_CONFIG] = None
 
     @property
-    def compaction_threshold(self) -> float:
-        """The fragmentation rate above which blocks are moved; 1.0 for never."""
-        return self.defrag_threshold if self.enable_defragmentation else 1.0
-
-    @property
     def has_tiers(self) -> bool:
         """Whether the pool has lower tiers."""
         return bool(self.host_tier) or self.disk_tier is not None
@@ -230,7 +225,7 @@ def make_defragmenter(
     """Return a defragmenter of `pool` with these settings."""
     return Defragmenter(
         pool,
-        threshold=settings.compaction_threshold,
+        threshold=settings.defrag_threshold if settings.enable_defragmentation else 1.0,
         interval_s=settings.defrag_interval,
         max_moves=settings.defrag_moves,
         max_evictions=settings.max_evictions,

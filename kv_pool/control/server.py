@@ -15,24 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kv_pool.closing import Running
-from kv_pool.control.messages import (
-    MAX_COMMAND_BYTES,
-    CancelCommand,
-    Command,
-    DefragCommand,
-    DefragReport,
-    HoldsCommand,
-    MigrateCommand,
-    MigrationsCommand,
-    NodeCommand,
-    SequencesCommand,
-    StatsCommand,
-    TierList,
-    TiersCommand,
-    decode_command,
-    encode_error,
-    encode_result,
-)
+from kv_pool.control import messages
 from kv_pool.control.socket_path import (
     get_default_folder,
     is_dead,
@@ -42,7 +25,7 @@ from kv_pool.control.socket_path import (
     resolve_path,
 )
 from kv_pool.core.arguments import as_count
-from kv_pool.errors import ControlError, OutOfThreadsError
+from kv_pool.errors import ControlError
 from kv_pool.ids import NodeName
 from kv_pool.reports.controlled_pool import ControlledPool
 from kv_pool.reports.holds import explain_block, list_holds
@@ -92,7 +75,7 @@ class ControlServer(Running):
         node: "LiveNode | None" = None,
         node_name: NodeName | None = None,
         why_no_node: str = "start it with kv-pool serve --name, or pass a LiveNode to ControlServer",
-        tiers: Callable[[], TierList] | None = None,
+        tiers: Callable[[], messages.TierList] | None = None,
         guard: AbstractContextManager[object] | None = None,
         timeout_s: float = 10.0,
         max_clients: int = 64,
@@ -107,11 +90,8 @@ class ControlServer(Running):
         self._max_clients = as_count("max_clients", max_clients, 1)
         self._clients: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._thread: threading.Thread | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._stopping: asyncio.Event | None = None
         self._at_node = Workers("kv_pool control of the node", max_clients)
         self._inode = 0
-        self._failure: OSError | None = None
 
     def start(self) -> None:
         """Start to listen; clients can connect as soon as this returns.
@@ -125,28 +105,24 @@ class ControlServer(Running):
         if self._thread is not None:
             raise ControlError(f"this server already listens at {self.path}")
         listener = self._listen()
-        is_running = threading.Event()
-        try:
-            self._thread = start_thread("kv_pool control", self._run, listener, is_running)
-        except OutOfThreadsError:
-            self._remove_socket()
-            listener.close()
-            raise
-        is_running.wait()
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
-            self._thread.join()
-            self._thread = None
-            self._remove_socket()
-            listener.close()
-            raise ControlError(f"{self.path}: cannot serve there: {failure}") from failure
+        with ExitStack() as on_failure:
+            on_failure.callback(listener.close)
+            on_failure.callback(self._remove_socket)
+            try:
+                self._loop = asyncio.new_event_loop()
+            except OSError as error:  # such as no file descriptor for it
+                raise ControlError(f"{self.path}: cannot serve there: {error}") from error
+            on_failure.callback(self._loop.close)
+            self._stopping = asyncio.Event()
+            self._thread = start_thread("kv_pool control", self._run, listener)
+            on_failure.pop_all()
 
     def stop(self) -> None:
         """Finish the command that runs, close all connections and remove the socket.
 
         Do not call it while holding the guard: the running command may wait for it.
         """
-        if self._thread is None or self._loop is None or self._stopping is None:
+        if self._thread is None:
             return
         self._remove_socket()
         self._loop.call_soon_threadsafe(self._stopping.set)
@@ -203,23 +179,14 @@ class ControlServer(Running):
 
     # ---- in the thread ---------------------------------------------------------------------------
 
-    def _run(self, listener: socket.socket, is_running: threading.Event) -> None:
-        try:
-            asyncio.run(self._serve(listener, is_running))
-        except OSError as error:  # such as no file descriptor for the event loop
-            if is_running.is_set():
-                raise
-            self._failure = error
-        finally:
-            is_running.set()
+    def _run(self, listener: socket.socket) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._serve(listener))
 
-    async def _serve(self, listener: socket.socket, is_running: threading.Event) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._stopping = asyncio.Event()
+    async def _serve(self, listener: socket.socket) -> None:
         server = await asyncio.start_unix_server(
-            self._serve_client, sock=listener, limit=MAX_COMMAND_BYTES, backlog=_BACKLOG
+            self._serve_client, sock=listener, limit=messages.MAX_COMMAND_BYTES, backlog=_BACKLOG
         )
-        is_running.set()
         await self._stopping.wait()
         server.close()
         for writer in self._clients.values():
@@ -239,7 +206,7 @@ class ControlServer(Running):
                 await self._send(writer, await self._answer(line))
         except ControlError as error:
             with suppress(OSError):
-                await self._send(writer, encode_error(error))
+                await self._send(writer, messages.encode_error(error))
         except OSError:
             pass  # The client has disconnected, or does not read.
         finally:
@@ -263,7 +230,7 @@ class ControlServer(Running):
         except TimeoutError as error:
             raise ControlError(f"the rest of a command did not arrive within {self._timeout_s} s") from error
         except ValueError as error:
-            raise ControlError(f"a command has at most {MAX_COMMAND_BYTES} bytes") from error
+            raise ControlError(f"a command has at most {messages.MAX_COMMAND_BYTES} bytes") from error
 
     async def _send(self, writer: asyncio.StreamWriter, reply: bytes) -> None:
         async with asyncio.timeout(self._timeout_s):
@@ -272,58 +239,52 @@ class ControlServer(Running):
 
     async def _answer(self, line: bytes) -> bytes:
         try:
-            command = decode_command(line)
-            if isinstance(command, NodeCommand):
+            command = messages.decode_command(line)
+            if isinstance(command, messages.NodeCommand):
                 done = self._at_node.submit(partial(self._carry_out_at_node, command))
                 result = await asyncio.wrap_future(done)
             else:
                 with self._guard:
                     result = self._carry_out(command)
-            return encode_result(result)
+            return messages.encode_result(result)
         except Exception as error:  # A pool's callback may raise anything; the server continues.
-            return encode_error(error)
+            return messages.encode_error(error)
 
-    def _carry_out_at_node(self, command: NodeCommand) -> msgspec.Struct:
+    def _carry_out_at_node(self, command: messages.NodeCommand) -> msgspec.Struct:
         node = self._node
         if node is None:
             raise ControlError(
                 f"the pool at {self.path} is not a node, so migration is not available: {self._why_no_node}"
             )
         match command:
-            case MigrateCommand():
-                return node.migrate(
-                    command.sequence_id,
-                    command.target,
-                    is_move=command.is_move,
-                    max_bytes_per_s=command.max_bytes_per_s,
-                    backend=command.backend,
-                )
-            case MigrationsCommand():
+            case messages.MigrateCommand():
+                return node.migrate(**msgspec.structs.asdict(command))
+            case messages.MigrationsCommand():
                 return node.list_migrations(command.migration_id)
-            case CancelCommand():
+            case messages.CancelCommand():
                 return node.cancel(command.migration_id)
             case _:
                 return node.list_peers()
 
-    def _carry_out(self, command: Command) -> msgspec.Struct:
+    def _carry_out(self, command: messages.Command) -> msgspec.Struct:
         match command:
-            case SequencesCommand():
+            case messages.SequencesCommand():
                 return self.pool.describe_sequences()
-            case HoldsCommand():
+            case messages.HoldsCommand():
                 with self.pool.lock:
                     if command.block_id is None:
                         return list_holds(self.pool.block_pool)
                     return explain_block(self.pool.block_pool, command.block_id)
-            case TiersCommand():
+            case messages.TiersCommand():
                 if self._tiers is None:
                     raise ControlError(
                         f"the pool at {self.path} has no lower tiers; kv-pool serve adds them with "
                         "--host-tier BLOCKS and --disk-tier FOLDER, other engines with ControlServer(tiers=)"
                     )
                 return self._tiers()
-            case StatsCommand():
+            case messages.StatsCommand():
                 return self.pool.get_statistics()
-            case DefragCommand():
+            case messages.DefragCommand():
                 return defragment(self.pool, command.max_moves, command.max_evictions)
             case _:
                 return self.pool.get_layout()
@@ -334,10 +295,12 @@ def defragment(
     max_moves: int | None,
     max_evictions: int,
     clock: Callable[[], float] = time.perf_counter,
-) -> DefragReport:
+) -> messages.DefragReport:
     """Compact the pool and return a report. Raises the errors of `GPUKVPool.defragment`."""
     before = pool.get_fragmentation_rate()
     started = clock()
     moved = pool.defragment(max_evictions=max_evictions, max_moves=max_moves)
     elapsed = clock() - started
-    return DefragReport(moved, elapsed * 1000, before, pool.get_fragmentation_rate(), pool.run_length)
+    return messages.DefragReport(
+        moved, elapsed * 1000, before, pool.get_fragmentation_rate(), pool.run_length
+    )

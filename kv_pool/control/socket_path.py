@@ -110,11 +110,9 @@ def resolve_path(path: str | Path | None, node: NodeName | None = None) -> Path:
     """Return `path`, or for None the default path, of a node if `node` is given.
 
     Raises:
-        ControlError: the system has no Unix sockets, the path is too long, or the default folder belongs to
-            another user, who could impersonate the pool.
+        ControlError: the path is too long, or the default folder belongs to another user, who could
+            impersonate the pool.
     """
-    if not hasattr(socket, "AF_UNIX") or not hasattr(os, "getuid"):
-        raise ControlError("a control socket is a Unix socket, and this system has none")
     resolved = get_default_path(node) if path is None else Path(path)
     length = len(os.fsencode(resolved))
     if length > _MAX_PATH_BYTES:

@@ -13,7 +13,7 @@ from kv_pool.core.arguments import as_int
 from kv_pool.errors import InvalidArgumentError, OutOfBlocksError, PoolExhaustedError, UnknownSequenceError
 from kv_pool.ids import BlockId, BlockMove, SequenceId
 from kv_pool.integrations.block_space_manager import BlockSpaceManager
-from kv_pool.manager.positions import find_block_and_offset, list_slots
+from kv_pool.manager.slot_mapping import find_block_and_offset, list_slots
 from kv_pool.replay.capacity import ModelKV
 from kv_pool.reports.statistics import PoolStatistics, read_statistics
 from kv_pool.storage.kv_storage import KVStorage

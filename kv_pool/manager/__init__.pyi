@@ -19,7 +19,7 @@ from kv_pool.manager.block_groups.kv_cache_spec import CrossAttentionSpec as Cro
 from kv_pool.manager.block_groups.kv_cache_spec import EncoderOnlyAttentionSpec as EncoderOnlyAttentionSpec
 from kv_pool.manager.batch_block_table import BatchBlockTable as BatchBlockTable
 from kv_pool.manager.slot_mapping import SlotMapping as SlotMapping
-from kv_pool.manager.positions import list_slots as list_slots
+from kv_pool.manager.slot_mapping import list_slots as list_slots
 from kv_pool.manager.preemption import PreemptionCost as PreemptionCost
 from kv_pool.manager.preemption import PreemptionKind as PreemptionKind
 from kv_pool.manager.preemption import PreemptionLoss as PreemptionLoss

@@ -10,14 +10,12 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockHash, GroupId, RequestId
-from kv_pool.manager.block_groups.block_group import BlockGroup
+from kv_pool.manager.block_groups.block_group import BlockGroup, ChunkedLocalGroup, SlidingWindowGroup
 from kv_pool.manager.block_groups.block_table import BlockTable, TableListener
 from kv_pool.manager.block_groups.kv_cache_spec import KVCacheSpec, MambaSpec, SlidingWindowSpec
 from kv_pool.manager.block_groups.mamba_group import MambaGroup
 from kv_pool.manager.block_groups.state_chains import StateChains
 from kv_pool.manager.block_groups.step import Step
-from kv_pool.manager.block_groups.window_groups import ChunkedLocalGroup
-from kv_pool.manager.checkpoint_choice import CheckpointChoice
 from kv_pool.manager.prefix_lookup import EqualGroups, PrefixLookup
 from kv_pool.manager.prefix_rules import PrefixRules
 from kv_pool.manager.requests.request import SchedulableRequest
@@ -28,6 +26,12 @@ DENSE: Final = PrefixRules(retention_interval=None, partial_hits=False)
 @mypyc_attr(allow_interpreted_subclasses=False)
 class AppliedRules(TableListener):
     """The look-ups of one manager, and the choice of what `PrefixCaching` caches for all its groups.
+
+    Full blocks of windows and states are cached at checkpoints, every N tokens, or all:
+
+    window 4, block size 2, alignment 4; the prompt has 19 tokens, the interval is 0
+    tokens   0 1 | 2 3 | 4 5 | 6 7 | 8 9 | 10 11 | 12 13 | 14 15 | 16 17 | 18
+    cached                                         x       x                    a resend hits 16 tokens
 
     Args:
         rules: None for a manager that caches all blocks which can serve a hit.
@@ -41,7 +45,10 @@ class AppliedRules(TableListener):
         num_reprefillable: see `PrefixRules.num_reprefillable_tokens`.
         caches_junctions: whether states at junctions within a block are cached.
         full_group_beside_states: the first group with full attention in a manager with states; -1 for none.
-        choice: the `CheckpointChoice`, which selects the blocks to cache.
+        interval: the retention interval; None to cache all blocks that can serve a hit.
+        alignment: as given.
+        hit_alignment: tokens; each hit is a multiple of it.
+        has_drafter: whether any group's hits drop their last block, for a drafter.
         chains: the cached states as turns of conversations; None without `bounded_states`.
         plans_checkpoints: whether a group saves states in the middle of a step.
     Raises:
@@ -63,7 +70,9 @@ class AppliedRules(TableListener):
         check_rules(rules, specs, alignment)
         unit = pool.hash_block_size
         self.is_partial: bool = rules.partial_hits and pool.enable_caching and can_hit_parts(specs, unit)
-        hit_alignment = unit if self.is_partial else alignment
+        self.interval: int | None = rules.retention_interval
+        self.alignment: int = alignment
+        self.hit_alignment: int = unit if self.is_partial else alignment
         self._groups: list[BlockGroup] = groups
         self.has_states: bool = any(isinstance(group, MambaGroup) for group in groups)
         self.num_reprefillable: int = rules.num_reprefillable_tokens
@@ -71,16 +80,11 @@ class AppliedRules(TableListener):
             rules.junction_states and self.is_partial and not rules.num_reprefillable_tokens
         )
         eagle_groups = set(rules.eagle_groups)
-        has_drafter = len(eagle_groups) > 0
+        self.has_drafter: bool = len(eagle_groups) > 0
         details = rules.details
-        self.choice: CheckpointChoice = CheckpointChoice(
-            rules.retention_interval,
-            alignment,
-            hit_alignment,
-            has_drafter,
-            details.doubles_junctions,
-            least_hit_blocks=1 if self.is_dense else 0,
-        )
+        self._doubles_junctions: bool = details.doubles_junctions
+        # Blocks of a window that are cached before each boundary; a window of 1 token needs none.
+        self._least_hit_blocks: int = 1 if self.is_dense else 0
         self.chains: StateChains | None = StateChains() if rules.bounded_states else None
         self.plans_checkpoints: bool = False
         parts: list[EqualGroups] = []
@@ -88,11 +92,11 @@ class AppliedRules(TableListener):
             drops_hits = not eagle_groups.isdisjoint(together)
             for group_id in together:
                 groups[group_id].drops_hits = drops_hits
-            parts.append(EqualGroups([groups[number] for number in together], hit_alignment, drops_hits))
+            parts.append(EqualGroups([groups[number] for number in together], self.hit_alignment, drops_hits))
         for group in groups:
             if isinstance(group, MambaGroup):
-                group.has_drafter = group.drops_hits if details.own_drafter_only else has_drafter
-                group.hit_alignment = hit_alignment
+                group.has_drafter = group.drops_hits if details.own_drafter_only else self.has_drafter
+                group.hit_alignment = self.hit_alignment
                 group.num_recomputed = 0 if details.caches_whole_prompts else 1
                 group.counts_most_states = details.counts_most_states
                 group.has_rules = not self.is_dense
@@ -119,10 +123,10 @@ class AppliedRules(TableListener):
         Raises:
             InvalidArgumentError: it is no multiple of the alignment, or not 0 with `bounded_states`.
         """
-        check_interval(interval, self.choice.alignment)
+        check_interval(interval, self.alignment)
         if self.chains is not None and interval != 0:
             raise InvalidArgumentError(f"retention_interval is {interval}; bounded_states needs 0")
-        self.choice.interval = interval
+        self.interval = interval
 
     def find_prefix(
         self, request: SchedulableRequest, hashes: list[BlockHash], max_num_tokens: int
@@ -142,7 +146,7 @@ class AppliedRules(TableListener):
             last = self.lookup.find_full_block(hashes, junction)
             if last is None or not chains.is_next_turn(last, request.request_id):
                 return blocks, num_tokens, junction
-        return blocks, num_tokens, self.choice.find_middle(get_num_prompt_tokens(request), num_tokens)
+        return blocks, num_tokens, self.find_middle(get_num_prompt_tokens(request), num_tokens)
 
     def note_step(self, request: SchedulableRequest, tables: list[BlockTable], step: Step) -> None:
         """Record states that a step of known tokens leaves within a block, so that they are not cached.
@@ -171,19 +175,116 @@ class AppliedRules(TableListener):
         if self.is_dense or not self.has_states:
             return []
         num_prompt = get_num_prompt_tokens(request)
-        end = self.choice.find_end(num_prompt)
-        alignment = self.choice.alignment
+        end = self.find_end(num_prompt)
+        alignment = self.alignment
         ends = {end, junction // alignment * alignment}
-        interval = alignment if self.choice.interval is None else self.choice.interval
+        interval = alignment if self.interval is None else self.interval
         if interval:
             ends.update(range(interval, end, interval))
         return [position for position in sorted(ends) if num_hit < position <= num_prompt]
 
     def find_prefill_end(self, request: SchedulableRequest) -> int:
         """Return the tokens that a step must reach to save a state on its way; 0 for any step."""
-        if not self.plans_checkpoints or self.choice.interval != 0:
+        if not self.plans_checkpoints or self.interval != 0:
             return 0
         return max(get_num_prompt_tokens(request), request.num_tokens - 1)
+
+    # ---- which blocks are cached -------------------------------------------------------------------
+
+    def list_checkpoints(self, num_prompt_tokens: int, junction: int, group: BlockGroup) -> list[int]:
+        """Return the positions, in tokens, at which later requests are expected to continue.
+
+        The end of the prompt: for the same prompt, whose last token is computed again, and for a longer one.
+        With a drafter, the block before each of them. The junction of a shared prefix, if there is one.
+        """
+        if self.has_drafter:
+            unit = self.alignment
+            resent = max(0, (num_prompt_tokens - 1) // unit - 1) * unit
+            extended = max(0, num_prompt_tokens // unit - 1) * unit
+            checkpoints = [resent] if resent == extended else [resent, extended]
+        else:
+            checkpoints = [num_prompt_tokens - 1]
+        if junction:
+            checkpoints.append(junction)
+            if group.drops_hits and self._doubles_junctions:
+                checkpoints.append(junction - group.block_size)
+        return checkpoints
+
+    def find_end(self, num_prompt_tokens: int) -> int:
+        """Return the position of the last checkpoint of a prompt, a multiple of the alignment."""
+        unit = self.alignment
+        if self.has_drafter:
+            return max(0, num_prompt_tokens // unit - 1) * unit
+        return (num_prompt_tokens - 1) // unit * unit
+
+    def find_middle(self, num_prompt_tokens: int, num_hit: int) -> int:
+        """Return the middle of the new part of a prompt that is mostly new; 0 for none.
+
+            |--- hit ---|-------- new --------|
+            0        num_hit     middle      end
+
+        If later requests share a part of the new tokens, more than half of a long shared prefix is hit by the
+        second request already. It has the state at the junction computed, for the third. A prompt that mostly
+        continues a hit needs no middle: later requests that diverge in it continue from the hit, too.
+        """
+        end = self.find_end(num_prompt_tokens)
+        if end - num_hit <= num_hit:
+            return 0
+        middle = (num_hit + end) // 2 // self.alignment * self.alignment
+        return middle if middle > num_hit else 0
+
+    def select(self, group: BlockGroup, first: int, end: int, checkpoints: list[int]) -> list[bool] | None:
+        """Return which of the blocks `[first, end)` of a table to cache; None for all.
+
+        Args:
+            checkpoints: the result of `list_checkpoints`, or [] for the interval alone.
+        """
+        if isinstance(group, SlidingWindowGroup):
+            return self._select_windows(group, first, end, checkpoints)
+        if isinstance(group, MambaGroup) and self.interval is not None:
+            return self._select_states(group, first, end, checkpoints, self.interval)
+        return None
+
+    def _select_windows(
+        self, group: SlidingWindowGroup, first: int, end: int, checkpoints: list[int]
+    ) -> list[bool] | None:
+        """Select the blocks that hits at the checkpoints, and at multiples of the interval, need."""
+        block_size = group.block_size
+        num_needed = max(self._least_hit_blocks, group.count_hit_blocks(group.drops_hits))
+        shift = 1 if group.drops_hits else 0  # the dropped block lies behind the boundary
+        mask = [False] * (end - first)
+        interval = self.hit_alignment if self.interval is None else self.interval
+        if interval:
+            per_segment = interval // block_size
+            if num_needed >= per_segment:
+                return None
+            for position in range(max(first, shift), end):
+                if (position - shift) % per_segment >= per_segment - num_needed:
+                    mask[position - first] = True
+        if self.interval is not None:
+            for checkpoint in checkpoints:
+                boundary = checkpoint // self.hit_alignment * self.hit_alignment // block_size + shift
+                for position in range(max(first, boundary - num_needed), min(end, boundary)):
+                    mask[position - first] = True
+        return mask
+
+    def _select_states(
+        self, group: MambaGroup, first: int, end: int, checkpoints: list[int], interval: int
+    ) -> list[bool] | None:
+        """Select the states at the checkpoints, and at multiples of the interval."""
+        block_size = group.block_size
+        mask = [False] * (end - first)
+        if interval:
+            per_segment = interval // block_size
+            if per_segment <= 1:
+                return None
+            for position in range((first // per_segment + 1) * per_segment - 1, end, per_segment):
+                mask[position - first] = True
+        for checkpoint in checkpoints:
+            position = checkpoint // self.hit_alignment * self.hit_alignment // block_size - 1
+            if first <= position < end:
+                mask[position - first] = True
+        return mask
 
 
 def check_rules(rules: PrefixRules, specs: tuple[KVCacheSpec, ...], alignment: int) -> None:

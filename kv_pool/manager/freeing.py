@@ -6,9 +6,9 @@ from kv_pool.core.freeing import free_listed
 from kv_pool.core.holds import Hold, HoldState
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import GroupId, RequestId
+from kv_pool.manager.block_groups.block_group import SingleStateGroup
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.block_groups.mamba_group import MambaGroup
-from kv_pool.manager.block_groups.scratch_group import SingleStateGroup
 from kv_pool.manager.manager_state import ManagerState
 
 

@@ -38,7 +38,7 @@ from kv_pool.manager.prefix_lookup import CachedPrefix
 from kv_pool.manager.prefix_rules import PrefixRules
 from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.manager.retention.block_retention import BlockRetention
-from kv_pool.manager.step_checks import read_step, set_limits
+from kv_pool.manager.step_checks import read_step
 
 if TYPE_CHECKING:
     from kv_pool.manager.invalid_blocks import InvalidBlocksReport
@@ -215,11 +215,6 @@ class KVCacheManager(ManagerState):
             cached_prefix,
             num_lookahead_tokens,
             num_external_computed_tokens,
-        )
-        set_limits(
-            self,
-            request,
-            step,
             num_encoder_tokens,
             full_sequence_must_fit,
             reserved_blocks,
@@ -289,11 +284,6 @@ class KVCacheManager(ManagerState):
             cached_prefix,
             num_lookahead_tokens,
             num_external_computed_tokens,
-        )
-        set_limits(
-            self,
-            request,
-            step,
             num_encoder_tokens,
             full_sequence_must_fit,
             reserved_blocks,
@@ -668,16 +658,6 @@ class KVCacheManager(ManagerState):
         self._has_forks = self._has_forks or any(table.is_forked for table in put)
         self.detached_tables.pop(request_id, None)
         self._tables[request_id] = put
-
-    def take_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
-        """Take blocks for tables that are not attached yet; blocks that a retention keeps may be among them.
-
-        Raises:
-            OutOfBlocksError: fewer than `num_blocks` are free. Nothing has changed.
-        """
-        if self.retention is not None:
-            self.retention.expire()
-        return self.block_pool.get_new_blocks(num_blocks)
 
     def free_blocks(self, blocks: list[KVCacheBlock]) -> None:
         """Free blocks that are in no table. The first block is reused first.

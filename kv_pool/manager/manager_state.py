@@ -16,7 +16,6 @@ from kv_pool.manager.block_copies import BlockCopies
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable, TableListener
 from kv_pool.manager.block_groups.kv_cache_spec import KVCacheSpec
-from kv_pool.manager.block_groups.make_group import make_group
 from kv_pool.manager.owned_prefixes import OwnedPrefixes
 from kv_pool.manager.prefix_caching import PrefixCaching
 from kv_pool.manager.prefix_rules import PrefixRules
@@ -66,7 +65,7 @@ class ManagerState:
         # Tokens at whose multiples all groups can resume. With a single group, the end of any block.
         self.alignment: int = lcm(*(spec.block_size for spec in specs if spec.is_cacheable))
         self._groups: list[BlockGroup] = [
-            make_group(spec, block_pool, GroupId(group_id), self.alignment)
+            spec.make_group(block_pool, GroupId(group_id), self.alignment)
             for group_id, spec in enumerate(specs)
         ]
         self._forgets: bool = any(group.forgets for group in self._groups)

@@ -11,7 +11,7 @@ request in a step that preempted one: it could take the blocks that were just re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import GroupId
@@ -48,10 +48,8 @@ class PreemptionLoss:
     num_blocks: int
 
 
-class PreemptionRule(Protocol):
-    """Decides how a request is preempted; any callable of this form."""
-
-    def __call__(self, loss: PreemptionLoss, /) -> PreemptionKind: ...
+PreemptionRule = Callable[[PreemptionLoss], PreemptionKind]
+"""Decides how a request is preempted."""
 
 
 @dataclass(frozen=True, kw_only=True)

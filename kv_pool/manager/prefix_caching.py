@@ -22,7 +22,7 @@ from kv_pool.manager.requests.request import SchedulableRequest
 
 @mypyc_attr(allow_interpreted_subclasses=False)
 class PrefixCaching(TableListener):
-    """Registers blocks in the prefix map for all groups of a manager. A `CheckpointChoice` selects them.
+    """Registers blocks in the prefix map for all groups of a manager. `AppliedRules` select them.
 
     Args:
         rules: select the blocks. Without `PrefixRules`, ends of prompts within a block are not cached, and
@@ -169,7 +169,7 @@ class PrefixCaching(TableListener):
             if not group.drops_hits or not num_tokens:
                 return num_tokens
             return num_final
-        unit = self._rules.choice.alignment
+        unit = self._rules.alignment
         num_aligned = num_tokens // unit * unit
         if not group.drops_hits or not num_aligned:
             return num_aligned
@@ -255,8 +255,8 @@ class PrefixCaching(TableListener):
                 if isinstance(group, MambaGroup) and self._rules.is_dense:
                     mask = select_last_state(group, first, end, num_written, num_loaded)
                 elif not group.is_downward_closed:
-                    checkpoints = self._rules.choice.list_checkpoints(num_prompt, table.junction, group)
-                    mask = self._rules.choice.select(group, first, end, checkpoints)
+                    checkpoints = self._rules.list_checkpoints(num_prompt, table.junction, group)
+                    mask = self._rules.select(group, first, end, checkpoints)
                 self._cache_full(request, group, table, end, mask, num_prompt)
             if isinstance(group, MambaGroup):
                 if not self._rules.is_dense:
@@ -299,7 +299,7 @@ class PrefixCaching(TableListener):
         table.num_cached_blocks = end
         if self._rules.chains is not None and isinstance(group, MambaGroup):
             junction = table.junction // group.block_size
-            last = self._rules.choice.find_end(num_prompt) // group.block_size
+            last = self._rules.find_end(num_prompt) // group.block_size
             for position in range(first, end):
                 if mask is None or mask[position - first]:
                     is_end = position + 1 == last != junction
@@ -372,7 +372,7 @@ class PrefixCaching(TableListener):
         is_kept = num_tokens == group.find_checkpoint(num_prompt, group.hit_alignment)
         if not is_kept and num_tokens % group.block_size == 0:
             position = num_tokens // group.block_size - 1
-            mask = self._rules.choice.select(group, position, position + 1, [])
+            mask = self._rules.select(group, position, position + 1, [])
             is_kept = mask is None or mask[0]
         if num_tokens > num_hashed or (not is_kept and num_tokens != table.junction):
             # The engine writes a state between two blocks' ends, not the one of the block's hash.

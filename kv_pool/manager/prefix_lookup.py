@@ -7,9 +7,8 @@ from mypy_extensions import mypyc_attr
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.ids import BlockHash, GroupId, RequestId
-from kv_pool.manager.block_groups.block_group import BlockGroup
+from kv_pool.manager.block_groups.block_group import BlockGroup, ChunkedLocalGroup, SlidingWindowGroup
 from kv_pool.manager.block_groups.mamba_group import MambaGroup
-from kv_pool.manager.block_groups.window_groups import ChunkedLocalGroup, SlidingWindowGroup
 
 
 class CachedPrefix(NamedTuple):

@@ -1,4 +1,4 @@
-"""`read_step`, `set_limits`: check the arguments of `allocate_slots` and `can_allocate`, for their `Step`."""
+"""`read_step`: check the arguments of `allocate_slots` and `can_allocate`, and return their `Step`."""
 
 from collections.abc import Sequence
 from typing import Any, SupportsIndex
@@ -23,6 +23,10 @@ def read_step(
     cached_prefix: CachedPrefix | None,
     num_lookahead_tokens: int,
     num_external_computed_tokens: int,
+    num_encoder_tokens: int,
+    full_sequence_must_fit: bool,
+    reserved_blocks: int,
+    num_in_flight_tokens: int,
 ) -> Step:
     """Check the arguments and return their step. Raises what `allocate_slots` documents; changes nothing."""
     found = getattr(request, "request_id", None)
@@ -37,6 +41,19 @@ def read_step(
         raise InvalidArgumentError(
             f"num_new_tokens is {num_new}, num_lookahead_tokens {num_lookahead_tokens}, "
             f"num_external_computed_tokens {num_external_computed_tokens}; they count tokens, 0 or more"
+        )
+    if not isinstance(num_encoder_tokens, int):
+        num_encoder_tokens = as_int("num_encoder_tokens", num_encoder_tokens)
+    if not isinstance(full_sequence_must_fit, bool):
+        refuse_type("full_sequence_must_fit", full_sequence_must_fit, "bool")
+    if not isinstance(reserved_blocks, int):
+        reserved_blocks = as_int("reserved_blocks", reserved_blocks)
+    if not isinstance(num_in_flight_tokens, int):
+        num_in_flight_tokens = as_int("num_in_flight_tokens", num_in_flight_tokens)
+    if num_encoder_tokens < 0 or reserved_blocks < 0 or num_in_flight_tokens < 0:
+        raise InvalidArgumentError(
+            f"num_encoder_tokens is {num_encoder_tokens}, reserved_blocks {reserved_blocks}, "
+            f"num_in_flight_tokens {num_in_flight_tokens}; they count tokens and blocks, 0 or more"
         )
     unchecked: Any = request  # compiled code would reject a numpy integer here
     computed = unchecked.num_computed_tokens
@@ -73,32 +90,6 @@ def read_step(
     elif tables is None:
         step.prefix_blocks = state._no_blocks
     step.prefill_end = state._rules.find_prefill_end(request)
-    return step
-
-
-def set_limits(
-    state: ManagerState,
-    request: SchedulableRequest,
-    step: Step,
-    num_encoder_tokens: int,
-    full_sequence_must_fit: bool,
-    reserved_blocks: int,
-    num_in_flight_tokens: int,
-) -> None:
-    """Check these arguments of `allocate_slots`, and set what they say in the step."""
-    if not isinstance(num_encoder_tokens, int):
-        num_encoder_tokens = as_int("num_encoder_tokens", num_encoder_tokens)
-    if not isinstance(full_sequence_must_fit, bool):
-        refuse_type("full_sequence_must_fit", full_sequence_must_fit, "bool")
-    if not isinstance(reserved_blocks, int):
-        reserved_blocks = as_int("reserved_blocks", reserved_blocks)
-    if not isinstance(num_in_flight_tokens, int):
-        num_in_flight_tokens = as_int("num_in_flight_tokens", num_in_flight_tokens)
-    if num_encoder_tokens < 0 or reserved_blocks < 0 or num_in_flight_tokens < 0:
-        raise InvalidArgumentError(
-            f"num_encoder_tokens is {num_encoder_tokens}, reserved_blocks {reserved_blocks}, "
-            f"num_in_flight_tokens {num_in_flight_tokens}; they count tokens and blocks, 0 or more"
-        )
     step.num_encoder_tokens = num_encoder_tokens
     step.num_reserved = reserved_blocks
     step.num_final = max(0, step.num_before - num_in_flight_tokens)
@@ -106,6 +97,7 @@ def set_limits(
         step.num_sequence = request.num_tokens
     if step.tables is None and state._tables:
         step.num_left = state.watermark_blocks
+    return step
 
 
 def check_prefix(

@@ -2,7 +2,7 @@
 
 from itertools import repeat
 from struct import Struct
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import msgspec
 
@@ -152,7 +152,7 @@ class ReplayRequest:
         return msgspec.convert(self, ReplayRequestState, from_attributes=True)
 
     @classmethod
-    def from_state(cls, state: "ReplayRequestState") -> "ReplayRequest":
+    def from_state(cls, state: "ReplayRequestState") -> Self:
         """Create a request from its state. Its `num_computed_tokens` is 0."""
         request = cls.__new__(cls)
         request.request_id = RequestId(str(state.number))

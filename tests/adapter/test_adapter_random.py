@@ -24,7 +24,7 @@ from kv_pool.contiguous import invariants
 from kv_pool.contiguous.run_index import PLACEMENTS
 from kv_pool.core.eviction_order import DEFAULT_BAND
 from kv_pool.core.kv_events import BlockRemoved
-from kv_pool.manager.retention.placed_claims import find_band
+from kv_pool.manager.retention.claims import find_band
 
 NUM_BLOCKS, NUM_STEPS, NUM_FAMILIES = 40, 250, 3
 MAX_PINNED, MAX_IN_FLIGHT, MAX_WAITED_FOR = 6, 3, 4

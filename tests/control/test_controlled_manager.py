@@ -2,15 +2,14 @@
 
 import random
 import threading
+from collections import Counter
 from contextlib import contextmanager
-from itertools import pairwise
 
 import numpy as np
 import pytest
-from migration.made_nodes import BLOCK_SIZE, HASHER, MadeEngine
+from migration.made_nodes import BLOCK_SIZE, MadeEngine
 
-from kv_pool import BlockPool, ControlError, InvalidBlockError, Request, UnknownSequenceError
-from kv_pool.contiguous.defragmenter import Defragmenter
+from kv_pool import BlockPool, ControlError, InvalidBlockError, UnknownSequenceError
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.control import ControlClient, ControlledManager, ControlServer
 from kv_pool.control.live_node import LiveNode
@@ -18,7 +17,6 @@ from kv_pool.control.serve_settings import ServeSettings
 from kv_pool.core.invariants import check
 from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec, SlidingWindowSpec
 from kv_pool.migration.status import MigrationPhase
-from kv_pool.reports import BlockState
 
 GROUPS = [
     FullAttentionSpec(block_size=BLOCK_SIZE),
@@ -63,28 +61,6 @@ def scatter(engine, count=8):
         engine.manager.evict_blocks(blocks)
 
 
-def scan(face):
-    """Return the counts from a scan of each block and table."""
-    pool, manager = face.block_pool, face.manager
-    blocks = pool.blocks[1:]
-    fixed = set(pool.holds.list_immovable_ids())
-    runs = [len(run) for run in "".join(".x"[block.ref_cnt > 0] for block in blocks).split("x") if run]
-    num_free = sum(runs)
-    length = min(face.run_length, 1 << max(0, num_free.bit_length() - 1))
-    num_runs = sum(run // length for run in runs)
-    return {
-        "total_blocks": len(blocks),
-        "used_blocks": len(blocks) - num_free,
-        "free_blocks": num_free,
-        "cached_free_blocks": sum(not block.ref_cnt and block.block_hash is not None for block in blocks),
-        "immovable_blocks": sum(block.ref_cnt > 0 and block.block_id in fixed for block in blocks),
-        "num_sequences": len(manager.list_request_ids()),
-        "fragmentation_rate": pytest.approx(1 - num_runs / (num_free // length) if num_free else 0.0),
-        "largest_free_run": max(runs, default=0),
-        "queued_events": len(pool.kv_event_queue),
-    }
-
-
 def draw(face):
     return "".join("0.*#P"[state] for state in face.get_layout().states)
 
@@ -94,50 +70,22 @@ def draw(face):
 
 @POOLS
 @pytest.mark.parametrize("groups", [None, GROUPS])
-@pytest.mark.parametrize("seed", range(4))
-def test_counts_and_layout_match_a_full_scan(pool_class, groups, seed):
-    rng = random.Random(seed)
+def test_blocks_of_all_groups_are_counted_with_their_requests(pool_class, groups):
     served = Served(pool_class, num_blocks=64, groups=groups)
     engine, face = served.engine, served.face
-    holds = []
-    for step in range(60):
-        match rng.choice(["start", "start", "finish", "hold", "release"]):
-            case "start" if face.block_pool.get_num_free_blocks() > 12:
-                engine.start(f"r{step}", make_prompt(rng.randrange(9), rng.randint(1, 5)))
-            case "finish" if engine.requests:
-                engine.finish(rng.choice(sorted(engine.requests)))
-            case "hold" if engine.requests:
-                ids = engine.manager.get_block_ids(rng.choice(sorted(engine.requests)))
-                blocks = [face.block_pool.blocks[block_id] for block_id in ids]
-                holds.append(face.block_pool.hold(blocks, "read by a test", movable=rng.random() < 0.5))
-            case "release" if holds:
-                holds.pop(rng.randrange(len(holds))).release()
-        statistics = face.get_statistics()
-        found = scan(face)
-        assert {name: getattr(statistics, name) for name in found} == found
-        check_layout(face, engine)
-
-
-def check_layout(face, engine):
-    layout = face.get_layout()
+    for number in range(6):
+        engine.start(f"r{number}", make_prompt(number % 3, 1 + number))
     tables = [
         engine.manager.get_block_ids(request_id, group_id)
         for request_id in engine.requests
         for group_id in range(len(engine.manager.groups))
     ]
-    holders = [0] * len(layout.states)
-    joins = [0] * len(layout.states)
-    for table in tables:
-        for block_id in filter(None, table):
-            holders[block_id] += 1
-        for one, after in pairwise(table):
-            if one and after == one + 1:
-                joins[after] = 1
-    assert list(layout.holders) == holders
-    assert list(layout.joins) == joins
-    for block, state in zip(face.block_pool.blocks[1:], layout.states[1:], strict=True):
-        is_used = state in (BlockState.IN_USE, BlockState.IMMOVABLE)
-        assert is_used == (block.ref_cnt > 0)
+    holders = Counter(block_id for table in tables for block_id in table if block_id)
+    layout = face.get_layout()
+    assert list(layout.holders) == [holders[block_id] for block_id in range(64)]
+    assert any(one > 1 for one in layout.holders)
+    statistics = face.get_statistics()
+    assert (statistics.num_sequences, statistics.used_blocks) == (6, len(holders))
 
 
 @POOLS
@@ -210,6 +158,8 @@ def test_compaction_over_the_socket_moves_requests_and_bytes(tmp_path):
     with asked(served.face, tmp_path) as client:
         report = client.defragment()
         assert client.get_statistics().moved_blocks == report.moved_blocks == 4
+        assert report.run_length == 4
+        assert report.time_ms > 0
     assert draw(served.face) == "0########........"
     assert (report.fragmentation_rate_before, report.fragmentation_rate_after) == (1.0, 0.0)
     for name, table in before.items():
@@ -218,83 +168,6 @@ def test_compaction_over_the_socket_moves_requests_and_bytes(tmp_path):
             remap = relocation.make_remap()[remap]
         assert remap[np.array(table)].tolist() == engine.manager.get_block_ids(name)
         engine.check_bytes(name)
-    check(engine.pool)
-
-
-def fill_cache(engine, count=8):
-    """Start requests of two blocks each and free every second one; its blocks stay cached, none is empty."""
-    for number in range(count):
-        engine.start(f"r{number}", make_prompt(number))
-    for number in range(0, count, 2):
-        engine.finish(f"r{number}")
-
-
-def check_cached(engine, number):
-    """Check that the prompt of a finished request is hit, and that its blocks have its bytes."""
-    engine.start(f"again {number}", make_prompt(number))
-    assert engine.requests[f"again {number}"].num_computed_tokens > 0
-    engine.check_bytes(f"again {number}")
-
-
-def test_compaction_of_a_full_cache_exchanges_blocks():
-    served = Served(num_blocks=17)
-    engine = served.engine
-    fill_cache(engine)
-    assert set(draw(served.face)) == set("0*#")
-    assert served.face.defragment() == 8
-    assert draw(served.face) == "0########********"
-    assert engine.pool.num_evictions == 0
-    assert served.face.get_statistics().moved_blocks == 8
-    for name in list(engine.requests):
-        engine.check_bytes(name)
-    assert served.face.defragment() == 0
-    for number in range(0, 8, 2):
-        check_cached(engine, number)
-    check(engine.pool)
-
-
-def test_held_blocks_keep_their_ids():
-    served = Served(num_blocks=21)
-    engine = served.engine
-    scatter(engine)
-    held = engine.manager.get_table("r7").blocks
-    ids = [block.block_id for block in held]
-    with engine.pool.hold(held, "leased to a test"):
-        assert served.face.defragment() > 0
-        assert [block.block_id for block in held] == ids
-    engine.check_bytes("r7")
-
-
-def test_defragmenter_compacts_a_manager_step_by_step():
-    served = Served(num_blocks=17)
-    scatter(served.engine)
-    defragmenter = Defragmenter(served.face, interval_s=0, max_moves=2, clock=iter(range(99)).__next__)
-    moved = [defragmenter.step() for _ in range(4)]
-    assert moved[-1] == 0
-    assert max(moved) == 2
-    assert served.face.get_fragmentation_rate() <= defragmenter.goal
-    for name in served.engine.requests:
-        served.engine.check_bytes(name)
-
-
-def test_pending_copies_survive_a_compaction():
-    served = Served(num_blocks=17)
-    engine = served.engine
-    scatter(engine)
-    parent = engine.start("parent", range(7000, 7006))  # a block and a half
-    child = Request("child", range(7000, 7006), HASHER)
-    child.num_computed_tokens = 6
-    engine.manager.fork(parent, child)
-    engine.requests["child"] = child
-    child.append_output_token_ids([8])
-    engine.manager.allocate_slots(child, 1)
-    assert engine.manager.get_block_ids("child") != engine.manager.get_block_ids("parent")
-    assert served.face.defragment() > 0
-    engine.storage.apply_moves(engine.manager.take_block_copies())
-    [(_, whole), (written, last)] = engine.list_contents("parent")
-    assert engine.manager.get_block_ids("child")[0] == whole
-    assert engine.read(engine.manager.get_block_ids("child")[1]) == engine.read(last)
-    assert engine.read(last) == engine.make_bytes(written)
     check(engine.pool)
 
 

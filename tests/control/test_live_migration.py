@@ -159,7 +159,7 @@ def test_request_that_the_target_cannot_continue_stays(make_pair):
     ):
         with pytest.raises(InvalidArgumentError):
             there.expect(sequence_id, num_blocks, said)
-    there._waiting.append(pair.replays["a"]._running[str(ONE + 1)].request)
+    there._waiting.append(pair.replays["a"]._running[str(ONE + 1)])
     with pytest.raises(InvalidArgumentError, match="is here already: it waits for blocks"):
         pair.migrate(ONE + 1)
     there._waiting.clear()

@@ -129,9 +129,10 @@ def test_sizes_accept_the_names_of_engine_options(config):
 
 
 def test_disabled_defragmentation_never_compacts(config):
-    assert read_settings(config("defrag_threshold = 0.2\n"), {}).compaction_threshold == 0.2
-    settings = read_settings(config("defrag_threshold = 0.2\nenable_defragmentation = false\n"), {})
-    assert settings.compaction_threshold == 1.0
+    _, defragmenter = open_pool(config("defrag_threshold = 0.2\n"))
+    assert defragmenter.threshold == 0.2
+    _, defragmenter = open_pool(config("defrag_threshold = 0.2\nenable_defragmentation = false\n"))
+    assert defragmenter.threshold == 1.0
 
 
 def test_engine_pool_is_created_from_the_same_file(config):

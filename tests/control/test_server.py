@@ -3,7 +3,6 @@
 import errno
 import fcntl
 import os
-import random
 import resource
 import socket
 import stat
@@ -45,54 +44,6 @@ def test_statistics_over_the_socket_equal_the_pools(path):
         output = client.get_statistics()
         assert output.used_blocks == 3
         assert output == pool.get_statistics()
-
-
-def test_compaction_over_the_socket_moves_blocks_and_reports(path):
-    pool = make_scattered(run_length=5)
-    assert draw(pool) == "1.2.3.4.5."
-    with ControlServer(pool, path), ControlClient(path) as client:
-        report = client.defragment()
-    assert sorted(draw(pool)[:5]) == ["1", "2", "3", "4", "5"]
-    assert report.moved_blocks == pool.get_statistics().moved_blocks == 2
-    assert (report.fragmentation_rate_before, report.fragmentation_rate_after) == (1.0, 0.0)
-    assert report.run_length == 5
-    assert report.time_ms > 0
-    check(pool)
-
-
-def test_pool_replies_and_compacts_while_its_engine_allocates(path):
-    pool = make(60, on_moved=lambda relocation: None)
-    is_over = threading.Event()
-    errors = []
-
-    def work():
-        draw_random = random.Random(0)
-        number = 0
-        try:
-            while not is_over.is_set():
-                number += 1
-                if pool.get_free_blocks() > 20:
-                    take(pool, number, 7)
-                else:
-                    pool.free_sequence(draw_random.choice(pool.list_sequences()))
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        with ControlServer(pool, path), ControlClient(path) as client:
-            for _ in range(60):
-                assert client.get_statistics().used_blocks % 7 == 0
-                layout = client.get_layout()
-                assert sum(layout.holders) == 60 - layout.num_free
-                assert all(one.num_blocks == 7 for one in client.describe_sequences().sequences)
-                client.defragment(max_moves=4)
-    finally:
-        is_over.set()
-        thread.join()
-    assert not errors
-    check(pool)
 
 
 def test_the_guard_is_held_during_a_command(path):

@@ -9,7 +9,6 @@ import numpy as np
 from lives.router import check_router
 from lives.source_role import OVER
 
-from kv_pool.adapter import invariants as adapter_invariants
 from kv_pool.manager.invariants import check_leases, check_manager
 from kv_pool.manager.retention.invariants import check_retention
 from kv_pool.migration import invariants as migration_invariants
@@ -35,10 +34,7 @@ def check_node(node, movings):
     if node.world.chance(node.events_share):
         check_router(node)
     check_tiers(node)
-    if hasattr(node, "manager"):
-        check_manager_node(node, movings)
-    else:
-        check_adapter_node(node, movings)
+    check_manager_node(node)
     check_migrations(node, movings)
     held = Counter(block.block_id for block in list_held(node, movings))
     found = Counter(block.block_id for hold in node.pool.holds.list_holds() for block in hold.blocks)
@@ -66,7 +62,7 @@ def check_migrations(node, movings):
             assert departure.lease.deadline == state, "the lease has another deadline"
     leaving = [one.sequence for one in source_role.departures.values() if one.sequence is not None]
     assert set(leaving) == set(node.leaving)
-    assert sorted(node.site.list_frozen()) == sorted(map(node.get_id, leaving))
+    assert sorted(node.site.list_frozen()) == sorted(sequence.name for sequence in leaving)
 
 
 def list_held(node, movings):
@@ -76,13 +72,9 @@ def list_held(node, movings):
     blocks += node.touched
     for departure in node.source_role.departures.values():
         blocks += departure.blocks if departure.sequence is not None else []
-    if hasattr(node, "manager"):
-        blocks += list_planned(node)
-        blocks += set(node.manager.copies._source_of.values())
-        blocks += node.retention._placed.held.blocks
-    else:
-        blocks += [node.pool.blocks[block_id] for block_id in node.list_pinned()]
-    return blocks
+    blocks += list_planned(node)
+    blocks += set(node.manager.copies._source_of.values())
+    return blocks + node.retention._placed.held.blocks
 
 
 def list_planned(node):
@@ -100,7 +92,7 @@ def list_planned(node):
     ]
 
 
-def check_manager_node(node, movings):
+def check_manager_node(node):
     requests = [sequence.request for sequence in [*node.running, *node.loading]]
     check_manager(node.manager, requests)
     check_retention(node.retention)
@@ -113,7 +105,7 @@ def check_manager_node(node, movings):
     assert sorted(node.manager.list_request_ids()) == sorted(one.request_id for one in requests)
     plans = [*node.swapper.list_open_plans(), *node.onboarder.list_open_plans()]
     assert {plan.request_id for plan in plans} == {one.name for one in node.planned}
-    directed = node.retention._directives.by_request.keys()
+    directed = node.retention._ranges.keys()
     here = [*node.waiting, *node.running, *node.loading, *node.swapped, *node.planned, *node.leaving]
     assert directed <= {one.name for one in here}, f"directives of {directed} are left"
     for sequence in node.running:
@@ -153,15 +145,6 @@ def check_sequence(node, sequence, end):
     for group_id, block_ids in enumerate(node.list_contents(sequence)):
         start = node.groups[group_id].count_skipped_tokens(end)
         node.device.check(block_ids, sequence, start, end, group_id)
-
-
-def check_adapter_node(node, movings):
-    adapter_invariants.check(node.gpu_pool)
-    tier_invariants.check_cache(node.cache)
-    for sequence in node.list_sequences():
-        block_ids = node.gpu_pool.blocks_of(sequence.number)
-        assert block_ids == node.ids_of(sequence), f"sequence {sequence.number} was not notified of moves"
-        node.device.check(block_ids, sequence, *node.list_written(sequence))
 
 
 def check_cached(node, side):
@@ -216,9 +199,8 @@ def check_idle(node):
         raise AssertionError(f"{node.name}: idle, and {node.leases.list_leases()} are leased")
     if node.cache._stack._held:
         raise AssertionError(f"{node.name}: idle, and tiers hold {len(node.cache._stack._held)} keys")
-    if hasattr(node, "manager"):
-        assert node.host.pool.get_num_free_blocks() == node.host.pool.num_gpu_blocks - 1
-        assert not node.manager.list_request_ids()
-        assert not node.manager.take_block_copies()
-        assert not node.site.list_frozen()
-        assert not node.retention.num_pins
+    assert node.host.pool.get_num_free_blocks() == node.host.pool.num_gpu_blocks - 1
+    assert not node.manager.list_request_ids()
+    assert not node.manager.take_block_copies()
+    assert not node.site.list_frozen()
+    assert not node.retention.num_pins

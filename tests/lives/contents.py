@@ -82,11 +82,10 @@ class World:
 
 
 class Sequence:
-    """A request, by name for a manager and by number for an adapter, and the value of each of its tokens."""
+    """A request, and the value of each of its tokens."""
 
     def __init__(self, world, number, tokens):
         self.world = world
-        self.number = number
         self.request = Request(str(number), tokens, HASHER)
         self.values = []
         self._note_tokens()

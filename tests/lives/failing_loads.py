@@ -2,17 +2,10 @@
 
 What a request computes depends on what it reads: from wrong bytes it computes wrong ones. After the reports,
 all cached blocks in all tiers have bytes computed from their tokens, and so have all requests not named.
-
-    cd tests && python -m lives.failing_loads --lives 10000 --seed 0
 """
 
-import argparse
 import random
-import sys
-import tempfile
-import traceback
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 from tiers.swap_engine import HASH_BLOCK_SIZE, HASHER, values_of
@@ -621,26 +614,3 @@ def live(seed, folder, kind=None):
     except BaseException as error:
         error.add_note(f"seed {seed}, kind {life.kind!r}: {' '.join(life.log)}")
         raise
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--lives", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0, help="of the first life; each next one has the next")
-    parser.add_argument("--kind", choices=KINDS)
-    options = parser.parse_args()
-    tally = Counter()
-    num_found = 0
-    for seed in range(options.seed, options.seed + options.lives):
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                tally += live(seed, Path(folder), options.kind).tally
-            except Exception:
-                traceback.print_exc()
-                num_found += 1
-    print(f"{options.lives} lives, {num_found} with a finding; {dict(tally)}")
-    sys.exit(num_found > 0)
-
-
-if __name__ == "__main__":
-    main()

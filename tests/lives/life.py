@@ -1,15 +1,14 @@
-"""`Life`: two nodes of one kind; each step is one random operation, and everything is checked after it."""
+"""`Life`: two nodes; each step is one random operation, and everything is checked after it."""
 
 from collections import deque
 from functools import partial
 
 from lives import moving
-from lives.adapter_node import AdapterNode
 from lives.checks import check_idle, check_node
 from lives.contents import World
 from lives.manager_node import GROUPS, ManagerNode
 
-KINDS = ("manager", "manager with a window", "adapter")
+KINDS = ("manager", "manager with a window")
 STEPS_TO_IDLE = 150
 
 
@@ -27,11 +26,9 @@ class Life:
 
     def __init__(self, kind, seed, folder=None):
         self.kind, self.seed = kind, seed
-        is_adapter = kind == "adapter"
         shape = "window" if kind.endswith("window") else "full"
-        self.world = World(f"{kind} {seed}", 1 if is_adapter else len(GROUPS[shape]))
-        make = AdapterNode if is_adapter else ManagerNode
-        self.nodes = [make(self.world, name, shape, folder) for name in ("left", "right")]
+        self.world = World(f"{kind} {seed}", len(GROUPS[shape]))
+        self.nodes = [ManagerNode(self.world, name, shape, folder) for name in ("left", "right")]
         self.movings = []
         self.num_steps = 0
         self.operations = deque(maxlen=30)

@@ -10,7 +10,6 @@ from kv_pool import FullAttentionSpec, KVCacheManager, SlidingWindowSpec
 from kv_pool.contiguous import compaction
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.errors import InvalidArgumentError, PinLimitError
-from kv_pool.manager.block_groups.make_group import make_group
 from kv_pool.manager.invariants import check_copies, check_writes
 from kv_pool.manager.retention.block_retention import BlockRetention
 from kv_pool.manager.retention.directive import RetentionDirective
@@ -53,7 +52,7 @@ class ManagerNode(ManagerLoads, ManagerSwaps, Node):
         site = PoolSite(ManagerSequences(self.manager, device.storage), hasher=HASHER, clock=world.read_clock)
         self.open(pool, site, device)
         self.groups = [
-            make_group(spec, pool, group_id, self.manager.alignment) for group_id, spec in enumerate(groups)
+            spec.make_group(pool, group_id, self.manager.alignment) for group_id, spec in enumerate(groups)
         ]
         self.open_tiers()
         self.open_swaps()
@@ -246,6 +245,7 @@ class ManagerNode(ManagerLoads, ManagerSwaps, Node):
         return block_ids
 
     def note_evicting(self):
+        """Expect that pinned content is evicted, and that tiers forget the content of open plans."""
         self.pinned_keys = []
         for opened in self.planned.values():
             opened.is_void = True
@@ -346,9 +346,6 @@ class ManagerNode(ManagerLoads, ManagerSwaps, Node):
         """Return the cached blocks, for a migration by block ids."""
         return [block for block in self.pool.blocks if block.block_hash is not None]
 
-    def may_copy(self, block_ids):
-        return True
-
     def begin_leaving(self, sequence):
         self.running.remove(sequence)
         self.leaving.append(sequence)
@@ -356,18 +353,6 @@ class ManagerNode(ManagerLoads, ManagerSwaps, Node):
     def take_back(self, sequence):
         self.leaving.remove(sequence)
         self.running.append(sequence)
-
-    def forget_departed(self, sequence):
-        self.leaving.remove(sequence)
-
-    def on_arrived(self, sequence):
-        self.running.append(sequence)
-
-    def has_sequence(self, sequence):
-        return self.manager.holds_blocks(sequence.name)
-
-    def get_id(self, sequence):
-        return sequence.name
 
     def list_operations(self):
         return {

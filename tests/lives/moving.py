@@ -128,7 +128,7 @@ class Moving:
             self.target.holding.append(pull)
         if self.sequence is not None:
             assert was_acknowledged, "the sequence is at both nodes"
-            self.target.on_arrived(self.sequence)
+            self.target.running.append(self.sequence)
 
     def note_unsettled(self, lease, reader):
         """The last bytes arrive after the pull has failed."""
@@ -145,7 +145,7 @@ def begin(source, target):
         sequence = source.draw_departure()
         if sequence is None:
             return None
-        subject = SequenceSubject(source.get_id(sequence))
+        subject = SequenceSubject(sequence.name)
     elif way == "prefix":
         subject = PrefixSubject(tuple(HASHER.hash_blocks(rng.choice(world.prompts))))
     else:

@@ -1,9 +1,10 @@
-"""`Node`: the common part of both faces: bytes, leases, reuse watchers, tiers and compaction."""
+"""`Node`: the companions of a manager: bytes, leases, reuse watchers, tiers and compaction."""
+
+import shutil
 
 import numpy as np
 from lives.contents import BLOCK_SIZE, Side
 from lives.promises import Promise, Writer
-from lives.restarts import Restarts
 from lives.router import Router
 from lives.source_role import SourceRole
 
@@ -12,12 +13,18 @@ from kv_pool.contiguous import compaction
 from kv_pool.contiguous.defragmenter import Defragmenter
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError
 from kv_pool.manager.leases import LeaseKind
+from kv_pool.storage.block_layout import BlockLayout
+from kv_pool.tiers.disk_tier import DiskTier
+from kv_pool.tiers.host_tier import HostTier
+from kv_pool.tiers.tiered_cache import TieredCache
 
 NUM_SPARE = 3
+NUM_HOST_BLOCKS = (2, 4, 8)
+NUM_DISK_BLOCKS = 16
 
 
-class Node(Restarts):
-    """A pool with its bytes and the companions of both faces.
+class Node:
+    """A pool with its bytes and companions; `ManagerNode` is one with a manager.
 
     Attributes:
         readers: leases to read, each with its reader's expected bytes.
@@ -28,6 +35,7 @@ class Node(Restarts):
         events_share: share of the steps in which events are taken.
         holding: pulls that hold arrived blocks, or did.
         grown: blocks added to the pool, less blocks removed.
+        num_restarts: restarts of the tiers after a lost process; each has its own folder.
     """
 
     def __init__(self, world, name, num_blocks, folder):
@@ -38,13 +46,13 @@ class Node(Restarts):
         self.folder = folder
         self.readers, self.writers, self.watched, self.promises, self.touched = {}, [], {}, [], {}
         self.holding = []
-        self.grown = 0
+        self.grown = self.num_restarts = 0
         self.last_operation = ""
         self.router = Router(world.blocks)
         self.events_share = self.rng.choice((0.03, 1.0))
 
     def open(self, pool, site, device):
-        """Set the objects that the face has created."""
+        """Set the objects that `ManagerNode` has created."""
         self.pool, self.site, self.device = pool, site, device
         self.leases = site.leases
         self.source_role = SourceRole(self)
@@ -55,18 +63,46 @@ class Node(Restarts):
     def make_device(self, pool):
         return Side(pool, self.num_blocks + NUM_SPARE + 1)
 
-    # ---- events ----------------------------------------------------------------------------------
+    # ---- tiers -----------------------------------------------------------------------------------
 
-    def take_events(self):
-        """Return the events since the last call."""
-        return self.pool.take_events()
+    def open_tiers(self):
+        """Open the tiers over the folder."""
+        storage = self.device.storage
+        tiers = [HostTier(self.rng.choice(NUM_HOST_BLOCKS), storage, medium="HOST")]
+        if self.folder is not None:
+            tiers.append(
+                DiskTier(self.name_folder(), NUM_DISK_BLOCKS, BlockLayout.describe(storage, BLOCK_SIZE))
+            )
+        write = self.rng.choice(("back", "through"))
+        self.cache = TieredCache(self.pool, storage, tiers, write, enable_events=True, max_prefetch_blocks=0)
 
-    def list_pools(self):
-        """Return the pools that these events are about."""
-        return [self.pool]
+    def name_folder(self):
+        return self.folder / f"{self.name} {self.num_restarts}"
 
-    def reset_caches(self):
-        return self.pool.reset_prefix_cache()
+    def restart_tiers(self):
+        """Reopen the tiers. No-op while tiers hold keys for open plans."""
+        if self.cache._stack._held:
+            return "held"
+        if self.world.chance(0.7):
+            self.cache.flush()
+        disk = self.cache.tiers[1]
+        keys = set(disk.list_keys())
+        is_lost = self.world.chance(0.4)
+        # A process that dies after an interrupted write or removal leaves the header; close() wipes it.
+        interrupted = set(disk._unwiped.values()) - keys if is_lost else set()
+        if is_lost:  # only blocks written by now remain
+            before = self.name_folder()
+            self.num_restarts += 1
+            shutil.copytree(before, self.name_folder())
+        self.cache.close()
+        self.open_tiers()
+        found = set(self.cache.tiers[1].list_keys())
+        came_back = found - keys - interrupted
+        assert keys <= found, f"{len(keys - found)} blocks were lost"
+        assert not came_back, f"{len(came_back)} removed blocks came back"
+        assert not self.cache.tiers[1].reopened.num_dropped
+        self.world.tally["lost" if is_lost else "closed", bool(found)] += 1
+        return "lost" if is_lost else "closed"
 
     # ---- leases ----------------------------------------------------------------------------------
 
@@ -223,7 +259,7 @@ class Node(Restarts):
         if self.grown == 0 or (self.grown < NUM_SPARE and self.world.chance(0.3)):
             count = self.rng.randint(1, NUM_SPARE - max(0, self.grown))
             if self.world.chance(0.5):
-                self.grow_pool(count)
+                self.pool.grow(count)
                 self.grown += count
                 return "grow"
         count = self.rng.randint(1, 3)
@@ -236,9 +272,6 @@ class Node(Restarts):
         self.grown -= count
         return "shrink"
 
-    def grow_pool(self, count):
-        self.pool.grow(count)
-
     def shrink_pool(self, count):
         compaction.shrink(self.pool, count, self.device.storage.apply_moves, on_moved=self.note_moved)
 
@@ -248,7 +281,7 @@ class Node(Restarts):
 
     def restore_size(self):
         if self.grown < 0:
-            self.grow_pool(-self.grown)
+            self.pool.grow(-self.grown)
         elif self.grown > 0:
             if self.watched:  # they would not move
                 assert self.reset_caches()
@@ -271,9 +304,6 @@ class Node(Restarts):
             for promise in [*self.readers.values(), *self.watched.values(), *self.promises]:
                 if promise.side is self.device:
                     promise.forget(block)
-
-    def note_evicting(self):
-        """Expect that pinned content is evicted, and that tiers forget the content of open plans."""
 
     # ---- promises of plans -----------------------------------------------------------------------
 

@@ -16,7 +16,6 @@ from kv_pool.migration.messages import (
     RenewLease,
 )
 from kv_pool.migration.source import SourceTransfers, TransferState, make_incarnation
-from kv_pool.migration.subjects import BlocksSubject
 
 LEASE_S = 5.0
 ACKNOWLEDGED, OVER = "acknowledged", "over"
@@ -40,8 +39,8 @@ class Departure:
         node.readers.pop(self.lease, None)
         if self.sequence is not None:
             node.end(self.frozen)
-            assert node.has_sequence(self.sequence) is not was_acknowledged
-            (node.forget_departed if was_acknowledged else node.take_back)(self.sequence)
+            assert node.manager.holds_blocks(self.sequence.name) is not was_acknowledged
+            (node.leaving.remove if was_acknowledged else node.take_back)(self.sequence)
 
 
 class SourceRole:
@@ -139,15 +138,11 @@ class SourceRole:
         return len(self.node.readers[departure.lease].entries) == len(departure.blocks)
 
     def prepare(self, message):
-        """Let the engine make its copies first. Offers running sequences and blocks of no sequence."""
+        """Let the engine make its copies first. Offers running sequences only."""
         if message.transfer_id not in self.states:
             sequence = self.world.travelling.get(getattr(message.subject, "sequence_id", None))
             if sequence is not None and sequence not in self.node.running:
                 raise InvalidArgumentError(f"sequence {sequence.name} does not run here")
-            if isinstance(message.subject, BlocksSubject) and not self.node.may_copy(
-                message.subject.block_ids
-            ):
-                raise InvalidArgumentError("the blocks are in a sequence, and would come with it")
             self.node.run([])
         return self.transfers.prepare(message)
 

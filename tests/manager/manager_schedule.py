@@ -51,60 +51,45 @@ def some_window(rng, block_size, *, other=0):
     return window(block_size, rng.choice([2, 2, 3, *range(2, 6 * block_size + 2)]) + other)
 
 
+def several_windows(rng, unit):
+    groups = [full(unit), some_window(rng, unit), some_window(rng, unit, other=40), full(unit)]
+    if rng.random() < 0.5:
+        groups[1] = some_window(rng, 2 * unit)
+    return groups[: rng.randrange(3, 5)]
+
+
+def smaller_window_blocks(rng, unit):
+    coarse = rng.choice([2, 2, 3, 4]) * unit
+    return [full(coarse), some_window(rng, unit)][:: rng.choice([1, -1])]
+
+
+KINDS = {
+    "full": lambda rng, unit: [full(unit)],
+    "full groups": lambda rng, unit: [full(unit) for _ in range(rng.randrange(2, 4))],
+    "full groups of other sizes": lambda rng, unit: rng.choice(
+        [[full(unit), full(2 * unit)], [full(3 * unit), full(unit), full(unit)]]
+    ),
+    "window": lambda rng, unit: [some_window(rng, unit)],
+    "windows": lambda rng, unit: [some_window(rng, unit), some_window(rng, unit, other=40)],
+    "full + window": lambda rng, unit: [full(unit), some_window(rng, unit)][:: rng.choice([1, -1])],
+    "full + smaller window blocks": smaller_window_blocks,
+    "full + larger window blocks": lambda rng, unit: [
+        full(unit),
+        some_window(rng, rng.choice([2, 3]) * unit),
+    ],
+    "full + windows": several_windows,
+    "chunked": lambda rng, unit: [chunked(unit, rng.randrange(1, 6) * unit)],
+    "full + chunked": lambda rng, unit: [full(unit), chunked(unit, rng.randrange(1, 6) * unit)],
+    "full + cross": lambda rng, unit: [full(unit), {"kind": "cross", "block_size": unit}],
+    "full + mamba": lambda rng, unit: [full(unit), *(mamba(unit) for _ in range(rng.randrange(1, 3)))],
+    "full + uncached mamba": lambda rng, unit: [full(unit), mamba(rng.randrange(4, 25) * unit, "none")],
+}
+
+
 def make_groups(kind, rng):
     """Return the groups of a random configuration of this kind."""
     unit = rng.choice([1, 2, 2, 4])
-    if kind == "full":
-        return [full(unit)]
-    if kind == "full groups":
-        return [full(unit) for _ in range(rng.randrange(2, 4))]
-    if kind == "full groups of other sizes":
-        return rng.choice([[full(unit), full(2 * unit)], [full(3 * unit), full(unit), full(unit)]])
-    if kind == "window":
-        return [some_window(rng, unit)]
-    if kind == "windows":
-        return [some_window(rng, unit), some_window(rng, unit, other=40)]
-    if kind == "full + window":
-        return [full(unit), some_window(rng, unit)][:: rng.choice([1, -1])]
-    if kind == "full + smaller window blocks":
-        coarse = rng.choice([2, 2, 3, 4]) * unit
-        return [full(coarse), some_window(rng, unit)][:: rng.choice([1, -1])]
-    if kind == "full + larger window blocks":
-        return [full(unit), some_window(rng, rng.choice([2, 3]) * unit)]
-    if kind == "full + windows":
-        groups = [full(unit), some_window(rng, unit), some_window(rng, unit, other=40), full(unit)]
-        if rng.random() < 0.5:
-            groups[1] = some_window(rng, 2 * unit)
-        return groups[: rng.randrange(3, 5)]
-    if kind == "chunked":
-        return [chunked(unit, rng.randrange(1, 6) * unit)]
-    if kind == "full + chunked":
-        return [full(unit), chunked(unit, rng.randrange(1, 6) * unit)]
-    if kind == "full + cross":
-        return [full(unit), {"kind": "cross", "block_size": unit}]
-    if kind == "full + uncached mamba":
-        return [full(unit), mamba(rng.randrange(4, 25) * unit, "none")]
-    if kind == "full + mamba":
-        return [full(unit), *(mamba(unit) for _ in range(rng.randrange(1, 3)))]
-    raise ValueError(kind)
-
-
-KINDS = (
-    "full",
-    "full groups",
-    "full groups of other sizes",
-    "window",
-    "windows",
-    "full + window",
-    "full + smaller window blocks",
-    "full + larger window blocks",
-    "full + windows",
-    "chunked",
-    "full + chunked",
-    "full + cross",
-    "full + mamba",
-    "full + uncached mamba",
-)
+    return KINDS[kind](rng, unit)
 
 
 @dataclass

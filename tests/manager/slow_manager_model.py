@@ -184,14 +184,14 @@ def is_pinned(manager, request, group_id, position, block):
         return False
     first = position * manager.groups[group_id].block_size
     tokens = range(first, first + manager.groups[group_id].block_size)
-    directed = retention._directives
+    promised = retention._promised.get(request.request_id, ())
     directives = [
         claim
-        for start, end, claim in directed.by_request.get(request.request_id, [])
+        for start, end, claim in retention._ranges.get(request.request_id, [])
         if any(start <= token and (end is None or token < end) for token in tokens)
-        and (claim.strength != PINNED or directed.pins(request.request_id, group_id, position))
+        and (claim.strength != PINNED or (group_id, position) in promised)
     ]
-    claims = retention._records.get_claims(block)
+    claims = retention._placed.get_claims(block)
     return any(claim.strength == PINNED for claim in [*claims, *directives])
 
 

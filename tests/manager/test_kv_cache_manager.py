@@ -2,6 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 from drawing import state
+from manager.table_drawing import make_request, start
 
 from kv_pool import (
     BlockHasher,
@@ -20,24 +21,9 @@ from kv_pool.manager.block_groups.kv_cache_spec import (
     SlidingWindowSpec,
 )
 
-HASHER = BlockHasher("sha256", "s", 4)
-
 
 def make_manager(num_blocks=8, **options):
     return KVCacheManager(BlockPool(num_blocks + 1, options.pop("caching", True), 4, **options))
-
-
-def make_request(name, tokens):
-    return Request(name, tokens, HASHER)
-
-
-def start(manager, request):
-    """Look up and allocate, as a scheduler does with a new request."""
-    prefix = manager.get_computed_blocks(request)
-    blocks = manager.allocate_slots(request, request.num_tokens - prefix.num_tokens, prefix)
-    if blocks is not None:
-        request.num_computed_tokens = request.num_tokens
-    return prefix.num_tokens, blocks
 
 
 def test_caching_more_tokens_than_slots_is_refused():

@@ -1,12 +1,60 @@
-"""Slots of a step by example; test_batch_block_table_random.py compares them with a slow loop."""
+"""Positions map to (block, offset) and to slots, and back; slots of a step by example.
+
+test_batch_block_table_random.py compares these with a slow loop.
+"""
+
+import doctest
+import random
 
 import numpy as np
 import pytest
 from manager.table_makers import make_table
 
-from kv_pool import InvalidArgumentError, InvalidTypeError
+from kv_pool import InvalidArgumentError, InvalidBlockError, InvalidTypeError
+from kv_pool.manager import slot_mapping
 from kv_pool.manager.batch_block_table import BatchBlockTable
-from kv_pool.manager.slot_mapping import SlotMapping
+from kv_pool.manager.slot_mapping import SlotMapping, find_block_and_offset, find_position, list_slots
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_every_position_maps_to_a_unique_slot_and_back(block_size):
+    table = random.Random(block_size).sample(range(1, 100), 7)
+    num_tokens = 7 * block_size
+    places = [find_block_and_offset(table, position, block_size) for position in range(num_tokens)]
+    assert len(set(places)) == num_tokens
+    assert [find_position(table, *place, block_size) for place in places] == list(range(num_tokens))
+    slots = list_slots(table, 0, num_tokens, block_size).tolist()
+    assert [divmod(slot, block_size) for slot in slots] == places
+
+
+def test_a_range_of_slots_is_a_slice_of_all_slots():
+    table = [5, 3, 8]
+    whole = list_slots(table, 0, 12, 4).tolist()
+    assert all(
+        list_slots(table, start, stop, 4).tolist() == whole[start:stop]
+        for start in range(13)
+        for stop in range(start, 13)
+    )
+
+
+def test_positions_outside_the_table_are_refused():
+    with pytest.raises(InvalidArgumentError, match="12 of them"):
+        find_block_and_offset([5, 3, 8], 12, 4)
+    with pytest.raises(InvalidArgumentError):
+        find_block_and_offset([5, 3, 8], -1, 4)
+    with pytest.raises(InvalidArgumentError):
+        list_slots([5, 3, 8], 4, 13, 4)
+    with pytest.raises(InvalidBlockError, match="block 4"):
+        find_position([5, 3, 8], 4, 0, 4)
+    with pytest.raises(InvalidArgumentError, match="offset 4"):
+        find_position([5, 3, 8], 5, 4, 4)
+
+
+def test_the_examples_of_the_docstrings_run():
+    assert doctest.testmod(slot_mapping).attempted == 3
+
+
+# ---- a step --------------------------------------------------------------------------------------
 
 
 def make_mapping(*tables, max_num_tokens=12, **options):

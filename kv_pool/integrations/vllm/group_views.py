@@ -96,7 +96,7 @@ class GroupView:
     @property
     def has_positionally_stable_blocks(self) -> bool:
         """Whether a table entry keeps its range of tokens."""
-        return not self._group.adds_null_blocks
+        return not self._group.reads_before_writes
 
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
         """Return the number of leading tokens that no token after the computed ones attends to."""
@@ -149,7 +149,7 @@ class GroupsView:
     @property
     def retention_interval(self) -> int | None:
         """The retention interval of `PrefixRules`; a new one is for blocks that are cached from then on."""
-        return self._engine.rules.choice.interval
+        return self._engine.rules.interval
 
     @retention_interval.setter
     def retention_interval(self, interval: int | None) -> None:

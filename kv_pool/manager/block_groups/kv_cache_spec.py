@@ -3,7 +3,12 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kv_pool.errors import InvalidArgumentError
+from kv_pool.core.pool_core import BlockPoolCore
+from kv_pool.errors import InvalidArgumentError, InvalidTypeError
+from kv_pool.ids import GroupId
+from kv_pool.manager.block_groups import block_group
+from kv_pool.manager.block_groups.block_group import BlockGroup
+from kv_pool.manager.block_groups.mamba_group import MambaGroup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +30,12 @@ class KVCacheSpec:
     def __post_init__(self) -> None:
         _check(self, "block_size", 1)
 
+    def make_group(self, pool: BlockPoolCore, group_id: GroupId, alignment: int) -> BlockGroup:
+        """Return the group that this spec describes. A spec of no kind raises InvalidTypeError."""
+        raise InvalidTypeError(
+            f"{self!r} is not a spec of a KV cache group; see kv_pool.manager.block_groups.kv_cache_spec"
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class FullAttentionSpec(KVCacheSpec):
@@ -32,6 +43,9 @@ class FullAttentionSpec(KVCacheSpec):
 
     kind: ClassVar[str] = "full_attention"
     has_partial_hits: ClassVar[bool] = True
+
+    def make_group(self, pool: BlockPoolCore, group_id: GroupId, alignment: int) -> BlockGroup:
+        return BlockGroup(pool, group_id, self.block_size, alignment)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +67,11 @@ class SlidingWindowSpec(KVCacheSpec):
         _check(self, "sliding_window", 1)
         _check(self, "extra_retained_tokens", 0)
 
+    def make_group(self, pool: BlockPoolCore, group_id: GroupId, alignment: int) -> BlockGroup:
+        return block_group.SlidingWindowGroup(
+            pool, group_id, self.block_size, alignment, self.sliding_window, self.extra_retained_tokens
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkedLocalAttentionSpec(KVCacheSpec):
@@ -65,6 +84,11 @@ class ChunkedLocalAttentionSpec(KVCacheSpec):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check(self, "attention_chunk_size", 1)
+
+    def make_group(self, pool: BlockPoolCore, group_id: GroupId, alignment: int) -> BlockGroup:
+        return block_group.ChunkedLocalGroup(
+            pool, group_id, self.block_size, alignment, self.attention_chunk_size
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +120,18 @@ class MambaSpec(KVCacheSpec):
         if self.prefill_checkpoint_alignment is not None:
             _check(self, "prefill_checkpoint_alignment", 1)
 
+    def make_group(self, pool: BlockPoolCore, group_id: GroupId, alignment: int) -> BlockGroup:
+        num_drafts = self.num_speculative_blocks
+        if self.has_states_at_block_ends:
+            checkpoint_alignment = self.prefill_checkpoint_alignment or 0
+            return MambaGroup(pool, group_id, self.block_size, alignment, num_drafts, checkpoint_alignment)
+        if pool.enable_caching:
+            raise InvalidArgumentError(
+                "a MambaSpec without has_states_at_block_ends has no states to cache; create the pool "
+                "with enable_caching=False"
+            )
+        return block_group.SingleStateGroup(pool, group_id, self.block_size, num_drafts)
+
 
 @dataclass(frozen=True, kw_only=True)
 class CrossAttentionSpec(KVCacheSpec):
@@ -108,6 +144,9 @@ class CrossAttentionSpec(KVCacheSpec):
     kind: ClassVar[str] = "cross_attention"
     is_cacheable: ClassVar[bool] = False
 
+    def make_group(self, pool: BlockPoolCore, group_id: GroupId, alignment: int) -> BlockGroup:
+        return block_group.CrossAttentionGroup(pool, group_id, self.block_size)
+
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderOnlyAttentionSpec(KVCacheSpec):
@@ -119,6 +158,9 @@ class EncoderOnlyAttentionSpec(KVCacheSpec):
 
     kind: ClassVar[str] = "encoder_only_attention"
     is_cacheable: ClassVar[bool] = False
+
+    def make_group(self, pool: BlockPoolCore, group_id: GroupId, alignment: int) -> BlockGroup:
+        return block_group.EncoderOnlyGroup(pool, group_id, self.block_size)
 
 
 def _check(spec: KVCacheSpec, name: str, least: int) -> None:

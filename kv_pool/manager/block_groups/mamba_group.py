@@ -44,7 +44,6 @@ class MambaGroup(BlockGroup):
         self.forgets = True
         self.is_downward_closed = False
         self.reads_before_writes = True
-        self.adds_null_blocks = True
         self.num_speculative_blocks: Final = num_speculative_blocks
         self.checkpoint_alignment: Final = checkpoint_alignment
         self.hit_alignment: int = alignment

@@ -9,7 +9,6 @@ from kv_pool.core.arguments import refuse_interrupted
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.pool_core import BlockPoolCore
-from kv_pool.core.stored_events import add_kinds
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockHash, BlockId, BlockMove, GroupId, RequestId
 from kv_pool.manager.admission import count_full_sequence, count_surplus, plan_step
@@ -20,7 +19,6 @@ from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.block_groups.kv_cache_spec import MambaSpec
 from kv_pool.manager.block_groups.step import Step
 from kv_pool.manager.engine.cache_blocks import KVCacheBlocks
-from kv_pool.manager.engine.zeroed_blocks import ZeroedBlocks
 from kv_pool.manager.invalid_blocks import evict_invalid_blocks
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 
@@ -71,11 +69,12 @@ class EngineManager:
         self.max_model_len: int = manager.max_model_len
         self.watermark_blocks: int = manager.watermark_blocks
         self.enable_caching: bool = manager.block_pool.enable_caching
+        manager.event_labels = list(event_labels)
         self.kv_cache_event_metadata: tuple[tuple[str, int | None], ...] = tuple(event_labels)
         self.empty_kv_cache_blocks: KVCacheBlocks = KVCacheBlocks(manager._no_blocks)
         self._waiting_statuses: tuple[Any, ...] = tuple(waiting_statuses)
         self.zeroed: ZeroedBlocks = ZeroedBlocks(zeroed_groups)
-        self._offers_states: bool = any(group.adds_null_blocks for group in self.groups)
+        self._offers_states: bool = any(group.reads_before_writes for group in self.groups)
         manager._caching.offers_states = self._offers_states
         manager._caching.allows_missing_hashes = True
         manager.discounts_states = True
@@ -333,7 +332,7 @@ class EngineManager:
         if tables is None:
             step.prefix_blocks = new_computed_blocks
         step.num_encoder_tokens = num_encoder_tokens
-        if self.rules.choice.interval == 0:
+        if self.rules.interval == 0:
             step.prefill_end = prefill_end
         if apply_admission_cap:
             need = count_full_sequence(self.manager, step, num_tokens_main_model, num_lookahead=num_lookahead)
@@ -382,9 +381,7 @@ class EngineManager:
 
     def take_events(self) -> list[KVCacheEvent]:
         """Return the pool's events since the last call; stores state their group's kind of attention."""
-        events = self.block_pool.take_events()
-        add_kinds(events, self.kv_cache_event_metadata)
-        return events
+        return self.manager.take_events()
 
     # ---- releasing -------------------------------------------------------------------------------
 
@@ -481,3 +478,57 @@ def list_hashes(request: Any) -> list[BlockHash]:
     """Return the block hashes of an engine's request as a list."""
     hashes: Any = request.block_hashes
     return hashes if isinstance(hashes, list) else list(hashes)
+
+
+@mypyc_attr(allow_interpreted_subclasses=False)
+class ZeroedBlocks:
+    """Lists the ids of blocks that were taken since the last `take`.
+
+    Args:
+        group_ids: the groups whose blocks are listed.
+    """
+
+    def __init__(self, group_ids: Sequence[GroupId]) -> None:
+        self.group_ids: list[GroupId] = list(group_ids)
+        self._ids: dict[GroupId, list[BlockId]] = {group_id: [] for group_id in group_ids}
+
+    def note(
+        self,
+        tables: list[BlockTable],
+        step: Step,
+        added: tuple[Sequence[KVCacheBlock], ...],
+        without_external: Sequence[GroupId],
+    ) -> None:
+        """List the blocks that a step added.
+
+        Args:
+            without_external: groups whose external tokens arrive in their blocks: only the blocks after these
+                are listed.
+        """
+        for group_id in self.group_ids:
+            ids = self._ids[group_id]
+            plan = step.plans[group_id]
+            if plan.num_external and group_id not in without_external:
+                first = max(plan.num_nulls, len(step.prefix_blocks[group_id]))
+                for block in tables[group_id].blocks[first : first + plan.num_external]:
+                    ids.append(block.block_id)
+            for block in added[group_id]:
+                ids.append(block.block_id)
+
+    def note_from(self, tables: list[BlockTable], block_sizes: list[int], start_token: int) -> None:
+        """List the blocks of a request from `start_token` on, a block's start.
+
+        Args:
+            block_sizes: tokens per block of each group.
+        """
+        for group_id in self.group_ids:
+            first = start_token // block_sizes[group_id]
+            self._ids[group_id] += [block.block_id for block in tables[group_id].blocks[first:]]
+
+    def take(self) -> list[BlockId]:
+        """Return the listed ids, by group, and forget them."""
+        taken: list[BlockId] = []
+        for group_id in self.group_ids:
+            taken += self._ids[group_id]
+            self._ids[group_id] = []
+        return taken

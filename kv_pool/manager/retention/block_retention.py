@@ -1,7 +1,9 @@
 """`BlockRetention`: which cached blocks are evicted before or after others, and until when."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NoReturn, SupportsIndex
+from functools import lru_cache
+from itertools import pairwise
+from typing import Final, NoReturn, SupportsIndex
 
 from kv_pool.core.arguments import (
     as_int,
@@ -23,14 +25,20 @@ from kv_pool.manager.retention.claims import (
     NO_CLAIMS,
     NOTHING,
     PINNED,
+    Change,
     Claim,
-    ClaimRecords,
+    PlacedClaims,
     Record,
     is_pin,
+    join_claims,
+    rank_claim,
 )
 from kv_pool.manager.retention.directive import MAX_PRIORITY, RetentionDirective
-from kv_pool.manager.retention.placed_claims import Change, PlacedClaims
-from kv_pool.manager.retention.request_directives import RequestDirectives, cut_into_segments, find_cached
+
+Range = tuple[int, int | None, Claim]
+"""First token, end (exclusive) or None, and the claim on the blocks that hold these tokens."""
+Place = tuple[GroupId, int]
+"""A group, and the index of a block in a request's table of this group."""
 
 
 class Session(TimedItem):
@@ -112,10 +120,13 @@ class BlockRetention(TableListener):
         self.max_sessions: int = max_sessions
         self._sessions: dict[str, Session] = {}
         self._placed: PlacedClaims = PlacedClaims(block_pool, clock)
-        self._records: ClaimRecords = self._placed.records
         self._deadlines: Deadlines = self._placed.deadlines
-        self._directives: RequestDirectives = RequestDirectives(block_pool.hash_block_size)
+        # Tokens per block of each group; 0 for a group that is not cached.
+        self._block_sizes: tuple[int, ...] = (block_pool.hash_block_size,)
         self._tables: dict[RequestId, list[BlockTable]] = {}
+        # The directives of requests that hold blocks or wait, and the blocks that these may still pin.
+        self._ranges: dict[RequestId, list[Range]] = {}
+        self._promised: dict[RequestId, set[Place]] = {}
         block_pool.open_bands(self._placed)
 
     def __repr__(self) -> str:
@@ -132,7 +143,7 @@ class BlockRetention(TableListener):
     @property
     def is_active(self) -> bool:
         """True if there are claims, directives or sessions."""
-        return not self._records.is_empty or len(self._directives.by_request) > 0 or len(self._sessions) > 0
+        return not self._placed.is_empty or len(self._ranges) > 0 or len(self._sessions) > 0
 
     @property
     def holds_blocks(self) -> bool:
@@ -144,7 +155,7 @@ class BlockRetention(TableListener):
         """Number of free blocks with claims in force, without pinned ones. O(blocks of the pool)."""
         self.expire()
         free = [block for block in self.block_pool.blocks if block.next_free_block is not None]
-        return sum([bool(self._records.get_claims(block)) for block in free])
+        return sum([bool(self._placed.get_claims(block)) for block in free])
 
     @property
     def num_pinned(self) -> int:
@@ -179,13 +190,25 @@ class BlockRetention(TableListener):
         check_type("request_id", request_id, str)
         listed: list[RetentionDirective] = as_list_of("directives", directives, RetentionDirective)
         self.block_pool.holds.check_whole()
-        ranges, pins = self._directives.read(listed)
+        ranges = [(one.start, one.end, make_claim(one)) for one in listed if not one.is_none]
+        pinned = [(one.start, one.end) for one in listed if one.pin and one.end is not None]
+        pins: list[tuple[GroupId, int, int]] = []
+        for group_id, block_size in enumerate(self._block_sizes):
+            if block_size and pinned:
+                stretches = [(start // block_size, -(-end // block_size)) for start, end in pinned]
+                pins += [(GroupId(group_id), low, high) for low, high in join_stretches(stretches)]
         if pins:
             self.expire()
             num_pins = sum([high - low for _, low, high in pins])
-            self._check_pins(num_pins, len(self._directives.promised.get(request_id, ())))
+            self._check_pins(num_pins, len(self._promised.get(request_id, ())))
         self.block_pool.is_changing = True
-        self._directives.set(request_id, ranges, pins)
+        self.forget_request(request_id)
+        if ranges:
+            self._ranges[request_id] = ranges
+        if pins:
+            self._promised[request_id] = {
+                (group_id, index) for group_id, low, high in pins for index in range(low, high)
+            }
         self.block_pool.is_changing = False
 
     def change_directives(self, request: SchedulableRequest, directives: Sequence[RetentionDirective]) -> int:
@@ -208,16 +231,13 @@ class BlockRetention(TableListener):
         listed: list[RetentionDirective] = as_list_of("directives", directives, RetentionDirective)
         self.block_pool.holds.check_whole()
         self.expire()
-        ranges = [
-            (one.start, one.end, NOTHING if one.is_none else self._directives.make_claim(one))
-            for one in listed
-        ]
+        ranges = [(one.start, one.end, NOTHING if one.is_none else make_claim(one)) for one in listed]
         pool = self.block_pool
         num_hashed = len(request.block_hashes) * pool.hash_block_size
         changes: list[Change] = []
         changed: dict[KVCacheBlock, None] = {}  # a block may be found under several keys
         num_pinned = 0
-        for group_id, block_size in enumerate(self._directives.block_sizes):
+        for group_id, block_size in enumerate(self._block_sizes):
             if block_size == 0:
                 continue
             for low, high, claims in cut_into_segments(ranges, 0, num_hashed // block_size, block_size):
@@ -229,7 +249,7 @@ class BlockRetention(TableListener):
                     num_pinned += len(found)
                 changes.append((found, NO_CLAIMS if claims is NOTHING.alone else claims))
         if num_pinned:
-            self._check_pins(num_pinned, sum([is_pin(self._records.get_claims(block)) for block in changed]))
+            self._check_pins(num_pinned, sum([is_pin(self._placed.get_claims(block)) for block in changed]))
         pool.is_changing = True
         self._placed.change(changes, lambda claim: claim.is_session, True)
         pool.is_changing = False
@@ -263,7 +283,7 @@ class BlockRetention(TableListener):
         if not 0 <= priority <= MAX_PRIORITY:
             raise InvalidArgumentError(f"the priority is {priority}; it must be 0 to {MAX_PRIORITY}")
         found: list[KVCacheBlock] = []
-        for group_id, block_size in enumerate(self._directives.block_sizes):
+        for group_id, block_size in enumerate(self._block_sizes):
             found += find_cached(self.block_pool, request, GroupId(group_id), block_size, 0, None)
         blocks = list(dict.fromkeys(found))  # a block may be found under several keys
         session = Session(session_id, until, priority, blocks)
@@ -299,8 +319,8 @@ class BlockRetention(TableListener):
     def list_sessions(self) -> list[tuple[str, float]]:
         """Return the sessions with their deadlines; the next to end comes first."""
         self.expire()
-        sessions = [(one.changes_at, place, one) for place, one in enumerate(self._sessions.values())]
-        return [(session.session_id, until) for until, _, session in sorted(sessions)]
+        sessions = sorted(self._sessions.values(), key=lambda one: one.changes_at)
+        return [(session.session_id, session.changes_at) for session in sessions]
 
     def set_priority(self, blocks: list[KVCacheBlock], priority: int) -> None:
         """Set the priority that cached blocks in use get when they become free; skips other blocks.
@@ -309,7 +329,7 @@ class BlockRetention(TableListener):
         """
         blocks = list(dict.fromkeys(as_list_of("blocks", blocks, KVCacheBlock)))
         priority = as_int("priority", priority)
-        claim = self._directives.make_claim(RetentionDirective(priority=priority))
+        claim = make_claim(RetentionDirective(priority=priority))
         was_changing = self.block_pool.is_changing
         self.block_pool.is_changing = True
         self._placed.add(blocks, claim.alone)
@@ -325,7 +345,7 @@ class BlockRetention(TableListener):
         Args:
             tables: the tables of the manager's requests, by request id and group; live.
         """
-        self._directives.block_sizes = tuple(block_sizes)
+        self._block_sizes = tuple(block_sizes)
         self._tables = tables
 
     def note_started(self, request: SchedulableRequest) -> None:
@@ -362,15 +382,14 @@ class BlockRetention(TableListener):
             first: the table index of the first block.
             blocks: head first.
         """
-        if request_id not in self._directives.by_request:
+        ranges = self._ranges.get(request_id)
+        if ranges is None:
             return
-        for low, high, claims in self._directives.cut(request_id, group_id, first, len(blocks)):
+        for low, high, claims in cut_into_segments(ranges, first, len(blocks), self._block_sizes[group_id]):
             labelled = blocks if low == 0 and high == len(blocks) else blocks[low:high]
-            if not is_pin(claims):
-                self._placed.add(labelled, claims)
-                continue
-            promised = self._directives.take_promised(request_id, group_id, first + low, labelled)
-            self._placed.add(promised, claims)
+            if is_pin(claims):
+                labelled = self._take_promised(request_id, group_id, first + low, labelled)
+            self._placed.add(labelled, claims)
 
     def will_pin(self, request_id: RequestId, group_id: GroupId, index: int, block: KVCacheBlock) -> bool:
         """Return True if the block would be pinned, not free, if its last holder, this request, freed it now.
@@ -380,7 +399,9 @@ class BlockRetention(TableListener):
         """
         if block.key is None:
             return False
-        return is_pin(self._records.get_claims(block)) or self._directives.pins(request_id, group_id, index)
+        return is_pin(self._placed.get_claims(block)) or (
+            request_id in self._promised and (group_id, index) in self._promised[request_id]
+        )
 
     def list_lasting_pins(self, request_id: RequestId | None) -> set[KVCacheBlock]:
         """Return the blocks that pins without a deadline keep from this request, as long as they exist.
@@ -389,27 +410,29 @@ class BlockRetention(TableListener):
         Cost: O(pins).
         """
         self.expire()
-        lasting = {block for block in self._placed.pinned if _is_lasting_pin(self._records.get_claims(block))}
-        for other_id, promised in self._directives.promised.items():
+        lasting = {block for block in self._placed.pinned if _is_lasting_pin(self._placed.get_claims(block))}
+        for other_id, promised in self._promised.items():
             tables = self._tables.get(other_id)
             if tables is None or other_id == request_id:
                 continue
             for group_id, index in promised:
                 blocks = tables[group_id].blocks
                 if index < len(blocks) and blocks[index].key is not None:
-                    for _, _, claims in self._directives.cut(other_id, group_id, index, 1):
+                    block_size = self._block_sizes[group_id]
+                    for _, _, claims in cut_into_segments(self._ranges[other_id], index, 1, block_size):
                         if _is_lasting_pin(claims):
                             lasting.add(blocks[index])
         return lasting
 
     def note_ended(self, request_id: RequestId, tables: Sequence[BlockTable]) -> None:
         """See `forget_request`."""
-        if len(self._directives.by_request) > 0:
-            self._directives.forget(request_id)
+        if len(self._ranges) > 0:
+            self.forget_request(request_id)
 
     def forget_request(self, request_id: RequestId) -> None:
         """Remove the directives of a request that has freed its blocks; claims on its blocks stay."""
-        self._directives.forget(request_id)
+        self._promised.pop(request_id, None)  # first: a request with promises has ranges
+        self._ranges.pop(request_id, None)
 
     def forget_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Remove the claims on blocks that were evicted from the prefix cache; free ones are reused first."""
@@ -431,6 +454,24 @@ class BlockRetention(TableListener):
 
     # ---- claims ------------------------------------------------------------------------------------
 
+    def _take_promised(
+        self, request_id: RequestId, group_id: GroupId, first: int, blocks: list[KVCacheBlock]
+    ) -> list[KVCacheBlock]:
+        """Return those of these blocks that the request pins as it releases them, and end their promises.
+
+        The other promises stay: the request may pin these blocks when it returns after a swap.
+
+        Args:
+            first: the table index of the first block.
+        """
+        promised = self._promised.get(request_id, set())
+        taken: list[KVCacheBlock] = []
+        for index, block in enumerate(blocks, first):
+            if block.key is not None and (group_id, index) in promised:
+                promised.discard((group_id, index))
+                taken.append(block)
+        return taken
+
     def _end_session(self, session_id: str) -> None:
         """Implement `end_session`, as part of a larger call."""
         session = self._sessions.pop(session_id)
@@ -439,7 +480,7 @@ class BlockRetention(TableListener):
 
     def _count_pins(self) -> int:
         """Return the number of pinned and promised blocks. O(requests with promised pins)."""
-        return len(self._placed.pinned) + self._directives.count_promised()
+        return len(self._placed.pinned) + sum([len(places) for places in self._promised.values()])
 
     def _check_pins(self, num_new: int, num_replaced: int) -> None:
         """Raise PinLimitError if `num_new` pins in place of `num_replaced` would exceed the limit."""
@@ -457,3 +498,93 @@ class BlockRetention(TableListener):
 def _is_lasting_pin(claims: tuple[Claim, ...]) -> bool:
     """Return True if one of the claims is a pin without a deadline."""
     return any(claim.strength == PINNED and claim.find_end(0.0) == NEVER for claim in claims)
+
+
+# ---- which blocks a directive covers ---------------------------------------------------------------
+
+# Equal directives get the same claim, so that blocks with it share a record.
+_find_claim: Final = lru_cache(1024)(Claim)
+
+
+def make_claim(directive: RetentionDirective) -> Claim:
+    """Return the claim of a directive; usually the same object for equal directives, whatever their range."""
+    duration_s = NEVER if directive.duration_s is None else directive.duration_s
+    return _find_claim(PINNED if directive.pin else directive.priority, duration_s)
+
+
+def cut_into_segments(
+    ranges: list[Range], first: int, num_blocks: int, block_size: int
+) -> list[tuple[int, int, tuple[Claim, ...]]]:
+    """Return which claims of a request's directives are on which of its blocks `[first, first + num_blocks)`.
+
+    Args:
+        block_size: 0 for a group that is not cached, whose blocks get no claims.
+    Returns:
+        (low, high, claims), in order, counted from `first`, without the blocks that have no claims.
+    """
+    if block_size == 0:
+        return []
+    if len(ranges) == 1:  # the usual case, which needs no sorting
+        start, end, claim = ranges[0]
+        low = max(0, start // block_size - first)
+        high = num_blocks if end is None else min(num_blocks, -(-end // block_size) - first)
+        return [(low, high, claim.alone)] if low < high else []
+    in_order = sorted({claim for _, _, claim in ranges}, key=rank_claim)
+    counts = [0] * len(in_order)
+    ranks = {claim: rank for rank, claim in enumerate(in_order)}
+    # The ranks of the claims that begin and end before a block.
+    changes: dict[int, list[tuple[int, int]]] = {0: [], num_blocks: []}
+    for start, end, claim in ranges:
+        low = max(0, start // block_size - first)
+        high = num_blocks if end is None else min(num_blocks, -(-end // block_size) - first)
+        if low < high:
+            changes.setdefault(low, []).append((ranks[claim], 1))
+            changes.setdefault(high, []).append((ranks[claim], -1))
+    segments: list[tuple[int, int, tuple[Claim, ...]]] = []
+    for low, high in pairwise(sorted(changes)):
+        for rank, change in changes[low]:
+            counts[rank] += change
+        claims = join_claims([claim for claim, count in zip(in_order, counts, strict=True) if count])
+        if segments and segments[-1][1:] == (low, claims):
+            segments[-1] = segments[-1][0], high, claims
+        elif claims:
+            segments.append((low, high, claims))
+    return segments
+
+
+def join_stretches(stretches: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the same blocks as stretches `[low, high)` that are in order and do not overlap."""
+    joined: list[tuple[int, int]] = []
+    for low, high in sorted(stretches):
+        if joined and low <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(joined[-1][1], high)
+        elif low < high:
+            joined.append((low, high))
+    return joined
+
+
+def find_cached(
+    pool: BlockPoolCore,
+    request: SchedulableRequest,
+    group_id: GroupId,
+    block_size: int,
+    start: int,
+    end: int | None,
+) -> list[KVCacheBlock]:
+    """Return the cached blocks of a prefix that hold any of the tokens `[start, end)`, head first."""
+    hashes = request.block_hashes
+    stride = block_size // pool.hash_block_size
+    found: list[KVCacheBlock] = []
+    if stride < 1:
+        return found
+    num_blocks = len(hashes) // stride
+    if end is not None:
+        num_blocks = min(num_blocks, -(-end // block_size))
+    ours = hashes[start // block_size * stride + stride - 1 : num_blocks * stride : stride]
+    found = pool.find_cached_prefix(ours, len(ours), group_id)
+    group_ids = [group_id]
+    for index in range(len(found) + 1, len(ours)):  # more may follow a hole that a window left
+        blocks = pool.get_cached_block(ours[index], group_ids)
+        if blocks is not None:
+            found.append(blocks[0])
+    return found

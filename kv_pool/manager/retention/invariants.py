@@ -19,8 +19,7 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.deadlines import NEVER
 from kv_pool.errors import CorruptedPoolError
 from kv_pool.manager.retention.block_retention import BlockRetention
-from kv_pool.manager.retention.claims import Record, find_strength, is_pin
-from kv_pool.manager.retention.placed_claims import find_band
+from kv_pool.manager.retention.claims import Record, find_band, find_strength, is_pin
 
 
 def check_retention(retention: BlockRetention) -> None:
@@ -39,7 +38,7 @@ def _check_bands(retention: BlockRetention) -> None:
     """Verify R1."""
     for band, blocks in retention.block_pool.eviction_order.list_bands():
         for block in blocks:
-            claims = retention._records.get_claims(block)
+            claims = retention._placed.get_claims(block)
             if claims and find_band(find_strength(claims)) != band:
                 raise CorruptedPoolError(
                     f"R1: block {block.block_id} is in band {band}, but its strongest claim has "
@@ -52,13 +51,13 @@ def _check_records(retention: BlockRetention) -> Counter[Record]:
     counts: Counter[Record] = Counter()
     for block in retention.block_pool.blocks:
         if block.retention_id != 0:
-            record = retention._records.find(block)
+            record = retention._placed.find(block)
             if record is None or not record.claims:
                 raise CorruptedPoolError(
                     f"R2: block {block.block_id} has number {block.retention_id}, which belongs to {record!r}"
                 )
             counts[record] += 1
-    for record in retention._records.list_records():
+    for record in retention._placed.list_records():
         if record.num_blocks != counts[record]:
             raise CorruptedPoolError(f"R2: a record of {counts[record]} blocks counts {record.num_blocks}")
     return counts
@@ -66,7 +65,7 @@ def _check_records(retention: BlockRetention) -> Counter[Record]:
 
 def _check_pins(retention: BlockRetention) -> None:
     """Verify R3, R4 and R5."""
-    pinned = {block for block in retention.block_pool.blocks if is_pin(retention._records.get_claims(block))}
+    pinned = {block for block in retention.block_pool.blocks if is_pin(retention._placed.get_claims(block))}
     noted = {block for block in retention._placed.pinned if _is_valid(retention, block)}
     if pinned != noted:
         raise CorruptedPoolError(f"R3: {len(pinned)} blocks are pinned, but {len(noted)} are counted")
@@ -98,7 +97,7 @@ def _check_deadlines(retention: BlockRetention, records: list[Record], now: floa
             raise CorruptedPoolError(f"R6: no deadline ends session {session.session_id!r}")
     for record in records:
         if not any(
-            record is retention._records.find(block) and retention._records.get_claims(block)
+            record is retention._placed.find(block) and retention._placed.get_claims(block)
             for block in record.blocks
         ):
             continue  # all of its claims are void

@@ -7,7 +7,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
 from heapq import merge
 from typing import Protocol
 
@@ -18,8 +17,6 @@ from kv_pool.protocol import NO_SEQUENCE, Eviction
 
 _NUM_PRIORITIES = 3
 
-Rank = Callable[[Sequence[Holder]], list[Holder]]
-"""Returns the sequences in the order of a policy, without those that it leaves out."""
 Run = list[tuple[Holder, int]]
 """Ranked sequences, last first, with their tickets: an entry with an old ticket has changed since."""
 
@@ -93,8 +90,7 @@ class Victims:
         self.has_policy = policy is not None
         self.order: AccessOrder | RankedOrder = AccessOrder(holdings)
         if policy is not None and type(policy) is not LRUEviction:
-            ranks_each_time = bool(getattr(policy, "ranks_each_time", False))
-            self.order = RankedOrder(holdings, partial(_rank_holders, policy), ranks_each_time)
+            self.order = RankedOrder(holdings, policy)
         holdings.order = self.order
         self._on_evicted = on_evicted
         self.num_evicted = 0
@@ -162,16 +158,6 @@ class Victims:
             evicted.append(holder.sequence_id)
             pool.is_changing = False
         return evicted
-
-
-def _rank_holders(policy: EvictionPolicy, holders: Sequence[Holder]) -> list[Holder]:
-    """Return these sequences, least recently accessed first, in the order of a policy."""
-    by_id = {holder.sequence_id: holder for holder in holders}
-    infos = [
-        SequenceInfo(holder.sequence_id, len(holder.blocks), holder.priority, holder.last_access_time)
-        for holder in holders
-    ]
-    return [by_id[one] for one in dict.fromkeys(policy.rank(infos)) if one in by_id]
 
 
 class _KeptOrder(ABC):
@@ -302,10 +288,10 @@ class RankedOrder(_KeptOrder):
         has_excluded: whether the policy has left out a sequence, which another ranking may include.
     """
 
-    def __init__(self, holdings: Holdings, rank: Rank, ranks_each_time: bool) -> None:
+    def __init__(self, holdings: Holdings, policy: EvictionPolicy) -> None:
         super().__init__(holdings)
-        self._rank = rank
-        self._ranks_each_time = ranks_each_time
+        self._policy = policy
+        self._ranks_each_time = bool(getattr(policy, "ranks_each_time", False))
         self._changed: OrderedDict[SequenceId, Holder] = OrderedDict()  # by last access
         self._runs: list[list[Run]] = [[] for _ in range(_NUM_PRIORITIES)]
         self._num_tickets = 0
@@ -343,8 +329,7 @@ class RankedOrder(_KeptOrder):
             heads = {runs[number][at][0]: number for number, at in next_of.items()}
             first = next(iter(heads))
             if len(heads) > 1:
-                by_access = sorted(heads, key=_get_access_time)
-                first = next(iter(self._rank(by_access)), first)
+                first = next(iter(self._rank(heads)), first)
             number = heads[first]
             run, at = runs[number], next_of[number] - 1
             while at >= 0 and run[at][0].ticket != run[at][1]:
@@ -354,6 +339,15 @@ class RankedOrder(_KeptOrder):
             else:
                 del next_of[number]
             yield first
+
+    def _rank(self, holders: Iterable[Holder]) -> list[Holder]:
+        """Return these sequences in the order of the policy, without those that it leaves out."""
+        by_id = {one.sequence_id: one for one in sorted(holders, key=_get_access_time)}
+        infos = [
+            SequenceInfo(one.sequence_id, len(one.blocks), one.priority, one.last_access_time)
+            for one in by_id.values()
+        ]
+        return [by_id[one] for one in dict.fromkeys(self._policy.rank(infos)) if one in by_id]
 
     def _settle(self) -> None:
         """Rank the sequences that have changed."""
@@ -373,7 +367,7 @@ class RankedOrder(_KeptOrder):
             num_merged += 1
             older = [holder for holder, ticket in reversed(runs[-num_merged]) if holder.ticket == ticket]
             together = older + together
-        ranked = self._rank(sorted(together, key=_get_access_time))
+        ranked = self._rank(together)
         # Nothing has changed until here, where the policy may raise.
         del runs[len(runs) - num_merged :]
         self._num_tickets += 1

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from kv_pool.manager.positions import list_slots
+from kv_pool.manager.slot_mapping import list_slots
 from kv_pool.storage import KVStorage
 
 

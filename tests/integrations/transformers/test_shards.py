@@ -36,7 +36,7 @@ def test_concatenated_shards_equal_the_attention_of_all_heads(layout):
     from integrations.attention.made_batch import make_batch
 
     from kv_pool.integrations.attention import paged_attention
-    from kv_pool.manager.positions import list_slots
+    from kv_pool.manager.slot_mapping import list_slots
     from kv_pool.storage import KVStorage
     from kv_pool.storage.sharded_storage import ShardedStorage
 

@@ -5,9 +5,8 @@ from manager.retention.test_retention import HASHER, Bench
 
 from kv_pool import CorruptedPoolError, Request, RetentionDirective
 from kv_pool.core.deadlines import NEVER
-from kv_pool.manager.retention.claims import PINNED, Record
+from kv_pool.manager.retention.claims import PINNED, Record, find_band
 from kv_pool.manager.retention.invariants import check_retention
-from kv_pool.manager.retention.placed_claims import find_band
 
 
 def make_bench():
@@ -40,15 +39,15 @@ def put_a_kept_block_into_another_band(bench):
 
 def number_a_block_without_a_record(bench):
     block = bench.pool.blocks[14]
-    block.retention_id = bench.retention._records.find(find_block(bench, 0)).retention_id
+    block.retention_id = bench.retention._placed.find(find_block(bench, 0)).retention_id
 
 
 def empty_a_record(bench):
-    bench.retention._records.find(find_block(bench, 0)).claims = ()
+    bench.retention._placed.find(find_block(bench, 0)).claims = ()
 
 
 def keep_a_record_of_no_block(bench):
-    records = bench.retention._records
+    records = bench.retention._placed
     record = Record(records.get_claims(find_block(bench, 0)))
     record.num_blocks = 1
     records._records.append(record)
@@ -84,7 +83,7 @@ def lose_the_end_of_a_session(bench):
 
 
 def lose_the_end_of_claims(bench):
-    bench.retention._records.find(find_block(bench, 0)).changes_at = NEVER
+    bench.retention._placed.find(find_block(bench, 0)).changes_at = NEVER
 
 
 def lose_the_deadlines(bench):

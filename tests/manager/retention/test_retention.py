@@ -71,7 +71,7 @@ class Bench:
             retention.num_pinned,
             retention.num_pins,
             retention.list_sessions(),
-            dict(retention._directives.by_request),
+            dict(retention._ranges),
         )
 
 
@@ -156,7 +156,7 @@ def test_sessions_do_not_pile_up_on_a_block_in_use():
         request = always if number % 3 else Request("x", prompt(1, 2), HASHER)
         bench.retention.keep_session(f"s{number}", request, bench.clock.now + 1)
         bench.clock.now += 1
-    assert {len(record.claims) for record in bench.retention._records.list_records()} == {1}
+    assert {len(record.claims) for record in bench.retention._placed.list_records()} == {1}
 
 
 def test_all_groups_keep_blocks_also_outside_the_window():
@@ -190,7 +190,7 @@ def test_deadlines_of_evicted_blocks_do_not_pile_up():
     for number in range(500):
         bench.run(f"r{number}", prompt(number, 2), RetentionDirective(duration_s=1000.0 + number))
     assert len(bench.retention._deadlines.entries) < 80
-    assert len(bench.retention._records.list_records()) <= 4
+    assert len(bench.retention._placed.list_records()) <= 4
 
 
 def test_blocks_freed_twice_are_pinned_only_as_promised():

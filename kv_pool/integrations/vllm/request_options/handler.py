@@ -18,9 +18,8 @@ from kv_pool.integrations.vllm.request_options.options import (
 )
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.requests.request import SchedulableRequest
-from kv_pool.manager.retention.block_retention import BlockRetention
+from kv_pool.manager.retention.block_retention import BlockRetention, join_stretches
 from kv_pool.manager.retention.directive import DEFAULT_PRIORITY, RetentionDirective
-from kv_pool.manager.retention.request_directives import join_stretches
 
 
 class RequestReport(msgspec.Struct, omit_defaults=True):

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
+from kv_pool.manager.retention.block_retention import cut_into_segments
 from kv_pool.manager.retention.claims import NO_CLAIMS, Claim, add_claims
-from kv_pool.manager.retention.request_directives import cut_into_segments
 
 
 def make_claims(rng):
