@@ -148,7 +148,7 @@ class Migrator(Running):
         )
         self._server: CallServer | None = None
         for backend in backends:
-            backend.attach(name, self._source.check_leased, self._links.find_address, secret or b"")
+            backend.attach(self._source.check_leased, self._links.connect_bulk)
         if listen is not None and secret is not None:
             from kv_pool.migration.call_server import BulkListener, CallServer
 

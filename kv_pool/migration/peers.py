@@ -23,6 +23,7 @@ from kv_pool.migration.messages import (
 from kv_pool.migration.transfer_backend import BlockReader, TransferBackend
 
 if TYPE_CHECKING:
+    from kv_pool.migration.channel import Channel
     from kv_pool.migration.remote_calls import RemoteCalls
 
 _SHOWN_NAMES = 10
@@ -175,12 +176,6 @@ class PeerLinks:
             with self._lock:
                 self._sent_addresses[name] = address
 
-    def find_address(self, name: NodeName) -> str:
-        """Return a node's address. Raises PeerUnavailableError, which lists the known nodes."""
-        with self._lock:
-            sent = self._sent_addresses.get(name)
-        return sent if sent and name not in self._peers else self._peers.get_address(name)
-
     def call(self, name: NodeName, message: Message, timeout_s: float) -> Message:
         """Send a message to a node and return its reply.
 
@@ -204,8 +199,19 @@ class PeerLinks:
             )
         return reply
 
+    def connect_bulk(self, name: NodeName, backend: str, timeout_s: float) -> Channel:
+        """Open a connection to a node's backend of this name. The caller closes it.
+
+        Raises:
+            PeerUnavailableError: as for `call`.
+            Other errors of `RemoteCalls.connect_bulk`.
+        """
+        return self._find_remote(name).connect_bulk(backend, timeout_s)
+
     def _find_remote(self, name: NodeName) -> RemoteCalls:
-        address = self.find_address(name)
+        with self._lock:
+            sent = self._sent_addresses.get(name)
+        address = sent if sent and name not in self._peers else self._peers.get_address(name)
         if self._secret is None:
             raise PeerUnavailableError(
                 f"node {self._name!r} has no secret, so it cannot connect to {name!r} at {address}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from typing import ClassVar, TypeVar, cast
 
 import msgspec
@@ -91,10 +91,7 @@ class TcpBackend(TransferBackend):
             theirs = _decode(description, Rows).spans
         except MigrationError as error:
             raise PeerUnavailableError(f"{peer_name}: {error}") from error
-        from kv_pool.migration.remote_calls import RemoteCalls
-
-        with closing(RemoteCalls(self.find_address(peer_name), self.secret, self.node_name)) as calls:
-            channel = calls.connect_bulk(self.name, self._connect_s)
+        channel = self.connect_bulk(peer_name, self.name, self._connect_s)
         with ExitStack() as on_failure:
             on_failure.callback(channel.close)
             window = self._make_window(theirs)

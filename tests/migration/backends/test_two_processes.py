@@ -4,8 +4,8 @@ import time
 
 import numpy as np
 import pytest
-from migration.backends.made_links import BACKENDS, REMOTE_BACKENDS, TRANSFER_ID, make_rows
-from migration.backends.source_process import SECRET, SourceProcess
+from migration.backends.made_links import BACKENDS, REMOTE_BACKENDS, TRANSFER_ID, make_connect, make_rows
+from migration.backends.source_process import SourceProcess
 
 from kv_pool.errors import PeerUnavailableError, TransferFailedError
 
@@ -39,7 +39,7 @@ def make_target(over_tcp):
 
     def make(kind, source):
         backend = BACKENDS[kind](make_rows(NUM_BLOCKS, [BLOCK_BYTES], 0, "x"))
-        backend.attach("target", lambda *_: None, lambda name: source.address, SECRET)
+        backend.attach(lambda *_: None, make_connect(lambda: source.address))
         made.append(backend)
         return backend
 
@@ -144,7 +144,7 @@ def test_a_nixl_read_is_settled_when_its_source_dies(make_source, make_target):
 def test_open_requires_the_secret(make_source, make_target):
     source = make_source("tcp")
     target = make_target("tcp", source)
-    target.attach("target", lambda *_: None, lambda name: source.address, b"another secret it is")
+    target.attach(lambda *_: None, make_connect(lambda: source.address, b"another secret it is"))
     with pytest.raises(PeerUnavailableError, match="secret"):
         target.open("source", source.description)
     assert np.count_nonzero(get_bytes(target)) == 0
