@@ -38,7 +38,7 @@ from kv_pool.migration.messages import (
 )
 from kv_pool.migration.migration import Migration, Push
 from kv_pool.migration.migration_book import Housekeeping, MigrationBook
-from kv_pool.migration.peers import PeerLinks, PeerOfPull, Peers, check_name
+from kv_pool.migration.peers import PeerLinks, Peers, check_name
 from kv_pool.migration.pool_site import PoolSite
 from kv_pool.migration.registry import NodeRegistry
 from kv_pool.migration.source import SourceTransfers, make_incarnation
@@ -129,7 +129,6 @@ class Migrator(Running):
         self._links = PeerLinks(name, self.peers, secret, backends)
         self._book = MigrationBook(name, on_phase)
         self._source = SourceTransfers(site, name, self.incarnation, lease_s, clock, self._book.note_transfer)
-        self._limit = RateLimit(max_bytes_per_s, clock)
         self._pullers = Workers(f"kv_pool {name} pulls", max_concurrent)
         self._askers = Workers(f"kv_pool {name} asks", 4 + 2 * max_concurrent)
         self._pushers = Workers(f"kv_pool {name} pushes", 64)
@@ -138,10 +137,11 @@ class Migrator(Running):
         self._settings = PullSettings(
             name,
             site,
+            self._links,
             lease_s,
+            self._call_s,
             clock,
-            time.monotonic,
-            self._limit,
+            RateLimit(max_bytes_per_s, clock),
             self._askers,
             self._book.note,
             self._housekeeping.note_unsettled,
@@ -402,8 +402,7 @@ class Migrator(Running):
 
     def _start_pull(self, wanted: PullSubject, hold_s: float = 0.0) -> Migration:
         self._check_can_start(wanted.subject, wanted.source, wanted.is_move)
-        source = PeerOfPull(self._links, wanted.source, self._call_s, wanted.backend)
-        return self._start_migration(Pull(self._settings, source, wanted, hold_s), self._pullers)
+        return self._start_migration(Pull(self._settings, wanted, hold_s), self._pullers)
 
     def _start_migration(self, migration: Pull | Push, workers: Workers) -> Migration:
         """Run a migration on a worker and return it, or the one that already has its id."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -287,25 +286,3 @@ class PeerLinks:
             calls.close()
         for reader in readers:
             reader.close()
-
-
-@dataclass(frozen=True)
-class PeerOfPull:
-    """The source of a pull, reached by name, and by this backend if it is not ""."""
-
-    links: PeerLinks
-    name: NodeName
-    timeout_s: float
-    backend: str = ""
-
-    def call(self, message: Message) -> Message:
-        """Send a message and return the reply. Raises the errors of `PeerLinks.call`."""
-        return self.links.call(self.name, message, self.timeout_s)
-
-    def take_reader(self, source: NodeDescription) -> BlockReader:
-        """Return an idle reader or a new one. Raises the errors of `PeerLinks.take_reader`."""
-        return self.links.take_reader(source, self.backend)
-
-    def return_reader(self, source: NodeDescription, reader: BlockReader) -> None:
-        """Return an idle reader for use by the next pull."""
-        self.links.return_reader(source, reader)

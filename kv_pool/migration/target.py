@@ -43,7 +43,6 @@ from kv_pool.migration.messages import (
     RenewLease,
 )
 from kv_pool.migration.migration import Migration
-from kv_pool.migration.peers import PeerOfPull
 from kv_pool.migration.site import Reservation
 from kv_pool.migration.status import MigrationPhase
 from kv_pool.migration.verified_reads import PullSettings, RateLimit, SourceCalls, VerifiedReads
@@ -60,9 +59,7 @@ class Pull(Migration):
 
     direction: ClassVar[str] = "in"
 
-    def __init__(
-        self, settings: PullSettings, peer: PeerOfPull, wanted: PullSubject, hold_s: float = 0.0
-    ) -> None:
+    def __init__(self, settings: PullSettings, wanted: PullSubject, hold_s: float = 0.0) -> None:
         super().__init__(wanted.pull_id, wanted.source, wanted.subject, wanted.is_move, settings.on_change)
         self.reservation: Reservation | None = None
         self.lease: Lease | None = None
@@ -70,8 +67,9 @@ class Pull(Migration):
         self._hold_s = hold_s
         self._settings = settings
         self._site = settings.site
-        self._calls = SourceCalls(peer)
+        self._calls = SourceCalls(settings, wanted.source)
         self._limit = RateLimit(wanted.max_bytes_per_s, settings.clock)
+        self._backend = wanted.backend
         self._incarnation = ""  # of the source
         self._reads: VerifiedReads | None = None
         self._may_be_leased = False
@@ -168,7 +166,9 @@ class Pull(Migration):
         self._enter(MigrationPhase.PREPARING)
         source = self._calls.repeat(DescribeNode(), NodeDescription)
         self._site.layout.check_same(source.layout, f"node {source.name!r}")
-        self._reads = reads = VerifiedReads(self._settings, self._calls, source, self, self._limit)
+        self._reads = reads = VerifiedReads(
+            self._settings, self._calls, source, self, self._limit, self._backend
+        )
         self._calls.check_wanted()
         self._may_be_leased = True
         request = PrepareTransfer(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from kv_pool.ids import BlockId, NodeName
 from kv_pool.manager.leases import Lease
 from kv_pool.migration.messages import AskChecksums, Checksums, Message, NodeDescription, Reply, as_reply
 from kv_pool.migration.migration import Migration
-from kv_pool.migration.peers import PeerOfPull
+from kv_pool.migration.peers import PeerLinks
 from kv_pool.migration.pool_site import PoolSite
 from kv_pool.migration.site import OfferedBlock
 from kv_pool.migration.transfer_backend import BlockReader
@@ -81,9 +82,10 @@ class PullSettings:
 
     Attributes:
         name: of the target.
+        links: the connections to sources.
         lease_s: duration of the write lease unless renewed, and time limit of one read.
+        call_s: time limit of a call to a source.
         clock: monotonic time in seconds, the clock of the site's leases.
-        deadline_clock: `time.monotonic`, the clock of the backends' deadlines.
         limit: shared by all migrations to this node.
         on_change: called without any lock, with a pull that has entered a phase or finished a batch.
         on_unsettled: called with a lease and a reader that may still write to its blocks.
@@ -91,9 +93,10 @@ class PullSettings:
 
     name: NodeName
     site: PoolSite
+    links: PeerLinks
     lease_s: float
+    call_s: float
     clock: Callable[[], float]
-    deadline_clock: Callable[[], float]
     limit: RateLimit
     parallel: Workers
     on_change: Callable[[Migration], object]
@@ -101,10 +104,15 @@ class PullSettings:
 
 
 class SourceCalls:
-    """The calls of one pull to its source. Another thread may stop the pull."""
+    """The calls of one pull to its source. Another thread may stop the pull.
 
-    def __init__(self, peer: PeerOfPull) -> None:
-        self.peer = peer
+    Args:
+        source: the name of the source node.
+    """
+
+    def __init__(self, settings: PullSettings, source: NodeName) -> None:
+        self._settings = settings
+        self._source = source
         self._lock = threading.Lock()
         self._is_too_late = False
         self._stopped_by: MigrationError | None = None
@@ -142,7 +150,8 @@ class SourceCalls:
 
     def call(self, message: Message, kind: type[Reply]) -> Reply:
         """Send a message once. Raises MigrationError if the reply has another type."""
-        return as_reply(self.peer.call(message), kind, "the source")
+        reply = self._settings.links.call(self._source, message, self._settings.call_s)
+        return as_reply(reply, kind, "the source")
 
     def repeat(self, message: Message, kind: type[Reply]) -> Reply:
         """Send an idempotent message, and repeat it up to `TRIES` times in all until there is an answer."""
@@ -173,6 +182,7 @@ class VerifiedReads:
     Args:
         migration: reads are counted in its status.
         limit: of this migration; `settings.limit` also applies.
+        backend: the only backend to read with; "" for the first that works.
 
     Attributes:
         reader: the connection; None between two connections and after `return_reader`.
@@ -185,6 +195,7 @@ class VerifiedReads:
         source: NodeDescription,
         migration: Migration,
         limit: RateLimit,
+        backend: str,
     ) -> None:
         self._settings = settings
         self._storage = settings.site.storage
@@ -194,7 +205,8 @@ class VerifiedReads:
         self._limit = limit
         self._offered: list[OfferedBlock] = []
         self._blocks: list[KVCacheBlock] = []
-        self.reader: BlockReader | None = calls.peer.take_reader(source)
+        self._backend = backend
+        self.reader: BlockReader | None = settings.links.take_reader(source, backend)
 
     def read(self, offered: list[OfferedBlock], blocks: list[KVCacheBlock], positions: Sequence[int]) -> None:
         """Read these positions of the offer into the blocks. Blocks with wrong bytes are read again.
@@ -217,7 +229,7 @@ class VerifiedReads:
     def return_reader(self) -> None:
         """Return the reader for use by the next pull."""
         if self.reader is not None:
-            self._calls.peer.return_reader(self._source, self.reader)
+            self._settings.links.return_reader(self._source, self.reader)
             self.reader = None
 
     def close(self) -> None:
@@ -269,8 +281,8 @@ class VerifiedReads:
         for num_left in reversed(range(TRIES)):
             self._calls.check_wanted()
             if self.reader is None:
-                self.reader = self._calls.peer.take_reader(self._source)
-            deadline = self._settings.deadline_clock() + self._settings.lease_s
+                self.reader = self._settings.links.take_reader(self._source, self._backend)
+            deadline = time.monotonic() + self._settings.lease_s
             try:
                 count = self.reader.read(
                     self._migration.transfer_id, batch.remote_ids, batch.local_ids, deadline

@@ -5,13 +5,12 @@ from lives.network import Link
 from lives.promises import Promise, Writer
 from lives.source_role import ACKNOWLEDGED, LEASE_S
 from lives.turns import Turns
-from migration.made_nodes import make_settings
+from migration.made_nodes import make_pull
 
 from kv_pool.errors import InvalidContentError
 from kv_pool.migration.messages import CancelTransfer, PullSubject
 from kv_pool.migration.status import MigrationPhase
 from kv_pool.migration.subjects import BlocksSubject, PrefixSubject, SequenceSubject
-from kv_pool.migration.target import Pull
 
 
 class Moving:
@@ -29,17 +28,19 @@ class Moving:
         self.world = world = source.world
         if sequence is not None:
             world.travelling[subject.sequence_id] = sequence
-        settings = make_settings(
+        wanted = PullSubject(world.rng.randbytes(16), subject, sequence is not None, source.name)
+        self.hold_s = world.rng.choice((0.0, 5.0))
+        self.pull = make_pull(
             target.site,
+            Link(self),
+            wanted,
+            self.hold_s,
             LEASE_S,
             world.read_clock,
             lambda pull: self.observe(),
             self.note_unsettled,
             target.name,
         )
-        wanted = PullSubject(world.rng.randbytes(16), subject, sequence is not None, source.name)
-        self.hold_s = world.rng.choice((0.0, 5.0))
-        self.pull = Pull(settings, Link(self), wanted, self.hold_s)
         self.pull._calls.wait = lambda seconds: None
         self.reserved, self.writer, self.arriving = [], None, None
         self.is_inserted = self.is_finished = self.is_abandoned = False

@@ -22,6 +22,7 @@ from kv_pool.migration.messages import (
 from kv_pool.migration.migrator import Migrator
 from kv_pool.migration.pool_site import PoolSite
 from kv_pool.migration.sequences import SequenceOwner
+from kv_pool.migration.target import Pull
 from kv_pool.migration.transfer_backend import ReadCount
 from kv_pool.migration.verified_reads import PullSettings, RateLimit
 from kv_pool.storage import KVStorage
@@ -50,11 +51,11 @@ class Inline:
         return future
 
 
-def make_settings(site, lease_s, clock, on_change, on_unsettled, name="target"):
-    """Settings of pulls that run in one thread by one clock, without a limit of the rate."""
-    return PullSettings(
-        name, site, lease_s, clock, clock, RateLimit(0.0, clock), Inline(), on_change, on_unsettled
-    )
+def make_pull(site, links, wanted, hold_s, lease_s, clock, on_change, on_unsettled, name="target"):
+    """A pull that runs in one thread by one clock, without a limit of the rate."""
+    limit = RateLimit(0.0, clock)
+    settings = PullSettings(name, site, links, lease_s, 1.0, clock, limit, Inline(), on_change, on_unsettled)
+    return Pull(settings, wanted, hold_s)
 
 
 def answer_as_source(transfers, message, site):

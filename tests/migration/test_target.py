@@ -1,7 +1,7 @@
 """A target with one fault at a time; `test_transfers_random.py` combines faults."""
 
 import pytest
-from migration.made_nodes import HASHER, Clock, MadeEngine, answer_as_source, make_settings
+from migration.made_nodes import HASHER, Clock, MadeEngine, answer_as_source, make_pull
 
 from kv_pool import InvalidArgumentError, StaleLeaseError
 from kv_pool.core.kv_events import BlockStored
@@ -28,7 +28,6 @@ from kv_pool.migration.messages import (
 from kv_pool.migration.source import SourceTransfers, make_incarnation
 from kv_pool.migration.status import MigrationPhase
 from kv_pool.migration.subjects import PrefixSubject, SequenceSubject
-from kv_pool.migration.target import Pull
 from kv_pool.migration.transfer_backend import ReadCount
 
 LEASE_S = 10.0
@@ -54,11 +53,17 @@ class Bench:
         self.unsettled = []
         self.phases = []
         self.at_phase = {}
-        settings = make_settings(
-            self.target.site, LEASE_S, self.clock, self.note, lambda *both: self.unsettled.append(both)
-        )
         wanted = PullSubject(b"sixteen letters!", subject or SequenceSubject("r"), is_move, "source")
-        self.pull = Pull(settings, self, wanted, hold_s)
+        self.pull = make_pull(
+            self.target.site,
+            self,
+            wanted,
+            hold_s,
+            LEASE_S,
+            self.clock,
+            self.note,
+            lambda *both: self.unsettled.append(both),
+        )
 
     def start_source(self, life):
         self.incarnation = make_incarnation("source", life)
@@ -68,7 +73,7 @@ class Bench:
         self.phases.append(pull.status.phase)
         self.at_phase.get(pull.status.phase, lambda: None)()
 
-    def call(self, message):
+    def call(self, name, message, timeout_s):
         self.asked.append(type(message))
         troubles = self.trouble.get(type(message), [])
         trouble = troubles.pop(0) if troubles else None
@@ -82,7 +87,7 @@ class Bench:
     def answer(self, message):
         return answer_as_source(self.transfers, message, self.source.site)
 
-    def take_reader(self, source):
+    def take_reader(self, source, only):
         self.readers.append(Reader(self))
         return self.readers[-1]
 

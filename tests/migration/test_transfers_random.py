@@ -11,7 +11,7 @@ from collections import Counter
 from contextlib import suppress
 
 import pytest
-from migration.made_nodes import Clock, MadeEngine, answer_as_source, make_settings
+from migration.made_nodes import Clock, MadeEngine, answer_as_source, make_pull
 
 from kv_pool.contiguous import compaction
 from kv_pool.contiguous.run_pool import RunBlockPool
@@ -40,7 +40,6 @@ from kv_pool.migration.messages import (
 from kv_pool.migration.source import SourceTransfers, make_incarnation
 from kv_pool.migration.status import MigrationPhase
 from kv_pool.migration.subjects import PrefixSubject, SequenceSubject
-from kv_pool.migration.target import Pull
 from kv_pool.migration.transfer_backend import ReadCount
 
 LEASE_S = 10.0
@@ -186,20 +185,21 @@ class World:
     # ---- the peer of pulls -----------------------------------------------------------------------
 
     def make_pull(self, subject, is_move):
-        settings = make_settings(
+        wanted = PullSubject(self.random.randbytes(16), subject, is_move, "source")
+        pull = make_pull(
             self.target.site,
+            self,
+            wanted,
+            self.random.choice([0.0, 0.5 * LEASE_S, 1.5 * LEASE_S]),
             LEASE_S,
             self.clock,
             lambda pull: None,
             lambda *both: self.quarantined.append(both),
         )
-        transfer_id = self.random.randbytes(16)
-        hold_s = self.random.choice([0.0, 0.5 * LEASE_S, 1.5 * LEASE_S])
-        pull = Pull(settings, self, PullSubject(transfer_id, subject, is_move, "source"), hold_s)
         self.pulls.append(pull)
         return pull
 
-    def call(self, message):
+    def call(self, name, message, timeout_s):
         self.disturb()
         draw = 1.0 if self.is_calm else self.random.random()
         if draw < 0.05:
@@ -217,7 +217,7 @@ class World:
         self.disturb()
         return reply
 
-    def take_reader(self, source):
+    def take_reader(self, source, only):
         if not self.is_calm and self.random.random() < 0.02:
             raise PeerUnavailableError("no connection")
         return LateReader(self, None)
