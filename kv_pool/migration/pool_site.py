@@ -17,6 +17,7 @@ from kv_pool.core.block_hash import BlockHasher
 from kv_pool.core.block_keys import get_group_id
 from kv_pool.core.freeing import free_listed
 from kv_pool.core.holds import Hold, HoldState
+from kv_pool.core.taking import touch_listed
 from kv_pool.errors import FrozenSequenceError, InvalidArgumentError, PoolExhaustedError
 from kv_pool.foreign_bytes import UNDECODABLE
 from kv_pool.ids import BlockHashWithGroupId, NodeName, RequestId, SequenceId
@@ -106,14 +107,13 @@ class PoolSite:
         self.storage = sequences.storage
         self.layout = BlockLayout.describe(
             sequences.storage,
-            sequences.block_size,
+            sequences.block_sizes[0],
             hasher,
             sequences.describe_groups(),
             model=model,
             weights=weights,
         )
         self.leases = BlockLeases(sequences.pool, clock)
-        self._block_sizes = sequences.list_block_sizes()
         self._owner: SequenceOwner[Any] = NoOwner() if owner is None else owner
         self._selector = Selector(sequences, self._owner)
         self._frozen: dict[Subject, _Departure] = {}
@@ -215,11 +215,13 @@ class PoolSite:
         decoded = self._decode(subject, offered, state)
         sequence_ids = self._list_arriving(subject, decoded)
         is_whole = isinstance(subject, SequenceSubject)
-        arriving = self.sequences.read_details(decoded.details, sequence_ids, len(offered), is_whole)
+        self.sequences.check_arriving(decoded.details, sequence_ids, len(offered), is_whole)
         found = self._find_all_present(offered, decoded)
         present = [block for block in found if block is not None]
         missing = [position for position, block in enumerate(found) if block is None]
-        num_available = self.sequences.count_available(arriving) - sum(not block.ref_cnt for block in present)
+        num_available = self.sequences.count_available(decoded.details) - sum(
+            not block.ref_cnt for block in present
+        )
         if offered and len(missing) > num_available:
             raise PoolExhaustedError(
                 f"cannot reserve {len(missing)} blocks for a migration: {max(0, num_available)} of "
@@ -227,11 +229,11 @@ class PoolSite:
             )
         if is_whole:
             self._owner.expect(sequence_ids[0], len(offered), decoded.owner)
-        reservation = Reservation(subject, offered, [], missing, None, sequence_ids, decoded, arriving)
+        reservation = Reservation(subject, offered, [], missing, None, sequence_ids, decoded)
         with self._change(reservation):
             for sequence_id in sequence_ids:
                 self.sequences.frozen[sequence_id] = _ARRIVING
-            self.sequences.add_references(present)
+            touch_listed(self.pool, present)
             taken = iter(self.sequences.take(len(missing)))
             reservation.blocks = [next(taken) if block is None else block for block in found]
             reservation.hold = self.pool.holds.adopt(reservation.blocks, _RESERVED)
@@ -250,7 +252,7 @@ class PoolSite:
                         self.pool,
                         reservation.blocks[position],
                         reservation.offered[position],
-                        self._block_sizes.__getitem__,
+                        self.sequences.block_sizes.__getitem__,
                     )
 
     def adopt(self, reservation: Reservation) -> None:
@@ -342,7 +344,7 @@ class PoolSite:
         joins: list[Callable[[], object]] = []
         joined: list[tuple[Any, _Rows]] = []
         for sequence_id, blocks in joining.items():
-            join, rows = self.sequences.make_join(sequence_id, blocks, reservation.arriving)
+            join, rows = self.sequences.make_join(sequence_id, blocks, reservation.state.details)
             joins.append(join)
             joined.append((sequence_id, rows))
         reservation.joined = joined
@@ -414,6 +416,8 @@ class PoolSite:
         """Return the decoded state. Raises InvalidArgumentError if it does not fit the offer."""
         try:
             decoded = _decoder.decode(state) if state else SubjectState()
+            if decoded.details is not None:
+                decoded.details = msgspec.convert(decoded.details, self.sequences.details_type)
         except UNDECODABLE as error:
             raise InvalidArgumentError(f"cannot decode the source's subject state: {error}") from error
         expected = len(offered) if isinstance(subject, BlocksSubject) and state else 0
@@ -422,7 +426,7 @@ class PoolSite:
                 f"the source offers {len(offered)} blocks and names sequences for "
                 f"{len(decoded.sequence_ids)} of them; expected {expected}"
             )
-        num_groups = len(self._block_sizes)
+        num_groups = len(self.sequences.block_sizes)
         for block in offered:
             for key in block.keys:
                 if len(key) < 5 or get_group_id(BlockHashWithGroupId(key)) >= num_groups:
@@ -460,7 +464,7 @@ class PoolSite:
         if not offered.keys or not self.pool.enable_caching:
             return None
         key = BlockHashWithGroupId(offered.keys[0])
-        if offered.num_tokens is None or offered.num_tokens % self._block_sizes[get_group_id(key)]:
+        if offered.num_tokens is None or offered.num_tokens % self.sequences.block_sizes[get_group_id(key)]:
             return None
         return self.pool.cached_block_hash_to_block.get_one_block(key)
 

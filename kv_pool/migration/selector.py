@@ -31,7 +31,6 @@ class Selector:
         self._sequences = sequences
         self._owner = owner
         self._pool = sequences.pool
-        self._block_sizes = sequences.list_block_sizes()
 
     def select(self, subject: Subject, for_move: bool) -> Selection:
         """See `PoolSite.select`."""
@@ -89,7 +88,9 @@ class Selector:
         hashes = [BlockHash(block_hash) for block_hash in subject.block_hashes]
         blocks: list[KVCacheBlock] = []
         offered: list[OfferedBlock] = []
-        for block_size, hits in zip(self._block_sizes, self._sequences.find_prefix(hashes), strict=True):
+        for block_size, hits in zip(
+            self._sequences.block_sizes, self._sequences.find_prefix(hashes), strict=True
+        ):
             stride = max(1, block_size // self._pool.hash_block_size)
             for position, block in enumerate(hits):
                 if not block.is_null:
@@ -139,7 +140,7 @@ class Selector:
         """Describe the blocks of a sequence for the target, each with its parent's hash and its tokens."""
         known = self._owner.list_token_ids(sequence_id)
         offered: dict[KVCacheBlock, OfferedBlock] = {}
-        for block_size, row in zip(self._block_sizes, rows, strict=True):
+        for block_size, row in zip(self._sequences.block_sizes, rows, strict=True):
             parent: BlockHash | None = None
             for position, block in enumerate(row):
                 block_hash = None if block.block_hash is None else get_block_hash(block.block_hash)
@@ -155,7 +156,7 @@ class Selector:
     ) -> OfferedBlock:
         keys = list_keys(self._pool, block)
         num_tokens = block.block_hash_num_tokens
-        block_size = self._block_sizes[get_group_id(BlockHashWithGroupId(keys[0]))] if keys else 0
+        block_size = self._sequences.block_sizes[get_group_id(BlockHashWithGroupId(keys[0]))] if keys else 0
         is_first = (num_tokens or 0) <= block_size
         if parent is None and keys and block.parent:
             parent = BlockHash(block.parent[:-4])

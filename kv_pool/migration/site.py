@@ -53,18 +53,18 @@ class Selection:
     state: bytes = b""
 
 
-class SubjectState(msgspec.Struct, frozen=True, array_like=True):
+class SubjectState(msgspec.Struct, array_like=True):
     """The decoded form of `Selection.state`: the state that accompanies the blocks of an offer.
 
     Attributes:
         sequence_ids: of a `BlocksSubject`, for each block the sequence that it joins at the target, or None;
             [] for other subjects.
-        details: the result of the source's `Sequences.describe`.
+        details: the result of the source's `Sequences.describe`; None if there is none.
         owner: the result of the source's `SequenceOwner.describe`.
     """
 
     sequence_ids: list[SequenceId | RequestId | None] = []
-    details: bytes = b""
+    details: Any = None
     owner: bytes = b""
 
 
@@ -76,7 +76,6 @@ class Reservation:
         missing: positions whose bytes must be read. The other blocks already have the content.
         hold: keeps the blocks in place until `adopt` or `release_reservation`; None until it is open.
         sequence_ids: sequences that are frozen here until then.
-        arriving: the result of the target's `Sequences.read_details`.
         joined: the sequences that have received the blocks, with their rows, until their owner is notified.
     """
 
@@ -87,7 +86,6 @@ class Reservation:
     hold: Hold | None
     sequence_ids: tuple[Any, ...]
     state: SubjectState
-    arriving: Any
     joined: list[tuple[Any, list[list[KVCacheBlock]]]] = field(default_factory=list)
 
     @property
