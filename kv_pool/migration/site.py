@@ -11,6 +11,7 @@ import msgspec
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_keys import get_block_hash, get_group_id
 from kv_pool.core.caching import add_key
+from kv_pool.core.extra_keys import KnownTokens
 from kv_pool.core.holds import Hold
 from kv_pool.core.kv_events import BlockStored
 from kv_pool.core.pool_core import BlockPoolCore
@@ -99,18 +100,6 @@ class Reservation:
         return self.hold
 
 
-@dataclass(frozen=True)
-class KnownTokens:
-    """A stand-in for a request in block events, of which only the tokens and hashes are known."""
-
-    all_token_ids: Sequence[int] = ()
-    block_hashes: Sequence[BlockHash] = ()
-    lora_request: Any = None
-    mm_features: None = None
-    cache_salt: None = None
-    session_id: None = None
-
-
 def insert_keys(
     pool: BlockPoolCore,
     block: KVCacheBlock,
@@ -131,7 +120,7 @@ def insert_keys(
     def make_event(key: BlockHashWithGroupId, make: Any = None) -> Any:
         parent = None if offered.parent is None else BlockHash(offered.parent)
         group_id = get_group_id(key)
-        known = KnownTokens(list(offered.token_ids))
+        known = KnownTokens([], list(offered.token_ids))
         return make_stored(
             pool, known, [get_block_hash(key)], parent, 0, find_block_size(group_id), group_id, make
         )
