@@ -5,13 +5,12 @@
 | `DescribeNode` | any node | `NodeDescription` |
 | `PrepareTransfer` | the source | `Offer`: blocks under a lease (M1) |
 | `AskChecksums` | the source | `Checksums` |
-| `RenewLease` | the source | `LeaseRenewed` |
+| `RenewLease` | the source | `Acknowledged`: the lease ends `Offer.lease_s` later |
 | `AcknowledgeTransfer` | the source | `Acknowledged` (M4); idempotent |
 | `CancelTransfer` | the source | `Cancelled`; idempotent |
-| `PullSubject` | the target | `PullStarted`; sent by the source of a push |
+| `PullSubject` | the target | `Acknowledged`: `AskPull` returns its status; sent by the source of a push |
 | `AskPull` | the target | `PullOutcome`: status and result |
 | `AnnounceNode` | a registry | `NodeList` |
-| `ListNodes` | a registry | `NodeList` |
 | `OpenBulk` | a source | `BulkOpened`: admission to the port for bytes of blocks |
 
 An error of the called node is returned as `CallFailed` and raised at the caller with its original type.
@@ -122,12 +121,6 @@ class RenewLease(Message, frozen=True):
     transfer_id: TransferId
 
 
-class LeaseRenewed(Message, frozen=True):
-    """The lease was renewed and ends in `lease_s` seconds."""
-
-    lease_s: float
-
-
 class AcknowledgeTransfer(Message, frozen=True):
     """The target has verified and inserted all blocks.
 
@@ -141,9 +134,10 @@ class AcknowledgeTransfer(Message, frozen=True):
 
 
 class Acknowledged(Message, frozen=True):
-    """The source has ended the lease and, for a move, released the subject (M4).
+    """The request was carried out.
 
-    If the lease had expired, the source keeps its blocks and replies with `StaleTransferError` instead.
+    After `AcknowledgeTransfer`, the source has ended the lease and, for a move, released the subject (M4). If
+    the lease had expired, it keeps its blocks and replies with `StaleTransferError` instead.
     """
 
 
@@ -183,12 +177,6 @@ class PullSubject(Message, frozen=True):
     backend: str = ""
 
 
-class PullStarted(Message, frozen=True):
-    """The pull has started; `AskPull` returns its status."""
-
-    migration_id: str
-
-
 class AskPull(Message, frozen=True):
     """A request for the status of a pull; with `cancel`, cancel it first if it is not too late."""
 
@@ -215,10 +203,6 @@ class AnnounceNode(Message, frozen=True):
     address: str
     location: NodeLocation
     ttl_s: float
-
-
-class ListNodes(Message, frozen=True):
-    """A request for the nodes that a registry knows."""
 
 
 class KnownNode(msgspec.Struct, frozen=True):

@@ -181,18 +181,13 @@ class OutgoingMigration(Migration):
             self.status.num_blocks = len(self.old_ids)
             self._enter(MigrationPhase.READING, [])
         elif outcome.state is TransferState.ACKNOWLEDGED:
-            self._follow_acknowledgement(list(outcome.new_ids))
+            self._enter(MigrationPhase.DONE, list(outcome.new_ids))
         elif outcome.state is TransferState.CANCELLED:
-            self._follow_cancellation(outcome.reason)
+            why = f": {outcome.reason}" if outcome.reason else ""
+            error = MigrationCancelledError(f"the transfer was cancelled{why}")
+            self._enter(MigrationPhase.CANCELLED, [], error)
         else:
             self._enter(MigrationPhase.FAILED, [], StaleTransferError(outcome.reason))
-
-    def _follow_acknowledgement(self, new_ids: list[BlockId]) -> None:
-        self._enter(MigrationPhase.DONE, new_ids)
-
-    def _follow_cancellation(self, reason: str) -> None:
-        why = f": {reason}" if reason else ""
-        self._enter(MigrationPhase.CANCELLED, [], MigrationCancelledError(f"the transfer was cancelled{why}"))
 
     def _enter(self, phase: MigrationPhase, new_ids: list[BlockId], error: Exception | None = None) -> bool:
         """Enter a phase and report it. Return False, with nothing changed, if the migration had ended."""
@@ -250,18 +245,19 @@ class Push(OutgoingMigration):
         error = MigrationCancelledError("the migration was cancelled; this node keeps the blocks")
         return super().cancel() and self._enter(MigrationPhase.CANCELLED, [], error)
 
+    def follow(self, transfer: Transfer) -> None:
+        """Record the same. A transfer that the target has ended ends the migration when it reports that."""
+        outcome = transfer.outcome
+        if outcome is None or outcome.state is TransferState.EXPIRED:
+            super().follow(transfer)
+        elif outcome.state is TransferState.ACKNOWLEDGED:
+            self._enter(MigrationPhase.ACKNOWLEDGING, list(outcome.new_ids))
+
     def _enter(self, phase: MigrationPhase, new_ids: list[BlockId], error: Exception | None = None) -> bool:
         has_entered = super()._enter(phase, new_ids, error)
         if phase is not MigrationPhase.READING:
             self._woken.set()
         return has_entered
-
-    def _follow_acknowledgement(self, new_ids: list[BlockId]) -> None:
-        """The migration ends later, when the target reports DONE."""
-        self._enter(MigrationPhase.ACKNOWLEDGING, new_ids)
-
-    def _follow_cancellation(self, reason: str) -> None:
-        """The migration ends later, with the error that the target reports."""
 
     def _ask_until_started(self) -> None:
         for num_left in reversed(range(_TRIES)):

@@ -19,19 +19,18 @@ from kv_pool.errors import (
 from kv_pool.ids import NodeName, TransferId
 from kv_pool.migration import invariants
 from kv_pool.migration.messages import (
+    Acknowledged,
     AcknowledgeTransfer,
     AnnounceNode,
     AskChecksums,
     AskPull,
     CancelTransfer,
     DescribeNode,
-    ListNodes,
     Message,
     NodeDescription,
     NodeLocation,
     PrepareTransfer,
     PullOutcome,
-    PullStarted,
     PullSubject,
     RenewLease,
     as_reply,
@@ -81,7 +80,7 @@ class Migrator(Running):
         max_concurrent: limit of incoming migrations that run at the same time; others wait.
         on_phase: called with a status at each change, synchronously by the thread that made the change. It
             must not wait for a migration.
-        registry: serves `AnnounceNode` and `ListNodes`; None if this node is not a registry.
+        registry: serves `AnnounceNode`; None if this node is not a registry.
         clock: monotonic time in seconds, the clock of the site's leases.
 
     `fetch` and `migrate` return immediately; threads do the work. Do not wait for a migration while holding
@@ -370,17 +369,15 @@ class Migrator(Running):
                 return self._answer_ask_pull(message)
             case AnnounceNode() if self._registry is not None:
                 return self._registry.announce(message)
-            case ListNodes() if self._registry is not None:
-                return self._registry.list_nodes()
         raise InvalidArgumentError(
             f"node {self.name!r} does not answer {type(message).__name__} from {caller!r}"
         )
 
-    def _answer_pull(self, message: PullSubject) -> PullStarted:
+    def _answer_pull(self, message: PullSubject) -> Acknowledged:
         self._links.learn_address(message.source, message.source_address)
         if self._book.get(message.pull_id) is None:
             self._start_pull(message)
-        return PullStarted(message.pull_id.hex())
+        return Acknowledged()
 
     def _answer_ask_pull(self, message: AskPull) -> PullOutcome:
         migration = self._book.get(message.pull_id)

@@ -25,7 +25,6 @@ from kv_pool.migration.messages import (
     Cancelled,
     CancelTransfer,
     Checksums,
-    LeaseRenewed,
     Offer,
     PrepareTransfer,
     RenewLease,
@@ -159,7 +158,7 @@ class SourceTransfers:
         self.check_leased(message.transfer_id, block_ids)
         return Checksums(values.astype(">u8").tobytes())
 
-    def renew(self, message: RenewLease) -> LeaseRenewed:
+    def renew(self, message: RenewLease) -> Acknowledged:
         """Renew the lease of a transfer for `lease_s` from now.
 
         Raises:
@@ -171,7 +170,7 @@ class SourceTransfers:
             if self._has_invalid_content(transfer):
                 raise self._make_invalid(message.transfer_id)
             self._extend(transfer)
-        return LeaseRenewed(self._lease_s)
+        return Acknowledged()
 
     def acknowledge(self, message: AcknowledgeTransfer) -> Acknowledged:
         """End the lease of a transfer that the target has completed; release a move's subject (M4).

@@ -35,7 +35,6 @@ from kv_pool.migration.messages import (
     Cancelled,
     CancelTransfer,
     DescribeNode,
-    LeaseRenewed,
     NodeDescription,
     Offer,
     PrepareTransfer,
@@ -95,7 +94,7 @@ class Pull(Migration):
             if self.lease is not None and self.lease.state is LeaseState.ACTIVE:
                 self.lease.extend(self._settings.clock() + self._settings.lease_s)
         try:
-            self._calls.call(RenewLease(self.transfer_id), LeaseRenewed)
+            self._calls.call(RenewLease(self.transfer_id), Acknowledged)
         except StaleTransferError as error:
             self._calls.stop(error)
         except MigrationError:
@@ -221,10 +220,7 @@ class Pull(Migration):
             (self._calls.call if self.is_move else self._calls.repeat)(message, Acknowledged)
         except Exception as error:
             if self.is_move or isinstance(error, InvalidContentError):
-                if isinstance(error, StaleTransferError):
-                    self._end_with_copy(error)
-                else:
-                    self._stay_in_doubt(error)
+                self._refuse_to_adopt(error)
                 return
         self._adopt()
 
@@ -262,13 +258,25 @@ class Pull(Migration):
         holder = f"hold_s of transfer {self.transfer_id.hex()}"
         return self._site.leases.acquire(reservation.blocks, deadline, holder, LeaseKind.READ)
 
-    def _end_with_copy(self, error: Exception) -> None:
-        """Fail: the source keeps the subject. Inserted blocks stay cached, unless reported invalid."""
+    def _refuse_to_adopt(self, error: Exception) -> None:
+        """Fail if the source keeps the subject; stay in doubt if its answer is missing."""
         with self._ending:
-            if not self.phase.is_ended:
+            if self.phase.is_ended:
+                return
+            if isinstance(error, StaleTransferError):
                 self._end_as_failed(error)
+                return
+            self.set_error(
+                MigrationInDoubtError(
+                    f"node {self.peer!r} has not confirmed that it released "
+                    f"{self.status.num_blocks} blocks; this node keeps them reserved until it does ({error})"
+                )
+            )
+            # Reported each time, so that waiting callers see how long the doubt lasts.
+            self._enter(MigrationPhase.IN_DOUBT)
 
     def _end_as_failed(self, error: Exception) -> None:
+        """Fail; inserted blocks stay cached, unless reported invalid."""
         with self._site.lock:
             self._release_reservation(self._get_reservation(), error)
             self.set_error(error)
@@ -281,19 +289,6 @@ class Pull(Migration):
             wrong = [reservation.blocks[position].block_id for position in reservation.missing]
             self._site.sequences.evict_invalid(wrong)
         self._site.release_reservation(reservation)
-
-    def _stay_in_doubt(self, error: Exception) -> None:
-        with self._ending:
-            if self.phase.is_ended:
-                return
-            self.set_error(
-                MigrationInDoubtError(
-                    f"node {self.peer!r} has not confirmed that it released "
-                    f"{self.status.num_blocks} blocks; this node keeps them reserved until it does ({error})"
-                )
-            )
-            # Reported each time, so that waiting callers see how long the doubt lasts.
-            self._enter(MigrationPhase.IN_DOUBT)
 
     def _fail(self, error: Exception) -> None:
         """M3: drop the reservation and cancel the transfer at the source."""

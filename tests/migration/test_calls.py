@@ -28,11 +28,11 @@ from kv_pool.migration.addresses import connect_to
 from kv_pool.migration.call_server import CallServer
 from kv_pool.migration.messages import (
     Acknowledged,
+    AskPull,
     CallFailed,
     Cancelled,
     CancelTransfer,
     DescribeNode,
-    ListNodes,
     RenewLease,
     call_local,
     decode_message,
@@ -149,13 +149,13 @@ def test_an_error_is_raised_with_its_type(connect):
 def test_unknown_errors_are_migration_errors(connect, caplog):
     node = Node()
     node.raise_on(RenewLease, ZeroDivisionError("by mistake"))
-    node.answers[ListNodes] = lambda message: CallFailed("NewerError", "of a later version")
+    node.answers[AskPull] = lambda message: CallFailed("NewerError", "of a later version")
     with connect(node) as calls:
         with pytest.raises(MigrationError, match="ZeroDivisionError: by mistake"):
             ask(calls, RenewLease(b"t" * 16))
         assert connect is connect_local or "failed to answer node caller" in caplog.text
         with pytest.raises(MigrationError, match="NewerError: of a later version"):
-            ask(calls, ListNodes())
+            ask(calls, AskPull(b"t" * 16))
         assert ask(calls) == Cancelled(is_acknowledged=True)
 
 

@@ -20,7 +20,6 @@ from kv_pool.migration.messages import (
     CancelTransfer,
     Checksums,
     DescribeNode,
-    ListNodes,
     NodeLocation,
     PrepareTransfer,
     PullSubject,
@@ -47,7 +46,6 @@ def list_messages(layout, block_hashes):
     subjects = [BlocksSubject((1, 2), (1, 1)), SequenceSubject("r"), PrefixSubject(tuple(block_hashes))]
     return [
         DescribeNode(),
-        ListNodes(),
         AnnounceNode("m", "e", "127.0.0.1:1", NodeLocation("n"), 3.0),
         *(PrepareTransfer(ID, subject, True, layout, "m") for subject in subjects),
         *(PullSubject(ID, subject, False, "m", "127.0.0.1:1", 1.0) for subject in subjects),

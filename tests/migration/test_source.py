@@ -68,12 +68,9 @@ class SourceBench:
             return "stale"
         if isinstance(reply, Cancelled):
             return "too late" if reply.is_acknowledged else "cancelled"
-        return {
-            "Offer": "offer",
-            "Checksums": "checksums",
-            "LeaseRenewed": "renewed",
-            "Acknowledged": "acknowledged",
-        }[type(reply).__name__]
+        if call == "renew" and isinstance(reply, Acknowledged):
+            return "renewed"
+        return type(reply).__name__.lower()
 
     def bring_to(self, state):
         if state != "unknown":
