@@ -26,6 +26,7 @@ from kv_pool.migration.messages import (
     AskPull,
     CancelTransfer,
     DescribeNode,
+    KnownNode,
     Message,
     NodeDescription,
     NodeLocation,
@@ -39,7 +40,6 @@ from kv_pool.migration.migration import Migration, Push
 from kv_pool.migration.migration_book import Housekeeping, MigrationBook
 from kv_pool.migration.peers import PeerLinks, Peers, check_name
 from kv_pool.migration.pool_site import PoolSite
-from kv_pool.migration.registry import NodeRegistry
 from kv_pool.migration.source import SourceTransfers, make_incarnation
 from kv_pool.migration.status import MigrationStatus
 from kv_pool.migration.subjects import PrefixSubject, Subject
@@ -80,7 +80,7 @@ class Migrator(Running):
         max_concurrent: limit of incoming migrations that run at the same time; others wait.
         on_phase: called with a status at each change, synchronously by the thread that made the change. It
             must not wait for a migration.
-        registry: serves `AnnounceNode`; None if this node is not a registry.
+        is_registry: whether other nodes can announce themselves here.
         clock: monotonic time in seconds, the clock of the site's leases.
 
     `fetch` and `migrate` return immediately; threads do the work. Do not wait for a migration while holding
@@ -105,7 +105,7 @@ class Migrator(Running):
         max_bytes_per_s: float = 0.0,
         max_concurrent: int = 4,
         on_phase: Callable[[MigrationStatus], object] | None = None,
-        registry: NodeRegistry | None = None,
+        is_registry: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not lease_s > 0 or max_concurrent < 1:
@@ -122,7 +122,7 @@ class Migrator(Running):
         self.location: Final = location
         self.lease_s: Final = lease_s
         self._backends = list(backends)
-        self._registry = registry
+        self._is_registry = is_registry
         self._clock = clock
         self._call_s = min(_MAX_CALL_S, lease_s)
         self._links = PeerLinks(name, self.peers, secret, backends)
@@ -367,8 +367,8 @@ class Migrator(Running):
                 return self._answer_pull(message)
             case AskPull():
                 return self._answer_ask_pull(message)
-            case AnnounceNode() if self._registry is not None:
-                return self._registry.announce(message)
+            case AnnounceNode() if self._is_registry:
+                return self.peers.announce(message, KnownNode(self.name, self.address, self.location))
         raise InvalidArgumentError(
             f"node {self.name!r} does not answer {type(message).__name__} from {caller!r}"
         )
