@@ -172,10 +172,11 @@ class Peers:
 
     def _find(self, name: NodeName) -> KnownNode | None:
         with self._lock:
+            node = self._given.get(name) or self._learned.get(name)
             announced = self._announced.get(name)
-            if announced is not None and announced.ends_s <= self._clock():
-                announced = None
-            return self._given.get(name) or self._learned.get(name) or (announced and announced.node)
+            if node is None and announced is not None and announced.ends_s > self._clock():
+                node = announced.node
+            return node
 
     def _expire(self) -> dict[NodeName, _Announced]:
         """Return the announced nodes that are alive."""

@@ -14,7 +14,7 @@ from kv_pool.migration.backends.tcp import TcpBackend
 from kv_pool.migration.messages import AnnounceNode, KnownNode, NodeLocation
 from kv_pool.migration.migrator import Migrator
 from kv_pool.migration.peers import MAX_TTL_S, Peers
-from kv_pool.migration.registry import Announcer
+from kv_pool.migration.announcer import Announcer
 
 SECRET = b"sixteen bytes or more"
 REGISTRY = KnownNode("r", "10.0.0.9:7400")
