@@ -24,6 +24,7 @@ from kv_pool.errors import (
     UnknownSequenceError,
 )
 from kv_pool.ids import NodeName, RequestId, SequenceId
+from kv_pool.migration.announcer import Announcer
 from kv_pool.migration.backends.tcp import TcpBackend
 from kv_pool.migration.machine import name_device, read_machine
 from kv_pool.migration.messages import KnownNode, NodeDescription, NodeLocation
@@ -32,7 +33,6 @@ from kv_pool.migration.migrator import Migrator
 from kv_pool.migration.peers import Peers, parse_peer
 from kv_pool.migration.pool_sequences import PoolSequences
 from kv_pool.migration.pool_site import PoolSite
-from kv_pool.migration.announcer import Announcer
 from kv_pool.migration.secret import load_secret, write_secret_file
 from kv_pool.migration.sequences import SequenceOwner, Sequences
 from kv_pool.migration.status import MigrationPhase, MigrationStatus

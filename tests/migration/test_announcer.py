@@ -10,11 +10,11 @@ from migration.made_nodes import Clock
 
 from kv_pool.errors import InvalidArgumentError, PeerUnavailableError
 from kv_pool.migration import peers as peers_module
+from kv_pool.migration.announcer import Announcer
 from kv_pool.migration.backends.tcp import TcpBackend
 from kv_pool.migration.messages import AnnounceNode, KnownNode, NodeLocation
 from kv_pool.migration.migrator import Migrator
 from kv_pool.migration.peers import MAX_TTL_S, Peers
-from kv_pool.migration.announcer import Announcer
 
 SECRET = b"sixteen bytes or more"
 REGISTRY = KnownNode("r", "10.0.0.9:7400")
