@@ -23,7 +23,7 @@ from kv_pool.migration.messages import (
     decode_message,
     encode_message,
 )
-from kv_pool.migration.secret import CurvePair, derive_curve_pair
+from kv_pool.migration.secret import derive_curve_pair
 
 HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -132,7 +132,7 @@ class RemoteCalls:
 class _Connection(Closing):
     """One encrypted connection with one request at a time. It is not opened again once it is broken."""
 
-    def __init__(self, address: str, keys: CurvePair) -> None:
+    def __init__(self, address: str, keys: tuple[bytes, bytes]) -> None:
         self._opened = ExitStack()
         self._process_id = os.getpid()
         self._address = address
@@ -144,8 +144,8 @@ class _Connection(Closing):
         socket.maxmsgsize = MAX_MESSAGE_BYTES
         socket.tcp_keepalive = 1
         socket.ipv6 = place.startswith("[")
-        socket.curve_serverkey = socket.curve_publickey = keys.public_key
-        socket.curve_secretkey = keys.secret_key
+        socket.curve_publickey, socket.curve_secretkey = keys
+        socket.curve_serverkey = keys[0]
         # Only what ends a connection is reported.
         self._failures = socket.get_monitor_socket(
             zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILED

@@ -9,6 +9,7 @@ from made_threads import no_new_threads
 from migration.made_channels import LONG, soon
 
 from kv_pool.errors import EndpointError, MigrationError, PeerUnavailableError
+from kv_pool.migration import call_server
 from kv_pool.migration.addresses import bind_listener, connect_to
 from kv_pool.migration.call_server import BulkListener, CallServer
 from kv_pool.migration.channel import Channel
@@ -25,10 +26,13 @@ def send_back(channel, caller):
 
 
 @contextmanager
-def listen(handler=send_back, **settings):
-    bulk = BulkListener({"backwards": handler}, **settings)
-    with CallServer("127.0.0.1:0", SECRET, lambda *_: DescribeNode(), bulk=bulk):
-        yield bulk
+def listen(handler=send_back, port=0, **limits):
+    bulk = BulkListener({"backwards": handler}, port)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, limit in limits.items():
+            patch.setattr(call_server, name, limit)
+        with CallServer("127.0.0.1:0", SECRET, lambda *_: DescribeNode(), bulk=bulk):
+            yield bulk
 
 
 def connect(listener):
@@ -87,7 +91,7 @@ def test_the_port_can_be_chosen():
 
 
 def test_a_ticket_admits_one_connection_in_time():
-    with listen(ticket_s=0.2) as listener:
+    with listen(TICKET_S=0.2) as listener:
         opened, late = (listener.admit("backwards", "caller") for _ in range(2))
         first = open_channel(listener, opened)
         check_works(first)
@@ -131,7 +135,7 @@ def test_a_stranger_is_disconnected(sent):
 
 
 def test_silent_strangers_take_no_threads_and_are_replaced():
-    with listen(max_strangers=3, ticket_s=LONG) as listener:
+    with listen(MAX_STRANGERS=3, TICKET_S=LONG) as listener:
         strangers = [connect(listener) for _ in range(8)]
         assert all(map(has_ended, strangers[:5]))
         assert count_threads() == 1
@@ -140,12 +144,12 @@ def test_silent_strangers_take_no_threads_and_are_replaced():
         channel.close()
         for stranger in strangers:
             stranger.close()
-    with listen(ticket_s=0.05) as listener, connect(listener) as stranger:
+    with listen(TICKET_S=0.05) as listener, connect(listener) as stranger:
         assert has_ended(stranger)
 
 
 def test_readers_above_the_limit_get_an_error():
-    with listen(max_readers=1) as listener:
+    with listen(MAX_READERS=1) as listener:
         channel = open_channel(listener)
         check_works(channel)
         with pytest.raises(PeerUnavailableError, match="1 connections are open, which is the maximum"):

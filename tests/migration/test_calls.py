@@ -24,6 +24,7 @@ from kv_pool.errors import (
     PeerUnavailableError,
     StaleTransferError,
 )
+from kv_pool.migration import call_server
 from kv_pool.migration.addresses import connect_to
 from kv_pool.migration.call_server import CallServer
 from kv_pool.migration.messages import (
@@ -64,8 +65,8 @@ class Node:
 
 
 @contextmanager
-def serve(node, **settings):
-    with CallServer("127.0.0.1:0", SECRET, node.answer, **settings) as server:
+def serve(node):
+    with CallServer("127.0.0.1:0", SECRET, node.answer) as server:
         yield server
 
 
@@ -250,7 +251,7 @@ def test_the_servers_public_key_does_not_admit_a_client():
     node = Node()
     with serve(node) as server, zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.linger = 0
-        stranger.curve_serverkey = derive_curve_pair(SECRET).public_key
+        stranger.curve_serverkey = derive_curve_pair(SECRET)[0]
         stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
         refusals = stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
         stranger.connect(f"tcp://{server.address}")
@@ -299,12 +300,9 @@ def test_a_port_in_use_raises_an_endpoint_error():
 @pytest.mark.parametrize(
     "garbage", [b"GET / HTTP/1.1\r\n\r\n" * 20, bytes(100_000), b"\xff" + bytes(8) + b"\x7f\x03" + bytes(500)]
 )
-def test_garbage_does_not_affect_other_clients(garbage):
-    node = Node()
-    with (
-        serve(node, handshake_s=0.5) as server,
-        closing(RemoteCalls(server.address, SECRET, "caller")) as calls,
-    ):
+def test_garbage_does_not_affect_other_clients(garbage, monkeypatch):
+    monkeypatch.setattr(call_server, "HANDSHAKE_S", 0.5)
+    with serve(Node()) as server, closing(RemoteCalls(server.address, SECRET, "caller")) as calls:
         ask(calls)
         for _ in range(5):
             with connect_to(server.address, LONG) as stranger:
@@ -318,17 +316,19 @@ def test_garbage_does_not_affect_other_clients(garbage):
         assert len(calls._idle) == 1
 
 
-def test_a_silent_stranger_times_out():
-    with serve(Node(), handshake_s=0.05) as server, connect_to(server.address, LONG) as stranger:
+def test_a_silent_stranger_times_out(monkeypatch):
+    monkeypatch.setattr(call_server, "HANDSHAKE_S", 0.05)
+    with serve(Node()) as server, connect_to(server.address, LONG) as stranger:
         stranger.settimeout(LONG)
         while stranger.recv(4096):
             pass
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 10, 63])
-def test_half_open_connections_take_no_threads(num_bytes):
+def test_half_open_connections_take_no_threads(num_bytes, monkeypatch):
     """Regression: with a limit of 30 threads, 64 such connections blocked a node permanently."""
-    with serve(Node(), handshake_s=LONG) as server:
+    monkeypatch.setattr(call_server, "HANDSHAKE_S", LONG)
+    with serve(Node()) as server:
         strangers = [connect_to(server.address, LONG) for _ in range(64)]
         for stranger in strangers:
             stranger.sendall((b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE" + bytes(64))[:num_bytes])
