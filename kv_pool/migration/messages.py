@@ -162,13 +162,13 @@ class PullSubject(Message, frozen=True):
     """A request of a source that the target pull a subject.
 
     Attributes:
-        pull_id: 16 random bytes; repeated requests start one pull.
+        transfer_id: 16 random bytes; repeated requests start one pull.
         source: the source's name, by which the target looks up its address.
         source_address: used if the target does not know the name.
         backend: the only backend to read with; "" for the first that works.
     """
 
-    pull_id: TransferId
+    transfer_id: TransferId
     subject: Subject
     is_move: bool
     source: NodeName
@@ -180,7 +180,7 @@ class PullSubject(Message, frozen=True):
 class AskPull(Message, frozen=True):
     """A request for the status of a pull; with `cancel`, cancel it first if it is not too late."""
 
-    pull_id: TransferId
+    transfer_id: TransferId
     cancel: bool = False
 
 

@@ -8,22 +8,26 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from copy import copy
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from kv_pool.errors import KVPoolError, MigrationCancelledError, PeerUnavailableError, StaleTransferError
-from kv_pool.ids import BlockId, NodeName, TransferId
+from kv_pool.ids import BlockId, NodeName
 from kv_pool.migration.messages import (
     AskPull,
     CallFailed,
     CancelTransfer,
     Message,
+    PrepareTransfer,
     PullOutcome,
     PullSubject,
     raise_failure,
 )
 from kv_pool.migration.source import SourceTransfers, Transfer, TransferState
 from kv_pool.migration.status import MigrationPhase, MigrationStatus
-from kv_pool.migration.subjects import Subject, describe_subject
+from kv_pool.migration.subjects import describe_subject
+
+if TYPE_CHECKING:
+    from kv_pool.migration.verified_reads import PullSettings
 
 _POLL_S = 0.05
 _ADOPTION_S = 0.002
@@ -43,6 +47,7 @@ class Migration(ABC):
         new_ids: the same blocks' ids at the target; [] until the migration is done.
 
     Args:
+        wanted: the message that asks for it.
         on_change: called with the migration when it has entered a phase or made progress, without its lock.
     """
 
@@ -51,23 +56,21 @@ class Migration(ABC):
 
     def __init__(
         self,
-        transfer_id: TransferId,
+        wanted: PullSubject | PrepareTransfer,
         peer: NodeName,
-        subject: Subject,
-        is_move: bool,
         on_change: Callable[[Migration], object],
     ) -> None:
-        self.transfer_id = transfer_id
-        self.migration_id = transfer_id.hex()
+        self.transfer_id = wanted.transfer_id
+        self.migration_id = wanted.transfer_id.hex()
         self.peer = peer
-        self.subject = subject
-        self.is_move = is_move
+        self.subject = wanted.subject
+        self.is_move = wanted.is_move
         self.status = MigrationStatus(
             self.migration_id,
             self.direction,
             peer,
-            describe_subject(subject),
-            is_move,
+            describe_subject(wanted.subject),
+            wanted.is_move,
             MigrationPhase.WAITING,
             started=time.time(),
         )
@@ -160,14 +163,12 @@ class OutgoingMigration(Migration):
 
     def __init__(
         self,
-        transfer_id: TransferId,
+        wanted: PullSubject | PrepareTransfer,
         peer: NodeName,
-        subject: Subject,
-        is_move: bool,
         on_change: Callable[[Migration], object],
         source: SourceTransfers,
     ) -> None:
-        super().__init__(transfer_id, peer, subject, is_move, on_change)
+        super().__init__(wanted, peer, on_change)
         self._source = source
 
     def cancel(self) -> bool:
@@ -210,24 +211,16 @@ class Push(OutgoingMigration):
     The transfer id is this migration's id, so this node's own `SourceTransfers` decides the fate of the
     blocks. The target only reports its progress and its error.
 
-    Args:
-        call: sends a message to the target; raises its error, or PeerUnavailableError.
-        lease_s: of the node; the target is polled every 0.05 s, or every tenth of a lease if that is shorter.
+    The target is polled every 0.05 s, or every tenth of a lease if that is shorter.
     """
 
     def __init__(
-        self,
-        message: PullSubject,
-        target: NodeName,
-        source: SourceTransfers,
-        call: Callable[[Message], Message],
-        lease_s: float,
-        on_change: Callable[[Migration], object],
+        self, settings: PullSettings, wanted: PullSubject, target: NodeName, source: SourceTransfers
     ) -> None:
-        super().__init__(message.pull_id, target, message.subject, message.is_move, on_change, source)
-        self._message = message
-        self._call = call
-        self._poll_s = min(_POLL_S, lease_s / 10)
+        super().__init__(wanted, target, settings.on_change, source)
+        self._settings = settings
+        self._wanted = wanted
+        self._poll_s = min(_POLL_S, settings.lease_s / 10)
         self._woken = threading.Event()  # it is acknowledged or has ended
 
     def run(self) -> None:
@@ -259,10 +252,13 @@ class Push(OutgoingMigration):
             self._woken.set()
         return has_entered
 
+    def _call(self, message: Message) -> Message:
+        return self._settings.links.call(self.peer, message, self._settings.call_s)
+
     def _ask_until_started(self) -> None:
         for num_left in reversed(range(_TRIES)):
             try:
-                self._call(self._message)
+                self._call(self._wanted)
                 return
             except PeerUnavailableError:
                 if not num_left or self._woken.wait(self._poll_s):

@@ -127,12 +127,16 @@ class Migrator(Running):
         self._call_s = min(_MAX_CALL_S, lease_s)
         self._links = PeerLinks(name, self.peers, secret, backends)
         self._book = MigrationBook(name, on_phase)
-        self._source = SourceTransfers(site, name, self.incarnation, lease_s, clock, self._book.note_transfer)
+        self._source = SourceTransfers(
+            site,
+            name,
+            self.incarnation,
+            lease_s,
+            clock,
+            lambda transfer: self._book.note_transfer(transfer, self._source),
+        )
         self._pullers = Workers(f"kv_pool {name} pulls", max_concurrent)
-        self._askers = Workers(f"kv_pool {name} asks", 4 + 2 * max_concurrent)
         self._pushers = Workers(f"kv_pool {name} pushes", 64)
-        self._book.attach(self._source)
-        self._housekeeping = Housekeeping(name, site, self._source, self._book, lease_s, clock, self._askers)
         self._settings = PullSettings(
             name,
             site,
@@ -141,10 +145,11 @@ class Migrator(Running):
             self._call_s,
             clock,
             RateLimit(max_bytes_per_s, clock),
-            self._askers,
+            Workers(f"kv_pool {name} asks", 4 + 2 * max_concurrent),
             self._book.note,
-            self._housekeeping.note_unsettled,
+            [],
         )
+        self._housekeeping = Housekeeping(self._settings, self._source, self._book)
         self._server: CallServer | None = None
         for backend in backends:
             backend.attach(self._source.check_leased, self._links.connect_bulk)
@@ -205,7 +210,7 @@ class Migrator(Running):
                 _logger.warning("node %s stops with a move in doubt: %s", self.name, migration.error)
         for transfer in self._source.list_prepared():
             self._source.cancel(CancelTransfer(transfer.message.transfer_id, "the source stops"))
-        for workers in (self._pullers, self._pushers, self._askers):
+        for workers in (self._pullers, self._pushers, self._settings.askers):
             workers.stop()
         self._book.release_held()
         self._links.close()
@@ -314,15 +319,8 @@ class Migrator(Running):
         limit = max_bytes_per_s or 0.0
         RateLimit(limit, self._clock)
         transfer_id = TransferId(secrets.token_bytes(16))
-        push = Push(
-            PullSubject(transfer_id, subject, is_move, self.name, self.address, limit, backend),
-            target,
-            self._source,
-            lambda message: self._links.call(target, message, self._call_s),
-            self.lease_s,
-            self._book.note,
-        )
-        return self._start_migration(push, self._pushers)
+        wanted = PullSubject(transfer_id, subject, is_move, self.name, self.address, limit, backend)
+        return self._start_migration(Push(self._settings, wanted, target, self._source), self._pushers)
 
     def list_migrations(self) -> list[MigrationStatus]:
         """Return the running migrations and the last 1000 that ended, in both directions, oldest first."""
@@ -340,7 +338,8 @@ class Migrator(Running):
         """Verify the invariants of `migration/invariants.py`. Raises CorruptedPoolError; changes nothing."""
         pulls = self._book.list_pulls()
         with self.site.lock:
-            invariants.check(self.site, self._source, pulls, self._housekeeping.list_unsettled())
+            unsettled = [lease for lease, _ in self._settings.unsettled]
+            invariants.check(self.site, self._source, pulls, unsettled)
 
     # ---- calls of other nodes --------------------------------------------------------------------
 
@@ -375,14 +374,14 @@ class Migrator(Running):
 
     def _answer_pull(self, message: PullSubject) -> Acknowledged:
         self._links.learn_address(message.source, message.source_address)
-        if self._book.get(message.pull_id) is None:
+        if self._book.get(message.transfer_id) is None:
             self._start_pull(message)
         return Acknowledged()
 
     def _answer_ask_pull(self, message: AskPull) -> PullOutcome:
-        migration = self._book.get(message.pull_id)
+        migration = self._book.get(message.transfer_id)
         if not isinstance(migration, Pull):
-            raise StaleTransferError(f"node {self.name!r} has no pull {message.pull_id.hex()}")
+            raise StaleTransferError(f"node {self.name!r} has no pull {message.transfer_id.hex()}")
         if message.cancel:
             migration.cancel()
         return PullOutcome(migration.get_status(), migration.new_ids)

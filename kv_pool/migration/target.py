@@ -59,7 +59,7 @@ class Pull(Migration):
     direction: ClassVar[str] = "in"
 
     def __init__(self, settings: PullSettings, wanted: PullSubject, hold_s: float = 0.0) -> None:
-        super().__init__(wanted.pull_id, wanted.source, wanted.subject, wanted.is_move, settings.on_change)
+        super().__init__(wanted, wanted.source, settings.on_change)
         self.reservation: Reservation | None = None
         self.lease: Lease | None = None
         self.held: Lease | None = None
@@ -302,7 +302,7 @@ class Pull(Migration):
             elif reservation is not None:
                 reader = None if self._reads is None else self._reads.reader
                 if self.lease is not None and reader is not None and not reader.is_settled():
-                    self._settings.on_unsettled(self.lease, reader)
+                    self._settings.unsettled.append((self.lease, reader))
                     self.lease = None
                 self._release_lease()
                 self._site.release_reservation(reservation)

@@ -78,17 +78,19 @@ class RateLimit:
 
 @dataclass(frozen=True)
 class PullSettings:
-    """The settings that all pulls of a node share.
+    """What all migrations of a node share.
 
     Attributes:
-        name: of the target.
+        name: of the node.
         links: the connections to sources.
         lease_s: duration of the write lease unless renewed, and time limit of one read.
         call_s: time limit of a call to a source.
         clock: monotonic time in seconds, the clock of the site's leases.
         limit: shared by all migrations to this node.
-        on_change: called without any lock, with a pull that has entered a phase or finished a batch.
-        on_unsettled: called with a lease and a reader that may still write to its blocks.
+        askers: threads for calls to other nodes.
+        on_change: called without any lock, with a migration that has entered a phase or finished a batch.
+        unsettled: write leases in quarantine, each with a reader that may still write to its blocks. Guarded
+            by the site's lock.
     """
 
     name: NodeName
@@ -98,9 +100,9 @@ class PullSettings:
     call_s: float
     clock: Callable[[], float]
     limit: RateLimit
-    parallel: Workers
+    askers: Workers
     on_change: Callable[[Migration], object]
-    on_unsettled: Callable[[Lease, BlockReader], object]
+    unsettled: list[tuple[Lease, BlockReader]]
 
 
 class SourceCalls:
@@ -243,15 +245,15 @@ class VerifiedReads:
         Returns:
             Positions of blocks that do not match their checksums.
         """
-        parallel = self._settings.parallel
+        askers = self._settings.askers
         wrong: list[int] = []
         verifying: Future[list[int]] | None = None
         for batch in self._make_batches(positions):
-            asked = parallel.submit(partial(self._ask_checksums, batch))
+            asked = askers.submit(partial(self._ask_checksums, batch))
             self._read_batch(batch)
             if verifying is not None:
                 wrong += verifying.result()
-            verifying = parallel.submit(partial(self._verify, batch, asked))
+            verifying = askers.submit(partial(self._verify, batch, asked))
             self._settings.on_change(self._migration)
         if verifying is not None:
             wrong += verifying.result()

@@ -1,5 +1,7 @@
 """`Moving`: one migration between two nodes, by a `Pull` that goes on from message to message."""
 
+from types import SimpleNamespace
+
 from lives.contents import HASHER
 from lives.network import Link
 from lives.promises import Promise, Writer
@@ -38,7 +40,7 @@ class Moving:
             LEASE_S,
             world.read_clock,
             lambda pull: self.observe(),
-            self.note_unsettled,
+            SimpleNamespace(append=self.note_unsettled),
             target.name,
         )
         self.pull._calls.wait = lambda seconds: None
@@ -131,7 +133,7 @@ class Moving:
             assert was_acknowledged, "the sequence is at both nodes"
             self.target.on_arrived(self.sequence)
 
-    def note_unsettled(self, lease, reader):
+    def note_unsettled(self, both):
         """The last bytes arrive after the pull has failed."""
         self.target.write_late(self.writer)
         self.writer = None

@@ -51,10 +51,10 @@ class Inline:
         return future
 
 
-def make_pull(site, links, wanted, hold_s, lease_s, clock, on_change, on_unsettled, name="target"):
+def make_pull(site, links, wanted, hold_s, lease_s, clock, on_change, unsettled, name="target"):
     """A pull that runs in one thread by one clock, without a limit of the rate."""
     limit = RateLimit(0.0, clock)
-    settings = PullSettings(name, site, links, lease_s, 1.0, clock, limit, Inline(), on_change, on_unsettled)
+    settings = PullSettings(name, site, links, lease_s, 1.0, clock, limit, Inline(), on_change, unsettled)
     return Pull(settings, wanted, hold_s)
 
 

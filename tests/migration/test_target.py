@@ -62,7 +62,7 @@ class Bench:
             LEASE_S,
             self.clock,
             self.note,
-            lambda *both: self.unsettled.append(both),
+            self.unsettled,
         )
 
     def start_source(self, life):

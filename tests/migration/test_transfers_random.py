@@ -194,7 +194,7 @@ class World:
             LEASE_S,
             self.clock,
             lambda pull: None,
-            lambda *both: self.quarantined.append(both),
+            self.quarantined,
         )
         self.pulls.append(pull)
         return pull
