@@ -10,7 +10,8 @@ from typing import Final
 
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import NodeName, TransferId
-from kv_pool.migration.migration import Migration, OutgoingMigration
+from kv_pool.migration.migration import Migration
+from kv_pool.migration.outgoing import OutgoingMigration
 from kv_pool.migration.source import SourceTransfers, Transfer
 from kv_pool.migration.status import MigrationPhase, MigrationStatus
 from kv_pool.migration.target import Pull

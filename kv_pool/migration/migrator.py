@@ -36,8 +36,9 @@ from kv_pool.migration.messages import (
     RenewLease,
     as_reply,
 )
-from kv_pool.migration.migration import Migration, Push
+from kv_pool.migration.migration import Migration
 from kv_pool.migration.migration_book import Housekeeping, MigrationBook
+from kv_pool.migration.outgoing import Push
 from kv_pool.migration.peers import PeerLinks, Peers, check_name
 from kv_pool.migration.pool_site import PoolSite
 from kv_pool.migration.source import SourceTransfers, make_incarnation
