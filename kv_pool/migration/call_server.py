@@ -24,17 +24,9 @@ from kv_pool.errors import (
 )
 from kv_pool.events.zmq_module import zmq
 from kv_pool.ids import NodeName
+from kv_pool.migration import messages
 from kv_pool.migration.addresses import bind_listener, format_address, is_loopback, parse_address, tune
 from kv_pool.migration.channel import MAX_MESSAGE_BYTES, Channel
-from kv_pool.migration.messages import (
-    Answer,
-    BulkOpened,
-    Message,
-    OpenBulk,
-    decode_message,
-    describe_failure,
-    encode_message,
-)
 from kv_pool.migration.remote_calls import HANDSHAKE_FAILED
 from kv_pool.migration.secret import derive_curve_pair
 from kv_pool.threads import Workers, start_thread
@@ -118,7 +110,7 @@ class BulkListener:
             channel.abort()
             thread.join()
 
-    def admit(self, backend: str, caller: NodeName) -> BulkOpened:
+    def admit(self, backend: str, caller: NodeName) -> messages.BulkOpened:
         """Admit one connection to a backend.
 
         Raises:
@@ -140,7 +132,7 @@ class BulkListener:
                     f"{num_readers} connections are open, which is the maximum; try again later"
                 )
             self._admitted[ticket] = _Admission(key, handler, caller, now + TICKET_S)
-        return BulkOpened(self.port, ticket, key)
+        return messages.BulkOpened(self.port, ticket, key)
 
     # ---- in the thread of the server -------------------------------------------------------------
 
@@ -241,7 +233,7 @@ class CallServer(Running):
         self,
         listen: str,
         secret: bytes,
-        answer: Answer,
+        answer: messages.Answer,
         *,
         bulk: BulkListener | None = None,
         on_gone: Callable[[NodeName], object] = lambda caller: None,
@@ -385,23 +377,23 @@ class CallServer(Running):
             self._workers.submit(partial(self._reply, client, caller, data))
         except OutOfThreadsError as error:
             _logger.warning("refused a call from %s: %s", caller, error)
-            failed = describe_failure(PeerUnavailableError(str(error)))
-            self._replies.append((client, encode_message(failed)))
+            failed = messages.describe_failure(PeerUnavailableError(str(error)))
+            self._replies.append((client, messages.encode_message(failed)))
 
     # ---- in a thread for answers -----------------------------------------------------------------
 
     def _reply(self, client: bytes, caller: NodeName, data: bytes) -> None:
         try:
-            message = decode_message(data)
-            if isinstance(message, OpenBulk):
-                reply: Message = self.bulk.admit(message.backend, caller)
+            message = messages.decode_message(data)
+            if isinstance(message, messages.OpenBulk):
+                reply: messages.Message = self.bulk.admit(message.backend, caller)
             else:
                 reply = self._answer(message, caller)
-            encoded = encode_message(reply)
+            encoded = messages.encode_message(reply)
         except Exception as error:
             if not isinstance(error, KVPoolError):
                 _logger.exception("failed to answer node %s", caller)
-            encoded = encode_message(describe_failure(error))
+            encoded = messages.encode_message(messages.describe_failure(error))
         self._replies.append((client, encoded))
         with suppress(OSError):  # many replies are waiting already, or the server has stopped
             self._waker.send(b"\0")

@@ -17,25 +17,7 @@ from kv_pool.errors import (
     StaleTransferError,
 )
 from kv_pool.ids import NodeName, TransferId
-from kv_pool.migration import invariants
-from kv_pool.migration.messages import (
-    Acknowledged,
-    AcknowledgeTransfer,
-    AnnounceNode,
-    AskChecksums,
-    AskPull,
-    CancelTransfer,
-    DescribeNode,
-    KnownNode,
-    Message,
-    NodeDescription,
-    NodeLocation,
-    PrepareTransfer,
-    PullOutcome,
-    PullSubject,
-    RenewLease,
-    as_reply,
-)
+from kv_pool.migration import invariants, messages
 from kv_pool.migration.migration import Migration
 from kv_pool.migration.migration_book import Housekeeping, MigrationBook
 from kv_pool.migration.outgoing import Push
@@ -101,7 +83,7 @@ class Migrator(Running):
         listen: str | None = None,
         bulk_port: int = 0,
         peers: Peers | None = None,
-        location: NodeLocation = NodeLocation(),  # noqa: B008 (frozen)
+        location: messages.NodeLocation = messages.NodeLocation(),  # noqa: B008 (frozen)
         lease_s: float = 30.0,
         max_bytes_per_s: float = 0.0,
         max_concurrent: int = 4,
@@ -210,7 +192,7 @@ class Migrator(Running):
             if isinstance(migration, Pull) and migration.abandon_doubt():
                 _logger.warning("node %s stops with a move in doubt: %s", self.name, migration.error)
         for transfer in self._source.list_prepared():
-            self._source.cancel(CancelTransfer(transfer.message.transfer_id, "the source stops"))
+            self._source.cancel(messages.CancelTransfer(transfer.message.transfer_id, "the source stops"))
         for workers in (self._pullers, self._pushers, self._settings.askers):
             workers.stop()
         self._book.release_held()
@@ -240,11 +222,11 @@ class Migrator(Running):
         names = [*self._links.list_local(), *(node.name for node in self.peers.list_nodes())]
         return [name for name in dict.fromkeys(names) if name != self.name]
 
-    def describe(self) -> NodeDescription:
+    def describe(self) -> messages.NodeDescription:
         """Return the description of this node, its pool and its backends."""
         with self.site.lock:
             num_free = self.site.count_free_blocks()
-        return NodeDescription(
+        return messages.NodeDescription(
             self.name,
             self.incarnation,
             self.site.layout,
@@ -256,19 +238,19 @@ class Migrator(Running):
             self.site.sequences.kind,
         )
 
-    def make_announcement(self, ttl_s: float) -> AnnounceNode:
+    def make_announcement(self, ttl_s: float) -> messages.AnnounceNode:
         """Return the announcement of this node to a registry; see `Announcer`."""
-        return AnnounceNode(self.name, self.incarnation, self.address, self.location, ttl_s)
+        return messages.AnnounceNode(self.name, self.incarnation, self.address, self.location, ttl_s)
 
-    def ask(self, name: NodeName, timeout_s: float = 5.0) -> NodeDescription:
+    def ask(self, name: NodeName, timeout_s: float = 5.0) -> messages.NodeDescription:
         """Return the description of another node.
 
         Raises:
             PeerUnavailableError: the name is unknown, or the node does not answer.
             PeerAuthenticationError: the node has another secret.
         """
-        reply = self._links.call(name, DescribeNode(), timeout_s)
-        return as_reply(reply, NodeDescription, f"node {name!r}")
+        reply = self._links.call(name, messages.DescribeNode(), timeout_s)
+        return messages.as_reply(reply, messages.NodeDescription, f"node {name!r}")
 
     # ---- migrations ------------------------------------------------------------------------------
 
@@ -300,7 +282,9 @@ class Migrator(Running):
         if not 0 <= hold_s < math.inf:
             raise InvalidArgumentError(f"hold_s is {hold_s}; pass a finite number of seconds, 0 for no hold")
         transfer_id, limit = TransferId(secrets.token_bytes(16)), max_bytes_per_s or 0.0
-        wanted = PullSubject(transfer_id, subject, is_move, source, max_bytes_per_s=limit, backend=backend)
+        wanted = messages.PullSubject(
+            transfer_id, subject, is_move, source, max_bytes_per_s=limit, backend=backend
+        )
         return self._start_pull(wanted, hold_s)
 
     def migrate(
@@ -320,7 +304,7 @@ class Migrator(Running):
         limit = max_bytes_per_s or 0.0
         RateLimit(limit, self._clock)
         transfer_id = TransferId(secrets.token_bytes(16))
-        wanted = PullSubject(transfer_id, subject, is_move, self.name, self.address, limit, backend)
+        wanted = messages.PullSubject(transfer_id, subject, is_move, self.name, self.address, limit, backend)
         return self._start_migration(Push(self._settings, wanted, target, self._source), self._pushers)
 
     def list_migrations(self) -> list[MigrationStatus]:
@@ -344,48 +328,50 @@ class Migrator(Running):
 
     # ---- calls of other nodes --------------------------------------------------------------------
 
-    def answer(self, message: Message, caller: NodeName) -> Message:
+    def answer(self, message: messages.Message, caller: NodeName) -> messages.Message:
         """Return the reply to a message, or raise the error to send back. Thread-safe.
 
         Args:
             caller: the name that the calling node gave.
         """
         match message:
-            case DescribeNode():
+            case messages.DescribeNode():
                 return self.describe()
-            case PrepareTransfer():
+            case messages.PrepareTransfer():
                 return self._source.prepare(message)
-            case AskChecksums():
+            case messages.AskChecksums():
                 return self._source.compute_checksums(message)
-            case RenewLease():
+            case messages.RenewLease():
                 return self._source.renew(message)
-            case AcknowledgeTransfer():
+            case messages.AcknowledgeTransfer():
                 return self._source.acknowledge(message)
-            case CancelTransfer():
+            case messages.CancelTransfer():
                 return self._source.cancel(message)
-            case PullSubject():
+            case messages.PullSubject():
                 return self._answer_pull(message)
-            case AskPull():
+            case messages.AskPull():
                 return self._answer_ask_pull(message)
-            case AnnounceNode() if self._is_registry:
-                return self.peers.announce(message, KnownNode(self.name, self.address, self.location))
+            case messages.AnnounceNode() if self._is_registry:
+                return self.peers.announce(
+                    message, messages.KnownNode(self.name, self.address, self.location)
+                )
         raise InvalidArgumentError(
             f"node {self.name!r} does not answer {type(message).__name__} from {caller!r}"
         )
 
-    def _answer_pull(self, message: PullSubject) -> Acknowledged:
+    def _answer_pull(self, message: messages.PullSubject) -> messages.Acknowledged:
         self._links.learn_address(message.source, message.source_address)
         if self._book.get(message.transfer_id) is None:
             self._start_pull(message)
-        return Acknowledged()
+        return messages.Acknowledged()
 
-    def _answer_ask_pull(self, message: AskPull) -> PullOutcome:
+    def _answer_ask_pull(self, message: messages.AskPull) -> messages.PullOutcome:
         migration = self._book.get(message.transfer_id)
         if not isinstance(migration, Pull):
             raise StaleTransferError(f"node {self.name!r} has no pull {message.transfer_id.hex()}")
         if message.cancel:
             migration.cancel()
-        return PullOutcome(migration.get_status(), migration.new_ids)
+        return messages.PullOutcome(migration.get_status(), migration.new_ids)
 
     # ---- inside ----------------------------------------------------------------------------------
 
@@ -397,7 +383,7 @@ class Migrator(Running):
         if is_move and isinstance(subject, PrefixSubject):
             raise InvalidArgumentError("a prefix cannot be moved, only copied: pass is_move=False")
 
-    def _start_pull(self, wanted: PullSubject, hold_s: float = 0.0) -> Migration:
+    def _start_pull(self, wanted: messages.PullSubject, hold_s: float = 0.0) -> Migration:
         self._check_can_start(wanted.subject, wanted.source, wanted.is_move)
         return self._start_migration(Pull(self._settings, wanted, hold_s), self._pullers)
 

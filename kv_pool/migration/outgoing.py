@@ -9,16 +9,7 @@ from typing import ClassVar
 
 from kv_pool.errors import KVPoolError, MigrationCancelledError, PeerUnavailableError, StaleTransferError
 from kv_pool.ids import BlockId, NodeName
-from kv_pool.migration.messages import (
-    AskPull,
-    CallFailed,
-    CancelTransfer,
-    Message,
-    PrepareTransfer,
-    PullOutcome,
-    PullSubject,
-    raise_failure,
-)
+from kv_pool.migration import messages
 from kv_pool.migration.migration import Migration
 from kv_pool.migration.source import SourceTransfers, Transfer, TransferState
 from kv_pool.migration.status import MigrationPhase
@@ -41,7 +32,7 @@ class OutgoingMigration(Migration):
 
     def __init__(
         self,
-        wanted: PullSubject | PrepareTransfer,
+        wanted: messages.PullSubject | messages.PrepareTransfer,
         peer: NodeName,
         on_change: Callable[[Migration], object],
         source: SourceTransfers,
@@ -80,7 +71,7 @@ class OutgoingMigration(Migration):
 
     def _end_lease(self, reason: str) -> bool:
         """End the lease of the transfer. Return False if the target has acknowledged it."""
-        return not self._source.cancel(CancelTransfer(self.transfer_id, reason)).is_acknowledged
+        return not self._source.cancel(messages.CancelTransfer(self.transfer_id, reason)).is_acknowledged
 
 
 class Push(OutgoingMigration):
@@ -93,7 +84,7 @@ class Push(OutgoingMigration):
     """
 
     def __init__(
-        self, settings: PullSettings, wanted: PullSubject, target: NodeName, source: SourceTransfers
+        self, settings: PullSettings, wanted: messages.PullSubject, target: NodeName, source: SourceTransfers
     ) -> None:
         super().__init__(wanted, target, settings.on_change, source)
         self._settings = settings
@@ -110,7 +101,7 @@ class Push(OutgoingMigration):
         if self.phase is MigrationPhase.CANCELLED:
             # The target would notice by itself, but only after further reads.
             with suppress(KVPoolError):
-                self._call(AskPull(self.transfer_id, cancel=True))
+                self._call(messages.AskPull(self.transfer_id, cancel=True))
 
     def cancel(self) -> bool:
         error = MigrationCancelledError("the migration was cancelled; this node keeps the blocks")
@@ -130,7 +121,7 @@ class Push(OutgoingMigration):
             self._woken.set()
         return has_entered
 
-    def _call(self, message: Message) -> Message:
+    def _call(self, message: messages.Message) -> messages.Message:
         return self._settings.links.call(self.peer, message, self._settings.call_s)
 
     def _ask_until_started(self) -> None:
@@ -153,7 +144,7 @@ class Push(OutgoingMigration):
                 return
             is_acknowledged = self.phase is MigrationPhase.ACKNOWLEDGING
             try:
-                outcome = self._call(AskPull(self.transfer_id))
+                outcome = self._call(messages.AskPull(self.transfer_id))
             except (PeerUnavailableError, StaleTransferError) as error:
                 if is_acknowledged:
                     self._enter(MigrationPhase.DONE, self.new_ids)
@@ -168,10 +159,10 @@ class Push(OutgoingMigration):
                     raise
                 continue
             num_failures = 0
-            if isinstance(outcome, PullOutcome):
+            if isinstance(outcome, messages.PullOutcome):
                 self._note(outcome)
 
-    def _note(self, outcome: PullOutcome) -> None:
+    def _note(self, outcome: messages.PullOutcome) -> None:
         status = outcome.status
         with self._changed:
             if not self.phase.is_ended:
@@ -182,7 +173,7 @@ class Push(OutgoingMigration):
             self._end_lease("the copy has arrived")
             self._enter(MigrationPhase.DONE, outcome.new_ids)
         elif status.phase.is_ended:
-            raise_failure(CallFailed(status.error, status.error_message), self.peer)
+            messages.raise_failure(messages.CallFailed(status.error, status.error_message), self.peer)
 
     def _break_off(self, error: Exception) -> None:
         """End the lease: from here on the target cannot complete the transfer, unless it already has."""

@@ -29,18 +29,7 @@ from kv_pool.errors import (
     StaleTransferError,
 )
 from kv_pool.manager.leases import Lease, LeaseKind, LeaseState
-from kv_pool.migration.messages import (
-    Acknowledged,
-    AcknowledgeTransfer,
-    Cancelled,
-    CancelTransfer,
-    DescribeNode,
-    NodeDescription,
-    Offer,
-    PrepareTransfer,
-    PullSubject,
-    RenewLease,
-)
+from kv_pool.migration import messages
 from kv_pool.migration.migration import Migration
 from kv_pool.migration.site import Reservation
 from kv_pool.migration.status import MigrationPhase
@@ -58,7 +47,7 @@ class Pull(Migration):
 
     direction: ClassVar[str] = "in"
 
-    def __init__(self, settings: PullSettings, wanted: PullSubject, hold_s: float = 0.0) -> None:
+    def __init__(self, settings: PullSettings, wanted: messages.PullSubject, hold_s: float = 0.0) -> None:
         super().__init__(wanted, wanted.source, settings.on_change)
         self.reservation: Reservation | None = None
         self.lease: Lease | None = None
@@ -94,7 +83,7 @@ class Pull(Migration):
             if self.lease is not None and self.lease.state is LeaseState.ACTIVE:
                 self.lease.extend(self._settings.clock() + self._settings.lease_s)
         try:
-            self._calls.call(RenewLease(self.transfer_id), Acknowledged)
+            self._calls.call(messages.RenewLease(self.transfer_id), messages.Acknowledged)
         except StaleTransferError as error:
             self._calls.stop(error)
         except MigrationError:
@@ -160,27 +149,27 @@ class Pull(Migration):
         if self.phase is MigrationPhase.IN_DOUBT:
             self._acknowledge()
 
-    def _prepare(self) -> tuple[VerifiedReads, Offer]:
+    def _prepare(self) -> tuple[VerifiedReads, messages.Offer]:
         """M1: check layout compatibility, then ask the source for a lease on the blocks."""
         self._enter(MigrationPhase.PREPARING)
-        source = self._calls.repeat(DescribeNode(), NodeDescription)
+        source = self._calls.repeat(messages.DescribeNode(), messages.NodeDescription)
         self._site.layout.check_same(source.layout, f"node {source.name!r}")
         self._reads = reads = VerifiedReads(
             self._settings, self._calls, source, self, self._limit, self._backend
         )
         self._calls.check_wanted()
         self._may_be_leased = True
-        request = PrepareTransfer(
+        request = messages.PrepareTransfer(
             self.transfer_id, self.subject, self.is_move, self._site.layout, self._settings.name
         )
-        offer = self._calls.repeat(request, Offer)
+        offer = self._calls.repeat(request, messages.Offer)
         if offer.incarnation != source.incarnation:
             raise PeerUnavailableError(f"node {source.name!r} restarted during the request; try again")
         self._incarnation = offer.incarnation
         self.status.num_blocks = len(offer.blocks)
         return reads, offer
 
-    def _reserve(self, offer: Offer) -> Reservation:
+    def _reserve(self, offer: messages.Offer) -> Reservation:
         """M2: reserve one block for each offered block; put those to be written under a write lease."""
         site = self._site
         with site.lock:
@@ -215,9 +204,9 @@ class Pull(Migration):
     def _acknowledge(self) -> None:
         """M4: acknowledge, then adopt: a move once the source has confirmed, a copy unless it is invalid."""
         new_ids = [block.block_id for block in self._get_reservation().blocks]
-        message = AcknowledgeTransfer(self.transfer_id, self._incarnation, new_ids)
+        message = messages.AcknowledgeTransfer(self.transfer_id, self._incarnation, new_ids)
         try:
-            (self._calls.call if self.is_move else self._calls.repeat)(message, Acknowledged)
+            (self._calls.call if self.is_move else self._calls.repeat)(message, messages.Acknowledged)
         except Exception as error:
             if self.is_move or isinstance(error, InvalidContentError):
                 self._refuse_to_adopt(error)
@@ -309,7 +298,9 @@ class Pull(Migration):
         if self._may_be_leased:
             # Once, ignoring errors: if this fails, the source's lease expires.
             with suppress(Exception):
-                self._calls.call(CancelTransfer(self.transfer_id, str(error)[:200]), Cancelled)
+                self._calls.call(
+                    messages.CancelTransfer(self.transfer_id, str(error)[:200]), messages.Cancelled
+                )
         self.set_error(error)
         is_wanted = isinstance(error, MigrationCancelledError)
         self._enter(MigrationPhase.CANCELLED if is_wanted else MigrationPhase.FAILED)
