@@ -6,7 +6,7 @@ from contextlib import closing, contextmanager
 
 import pytest
 from made_threads import no_new_threads
-from migration.made_channels import LONG, soon
+from migration.made_channels import LONG, count_node_threads, has_ended, soon
 
 from kv_pool.errors import EndpointError, MigrationError, PeerUnavailableError
 from kv_pool.migration import call_server
@@ -49,18 +49,6 @@ def open_channel(listener, opened=None):
 def check_works(channel):
     channel.send(b"abcd", soon())
     assert channel.receive(soon()) == b"callerdcba"
-
-
-def has_ended(connection):
-    connection.settimeout(LONG)
-    try:
-        return connection.recv(1) == b""
-    except ConnectionResetError:
-        return True
-
-
-def count_threads():
-    return sum(thread.name.startswith("kv_pool node") for thread in threading.enumerate())
 
 
 def test_a_reader_is_admitted_by_a_call():
@@ -138,7 +126,7 @@ def test_silent_strangers_take_no_threads_and_are_replaced():
     with listen(MAX_STRANGERS=3, TICKET_S=LONG) as listener:
         strangers = [connect(listener) for _ in range(8)]
         assert all(map(has_ended, strangers[:5]))
-        assert count_threads() == 1
+        assert count_node_threads() == 1
         channel = open_channel(listener)
         check_works(channel)
         channel.close()

@@ -4,13 +4,12 @@ import logging
 import os
 import socket
 import threading
-import time
 from contextlib import closing, contextmanager
 
 import pytest
 import zmq
 from made_threads import no_new_threads
-from migration.made_channels import LONG, beside
+from migration.made_channels import LONG, beside, count_node_threads, wait_until
 from migration.processes.flaky_proxy import FlakyProxy
 
 from kv_pool import errors
@@ -114,16 +113,6 @@ class SlowNode(Node):
 
 def ask(calls, message=None, timeout_s=LONG):
     return calls.call(message or CancelTransfer(b"t" * 16, "late"), timeout_s)
-
-
-def wait_until(condition):
-    end = time.monotonic() + LONG
-    while not condition():
-        assert time.monotonic() < end, "it never came to be"
-
-
-def count_node_threads():
-    return sum(thread.name.startswith("kv_pool node") for thread in threading.enumerate())
 
 
 # ---- both kinds ----------------------------------------------------------------------------------

@@ -2,18 +2,11 @@ import random
 import time
 
 import pytest
-from migration.made_channels import LONG, beside, make_end, make_frame, make_pair, soon
+from migration.made_channels import LONG, beside, has_ended, make_end, make_frame, make_pair, soon
 
 from kv_pool.errors import InvalidArgumentError, PeerAuthenticationError, PeerUnavailableError
 from kv_pool.migration import channel as channel_module
 from kv_pool.migration.channel import MAX_MESSAGE_BYTES
-
-
-def has_ended(other):
-    try:
-        return other.recv(1) == b""
-    except ConnectionResetError:  # its last bytes were not read
-        return True
 
 
 def receive_three(channel):

@@ -469,21 +469,6 @@ def test_a_stopping_node_ends_its_leases_and_holds(make_pair, over):
     pair.check()
 
 
-def test_fetched_blocks_are_held_until_released(make_pair, over):
-    pair = make_pair(over)
-    request = pair.a.start("r", range(12))
-    subject = PrefixSubject(tuple(request.block_hashes))
-    migration = pair.node_b.fetch(subject, "a", hold_s=600.0)
-    assert migration.wait(PATIENCE_S) == [1, 2, 3]
-    with pair.b.lock:
-        assert pair.b.pool.get_num_free_blocks() == 28
-    pair.node_b.check_invariants()
-    migration.release()
-    migration.release()
-    assert pair.b.pool.get_num_free_blocks() == 31
-    pair.check()
-
-
 @pytest.mark.parametrize("is_of_the_node", [True, False])
 def test_a_short_migration_obeys_its_rate_limit(make_pair, is_of_the_node):
     """Regression: the first tenth of a second's bytes, and any single block, ignored the limit."""

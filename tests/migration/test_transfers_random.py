@@ -24,19 +24,7 @@ from kv_pool.errors import (
     TransferFailedError,
 )
 from kv_pool.manager.invariants import check_manager
-from kv_pool.migration import invariants
-from kv_pool.migration.messages import (
-    Acknowledged,
-    AcknowledgeTransfer,
-    AskChecksums,
-    Cancelled,
-    CancelTransfer,
-    DescribeNode,
-    Offer,
-    PrepareTransfer,
-    PullSubject,
-    RenewLease,
-)
+from kv_pool.migration import invariants, messages
 from kv_pool.migration.source import SourceTransfers, make_incarnation
 from kv_pool.migration.status import MigrationPhase
 from kv_pool.migration.subjects import PrefixSubject, SequenceSubject
@@ -71,7 +59,7 @@ class ModelledSource:
 
     def deliver(self, message):
         """Return the real answer, after comparing it with the model's."""
-        if isinstance(message, DescribeNode):
+        if isinstance(message, messages.DescribeNode):
             return answer_as_source(self.transfers, message, self.engine.site)
         transfer_id = message.transfer_id
         is_leased = self.is_leased(transfer_id)
@@ -80,38 +68,40 @@ class ModelledSource:
             reply = answer_as_source(self.transfers, message, self.engine.site)
         except InvalidContentError:
             assert transfer_id in self.invalid
-            if isinstance(message, AcknowledgeTransfer):
+            if isinstance(message, messages.AcknowledgeTransfer):
                 self.model[transfer_id] = "over"
             raise
         except StaleTransferError:
-            is_old = isinstance(message, AcknowledgeTransfer) and message.incarnation != self.incarnation
+            is_old = (
+                isinstance(message, messages.AcknowledgeTransfer) and message.incarnation != self.incarnation
+            )
             assert not is_leased, f"{message}: it is leased"
-            assert not isinstance(message, CancelTransfer)
+            assert not isinstance(message, messages.CancelTransfer)
             assert not is_old
-            if isinstance(message, AcknowledgeTransfer):
+            if isinstance(message, messages.AcknowledgeTransfer):
                 assert state != "acknowledged"
             raise
         except KVPoolError:
-            assert isinstance(message, PrepareTransfer)
+            assert isinstance(message, messages.PrepareTransfer)
             assert state is None
             raise
         match message:
-            case PrepareTransfer():
-                assert isinstance(reply, Offer)
+            case messages.PrepareTransfer():
+                assert isinstance(reply, messages.Offer)
                 assert is_leased or state is None
                 self.model[transfer_id] = self.clock.now + LEASE_S
-            case RenewLease():
+            case messages.RenewLease():
                 assert is_leased
                 assert transfer_id not in self.invalid
                 self.model[transfer_id] = self.clock.now + LEASE_S
-            case AskChecksums():
+            case messages.AskChecksums():
                 assert is_leased
-            case AcknowledgeTransfer() if message.incarnation == self.incarnation:
-                assert reply == Acknowledged()
+            case messages.AcknowledgeTransfer() if message.incarnation == self.incarnation:
+                assert reply == messages.Acknowledged()
                 assert state == "acknowledged" or (is_leased and transfer_id not in self.invalid)
                 self.model[transfer_id] = "acknowledged"
-            case CancelTransfer():
-                assert reply == Cancelled(is_acknowledged=state == "acknowledged")
+            case messages.CancelTransfer():
+                assert reply == messages.Cancelled(is_acknowledged=state == "acknowledged")
                 if state != "acknowledged":
                     self.model[transfer_id] = "over"
         return reply
@@ -185,7 +175,7 @@ class World:
     # ---- the peer of pulls -----------------------------------------------------------------------
 
     def make_pull(self, subject, is_move):
-        wanted = PullSubject(self.random.randbytes(16), subject, is_move, "source")
+        wanted = messages.PullSubject(self.random.randbytes(16), subject, is_move, "source")
         pull = make_pull(
             self.target.site,
             self,

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from migration.backends.made_links import BACKENDS, REMOTE_BACKENDS, TRANSFER_ID, make_connect, make_rows
 from migration.backends.source_process import SourceProcess
+from migration.made_channels import LONG, wait_until
 
 from kv_pool.errors import PeerUnavailableError, TransferFailedError
 
 NUM_BLOCKS, BLOCK_BYTES = 64, 1 << 20
 IDS = list(range(NUM_BLOCKS))
-LONG = 60.0
 
 
 @pytest.fixture
@@ -50,13 +50,6 @@ def make_target(over_tcp):
 
 def get_bytes(backend):
     return backend.storage.segments.owners[0].reshape(NUM_BLOCKS, BLOCK_BYTES)
-
-
-def wait_until(condition):
-    """Poll until the condition is true; the timeout only ends a test that hangs."""
-    end = time.monotonic() + LONG
-    while not condition():
-        assert time.monotonic() < end, "it never came to be"
 
 
 @pytest.mark.parametrize("kind", REMOTE_BACKENDS)
