@@ -27,7 +27,14 @@ from kv_pool.ids import NodeName, RequestId, SequenceId
 from kv_pool.migration.announcer import Announcer
 from kv_pool.migration.backends.tcp import TcpBackend
 from kv_pool.migration.machine import name_device, read_machine
-from kv_pool.migration.messages import KnownNode, NodeDescription, NodeLocation
+from kv_pool.migration.messages import (
+    KnownNode,
+    MigrationPhase,
+    MigrationStatus,
+    NodeDescription,
+    NodeLocation,
+    SequenceSubject,
+)
 from kv_pool.migration.migration_hook import MigrationHook
 from kv_pool.migration.migrator import Migrator
 from kv_pool.migration.peers import Peers, parse_peer
@@ -35,8 +42,6 @@ from kv_pool.migration.pool_sequences import PoolSequences
 from kv_pool.migration.pool_site import PoolSite
 from kv_pool.migration.secret import load_secret, write_secret_file
 from kv_pool.migration.sequences import SequenceOwner, Sequences
-from kv_pool.migration.status import MigrationPhase, MigrationStatus
-from kv_pool.migration.subjects import SequenceSubject
 from kv_pool.migration.topology import (
     ExcludedNode,
     Topology,

@@ -1,4 +1,4 @@
-"""The messages between nodes.
+"""The messages between nodes, and the subjects, offered blocks and statuses in them.
 
 | request | sent to | reply |
 |---|---|---|
@@ -19,6 +19,7 @@ An error of the called node is returned as `CallFailed` and raised at the caller
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import StrEnum
 from typing import Any, NoReturn, TypeVar, Union
 
 import msgspec
@@ -26,11 +27,135 @@ import msgspec
 from kv_pool.error_names import ERRORS_BY_NAME, find_error_name
 from kv_pool.errors import InvalidArgumentError, KVPoolError, MigrationError
 from kv_pool.foreign_bytes import UNDECODABLE, UNENCODABLE
-from kv_pool.ids import BlockId, NodeName, TransferId
-from kv_pool.migration.site import OfferedBlock
-from kv_pool.migration.status import MigrationStatus
-from kv_pool.migration.subjects import Subject
+from kv_pool.ids import BlockId, NodeName, RequestId, SequenceId, TransferId
 from kv_pool.storage.block_layout import BlockLayout
+
+
+class MigrationPhase(StrEnum):
+    """The phase of a migration.
+
+        target   WAITING -> PREPARING -> READING -> INSERTING -> ACKNOWLEDGING -> DONE
+                    |           |           |           |              |     \\-> IN_DOUBT -> DONE or FAILED
+                    +-----------+-----------+-----------+              +-> FAILED
+                    |-> FAILED, or CANCELLED by a caller
+        source   WAITING -> READING -> DONE, FAILED or CANCELLED       a pull is READING at once
+
+    IN_DOUBT is a move whose blocks have arrived and whose source has not confirmed that it released them.
+    """
+
+    WAITING = "waiting"
+    PREPARING = "preparing"
+    READING = "reading"
+    INSERTING = "inserting"
+    ACKNOWLEDGING = "acknowledging"
+    IN_DOUBT = "in doubt"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def is_ended(self) -> bool:
+        """True in a final phase: DONE, FAILED or CANCELLED."""
+        return self in (MigrationPhase.DONE, MigrationPhase.FAILED, MigrationPhase.CANCELLED)
+
+
+class MigrationStatus(msgspec.Struct):
+    """The status of one migration, as seen by one of its two nodes. JSON-serializable.
+
+    The node updates its own instance; callers get copies.
+
+    Attributes:
+        migration_id: 32 hex digits, the same at both nodes.
+        direction: `in` at the target, `out` at the source.
+        peer: the other node's name.
+        subject: a description for people.
+        started: Unix time in seconds, by this node's clock.
+        num_blocks: of the offer; 0 before the offer.
+        num_present_blocks: of `num_blocks`, those whose content the target already had; they are not read.
+        num_done_blocks: blocks that the target has: read and verified, or present before.
+        num_bytes, num_descriptors: bytes read so far, repeated reads included, and the number of pieces.
+        elapsed_s: from `started` until now or the end, waiting included.
+        error, error_message: class name and message of the error that it failed with or is in doubt for.
+    """
+
+    migration_id: str
+    direction: str
+    peer: NodeName
+    subject: str
+    is_move: bool
+    phase: MigrationPhase
+    started: float
+    num_blocks: int = 0
+    num_present_blocks: int = 0
+    num_done_blocks: int = 0
+    num_bytes: int = 0
+    num_descriptors: int = 0
+    bytes_per_s: float = 0.0
+    elapsed_s: float = 0.0
+    error: str = ""
+    error_message: str = ""
+
+
+class BlocksSubject(msgspec.Struct, frozen=True, tag="blocks", forbid_unknown_fields=True):
+    """Blocks by id, in use or cached.
+
+    Attributes:
+        block_ids: distinct.
+        generations: `KVCacheBlock.generation` of each block when it was named; a block that was reused since
+            then is refused. () to accept all blocks as they are.
+    """
+
+    block_ids: tuple[BlockId, ...]
+    generations: tuple[int, ...] = ()
+
+
+class SequenceSubject(msgspec.Struct, frozen=True, tag="sequence", forbid_unknown_fields=True):
+    """All blocks of a sequence or request, in token order, including a partial last block."""
+
+    sequence_id: SequenceId | RequestId
+
+
+class PrefixSubject(msgspec.Struct, frozen=True, tag="prefix", forbid_unknown_fields=True):
+    """The longest cached prefix of these hashes, in use or free. Copied, never moved.
+
+    Attributes:
+        block_hashes: of `hash_block_size` tokens each, first block first.
+    """
+
+    block_hashes: tuple[bytes, ...]
+
+
+Subject = BlocksSubject | SequenceSubject | PrefixSubject
+
+
+def describe_subject(subject: Subject) -> str:
+    """Describe a subject in words, for messages and lists."""
+    match subject:
+        case BlocksSubject():
+            return f"{len(subject.block_ids)} blocks"
+        case SequenceSubject():
+            return f"sequence {subject.sequence_id}"
+        case _:
+            return f"a prefix of {len(subject.block_hashes)} blocks"
+
+
+class OfferedBlock(msgspec.Struct, frozen=True, array_like=True):
+    """One block of an offer.
+
+    Attributes:
+        block_id, generation: at the source.
+        keys: its cache keys there, hashes with their groups; () if the block is not cached.
+        num_tokens: tokens from the start of the sequence that the first key covers; None if unknown.
+        parent: the hash of the preceding block, for events; None for the first block or if unknown.
+        token_ids: of this block; () if the source does not know them.
+    """
+
+    block_id: BlockId
+    generation: int
+    keys: tuple[bytes, ...] = ()
+    num_tokens: int | None = None
+    parent: bytes | None = None
+    token_ids: tuple[int, ...] = ()
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

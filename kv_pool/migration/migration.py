@@ -11,11 +11,12 @@ from typing import ClassVar
 
 from kv_pool.ids import BlockId, NodeName
 from kv_pool.migration.messages import (
+    MigrationPhase,
+    MigrationStatus,
     PrepareTransfer,
     PullSubject,
+    describe_subject,
 )
-from kv_pool.migration.status import MigrationPhase, MigrationStatus
-from kv_pool.migration.subjects import describe_subject
 
 
 class Migration(ABC):

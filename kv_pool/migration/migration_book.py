@@ -10,10 +10,10 @@ from typing import Final
 
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import NodeName, TransferId
+from kv_pool.migration.messages import MigrationPhase, MigrationStatus
 from kv_pool.migration.migration import Migration
 from kv_pool.migration.outgoing import OutgoingMigration
 from kv_pool.migration.source import SourceTransfers, Transfer
-from kv_pool.migration.status import MigrationPhase, MigrationStatus
 from kv_pool.migration.target import Pull
 from kv_pool.migration.verified_reads import PullSettings
 from kv_pool.threads import start_thread

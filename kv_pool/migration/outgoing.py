@@ -10,9 +10,9 @@ from typing import ClassVar
 from kv_pool.errors import KVPoolError, MigrationCancelledError, PeerUnavailableError, StaleTransferError
 from kv_pool.ids import BlockId, NodeName
 from kv_pool.migration import messages
+from kv_pool.migration.messages import MigrationPhase
 from kv_pool.migration.migration import Migration
 from kv_pool.migration.source import SourceTransfers, Transfer, TransferState
-from kv_pool.migration.status import MigrationPhase
 from kv_pool.migration.verified_reads import PullSettings
 
 _POLL_S = 0.05

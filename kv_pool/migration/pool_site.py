@@ -23,18 +23,23 @@ from kv_pool.foreign_bytes import UNDECODABLE
 from kv_pool.ids import BlockHashWithGroupId, BlockId, BlockMove, NodeName, RequestId, SequenceId
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.leases import BlockLeases
-from kv_pool.migration.selector import Selector, check_usable
+from kv_pool.migration.messages import BlocksSubject, OfferedBlock, SequenceSubject, Subject
 from kv_pool.migration.sequences import NoOwner, SequenceOwner, Sequences
-from kv_pool.migration.site import OfferedBlock, Reservation, Selection, SubjectState, insert_keys
-from kv_pool.migration.subjects import BlocksSubject, SequenceSubject, Subject
+from kv_pool.migration.site import (
+    Reservation,
+    Rows,
+    Selection,
+    Selector,
+    SubjectState,
+    check_usable,
+    insert_keys,
+)
 from kv_pool.storage.block_layout import BlockLayout
 
 _LEAVING = "it is being moved to another node"
 _ARRIVING = "it is being received from another node"
 _RESERVED = "arriving from another node"
 _decoder = msgspec.msgpack.Decoder(SubjectState)
-
-_Rows = list[list[KVCacheBlock]]
 
 
 class _State(Enum):
@@ -56,7 +61,7 @@ class _Departure:
         holds: one for each sequence while it is frozen; it owns the references of detached tables.
     """
 
-    rows: dict[Any, _Rows]
+    rows: dict[Any, Rows]
     tables: dict[Any, list[BlockTable]]
     holds: list[Hold] = field(default_factory=list)
     state: _State = _State.FREEZING
@@ -342,7 +347,7 @@ class PoolSite:
                 else:
                     joining.setdefault(self.sequences.as_id(holder), []).append(block)
         joins: list[Callable[[], object]] = []
-        joined: list[tuple[Any, _Rows]] = []
+        joined: list[tuple[Any, Rows]] = []
         for sequence_id, blocks in joining.items():
             join, rows = self.sequences.make_join(sequence_id, blocks, reservation.state.details)
             joins.append(join)
@@ -474,7 +479,7 @@ def _list_holders(state: SubjectState, blocks: Sequence[object]) -> Sequence[Seq
     return state.sequence_ids or [None] * len(blocks)
 
 
-def _list_blocks(rows: _Rows) -> list[KVCacheBlock]:
+def _list_blocks(rows: Rows) -> list[KVCacheBlock]:
     return [block for row in rows for block in row if not block.is_null]
 
 

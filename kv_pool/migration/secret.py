@@ -51,7 +51,7 @@ def check_secret(secret: bytes) -> None:
 
 
 def derive_curve_pair(secret: bytes) -> tuple[bytes, bytes]:
-    """Return the public and the secret CURVE key of all nodes with this secret, clients and servers, in Z85.
+    """Return the public and the secret CURVE key of all nodes with this secret, clients and servers, as text.
 
     Raises:
         InvalidArgumentError: a secret of fewer than 16 bytes, or this libzmq has no CURVE support.

@@ -19,9 +19,9 @@ from kv_pool.errors import InvalidContentError, MigrationError, StaleTransferErr
 from kv_pool.ids import BlockId, NodeName, TransferId
 from kv_pool.manager.leases import Lease, LeaseKind, LeaseState
 from kv_pool.migration import messages
+from kv_pool.migration.messages import describe_subject
 from kv_pool.migration.pool_site import PoolSite
 from kv_pool.migration.site import Selection
-from kv_pool.migration.subjects import describe_subject
 from kv_pool.storage.checksums import checksum_blocks
 
 MAX_REMEMBERED = 65_536

@@ -30,9 +30,9 @@ from kv_pool.errors import (
 )
 from kv_pool.manager.leases import Lease, LeaseKind, LeaseState
 from kv_pool.migration import messages
+from kv_pool.migration.messages import MigrationPhase
 from kv_pool.migration.migration import Migration
 from kv_pool.migration.site import Reservation
-from kv_pool.migration.status import MigrationPhase
 from kv_pool.migration.verified_reads import PullSettings, RateLimit, SourceCalls, VerifiedReads
 
 

@@ -16,11 +16,18 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.errors import InvalidArgumentError, MigrationError, PeerUnavailableError, TransferFailedError
 from kv_pool.ids import BlockId, NodeName
 from kv_pool.manager.leases import Lease
-from kv_pool.migration.messages import AskChecksums, Checksums, Message, NodeDescription, Reply, as_reply
+from kv_pool.migration.messages import (
+    AskChecksums,
+    Checksums,
+    Message,
+    NodeDescription,
+    OfferedBlock,
+    Reply,
+    as_reply,
+)
 from kv_pool.migration.migration import Migration
 from kv_pool.migration.peers import PeerLinks
 from kv_pool.migration.pool_site import PoolSite
-from kv_pool.migration.site import OfferedBlock
 from kv_pool.migration.transfer_backend import BlockReader
 from kv_pool.storage.checksums import checksum_blocks
 from kv_pool.threads import Workers

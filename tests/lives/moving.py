@@ -10,9 +10,14 @@ from lives.turns import Turns
 from migration.made_nodes import make_pull
 
 from kv_pool.errors import InvalidContentError
-from kv_pool.migration.messages import CancelTransfer, PullSubject
-from kv_pool.migration.status import MigrationPhase
-from kv_pool.migration.subjects import BlocksSubject, PrefixSubject, SequenceSubject
+from kv_pool.migration.messages import (
+    BlocksSubject,
+    CancelTransfer,
+    MigrationPhase,
+    PrefixSubject,
+    PullSubject,
+    SequenceSubject,
+)
 
 
 class Moving:

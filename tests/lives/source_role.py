@@ -7,6 +7,7 @@ from kv_pool.migration.messages import (
     Acknowledged,
     AcknowledgeTransfer,
     AskChecksums,
+    BlocksSubject,
     Cancelled,
     CancelTransfer,
     DescribeNode,
@@ -16,7 +17,6 @@ from kv_pool.migration.messages import (
     RenewLease,
 )
 from kv_pool.migration.source import SourceTransfers, TransferState, make_incarnation
-from kv_pool.migration.subjects import BlocksSubject
 
 LEASE_S = 5.0
 ACKNOWLEDGED, OVER = "acknowledged", "over"

@@ -13,9 +13,9 @@ from kv_pool import KVPoolError
 from kv_pool.errors import InvalidArgumentError, TransferFailedError
 from kv_pool.migration import messages
 from kv_pool.migration.backends.tcp import ReadRuns, Rows, TcpBackend, list_rows
+from kv_pool.migration.messages import BlocksSubject, PrefixSubject, SequenceSubject
 from kv_pool.migration.migrator import Migrator
 from kv_pool.migration.remote_calls import RemoteCalls
-from kv_pool.migration.subjects import BlocksSubject, PrefixSubject, SequenceSubject
 
 SECRET = b"the secret of all nodes"
 ID = b"t" * 16

@@ -29,10 +29,9 @@ from kv_pool.errors import (
 from kv_pool.manager.invariants import check_manager
 from kv_pool.migration.backends.tcp import TcpBackend
 from kv_pool.migration.manager_sequences import ManagerSequences
+from kv_pool.migration.messages import BlocksSubject, MigrationPhase, PrefixSubject, SequenceSubject
 from kv_pool.migration.migrator import Migrator
 from kv_pool.migration.pool_site import PoolSite
-from kv_pool.migration.status import MigrationPhase
-from kv_pool.migration.subjects import BlocksSubject, PrefixSubject, SequenceSubject
 
 PATIENCE_S = 30.0
 SECRET = b"sixteen bytes, or more"

@@ -7,8 +7,8 @@ from kv_pool.manager.invariants import check_manager
 from kv_pool.migration import messages
 from kv_pool.migration import source as source_module
 from kv_pool.migration.invariants import check_source
+from kv_pool.migration.messages import PrefixSubject, SequenceSubject
 from kv_pool.migration.source import SourceTransfers, TransferState, make_incarnation
-from kv_pool.migration.subjects import PrefixSubject, SequenceSubject
 from kv_pool.storage.checksums import checksum_blocks
 
 TABLE = """

@@ -17,9 +17,8 @@ from kv_pool.manager.invariants import check_manager
 from kv_pool.manager.leases import LeaseState
 from kv_pool.migration import messages
 from kv_pool.migration.invariants import check_pulls
+from kv_pool.migration.messages import MigrationPhase, PrefixSubject, SequenceSubject
 from kv_pool.migration.source import SourceTransfers, make_incarnation
-from kv_pool.migration.status import MigrationPhase
-from kv_pool.migration.subjects import PrefixSubject, SequenceSubject
 from kv_pool.migration.transfer_backend import ReadCount
 
 LEASE_S = 10.0

@@ -25,9 +25,8 @@ from kv_pool.errors import (
 )
 from kv_pool.manager.invariants import check_manager
 from kv_pool.migration import invariants, messages
+from kv_pool.migration.messages import MigrationPhase, PrefixSubject, SequenceSubject
 from kv_pool.migration.source import SourceTransfers, make_incarnation
-from kv_pool.migration.status import MigrationPhase
-from kv_pool.migration.subjects import PrefixSubject, SequenceSubject
 from kv_pool.migration.transfer_backend import ReadCount
 
 LEASE_S = 10.0
@@ -371,7 +370,6 @@ class World:
             else:
                 unsettled = [lease for lease, _ in self.quarantined]
                 invariants.check_pulls(engine.site, pulls, unsettled)
-                invariants.check_reservations(pulls)
 
     def finish(self):
         """Repair the network and let time pass until all transfers have ended."""
