@@ -35,10 +35,7 @@ class SourceBench:
         self.engine = MadeEngine(16, self.clock)
         self.engine.start("r", range(10))
         self.incarnation = make_incarnation("source", "1")
-        self.changes = []
-        self.transfers = SourceTransfers(
-            self.engine.site, "source", self.incarnation, LEASE_S, self.clock, self.changes.append
-        )
+        self.transfers = SourceTransfers(self.engine.site, "source", self.incarnation, LEASE_S, self.clock)
         self.is_move = is_move
 
     def ask(self, call):
@@ -111,20 +108,6 @@ def test_afterwards_nothing_is_leased_and_one_side_has_it(row):
     bench.check()
 
 
-def test_a_lease_lasts_while_it_is_renewed():
-    bench = SourceBench()
-    bench.ask("prepare")
-    for _ in range(5):
-        bench.clock.now += LEASE_S - 1
-        assert bench.answer("renew") == "renewed"
-        bench.transfers.expire()
-    assert len(bench.transfers.list_prepared()) == 1
-    bench.clock.now += LEASE_S
-    bench.transfers.expire()
-    assert bench.transfers.list_prepared() == []
-    assert bench.is_here()
-
-
 def test_another_callers_expire_also_ends_the_transfer():
     bench = SourceBench()
     bench.ask("prepare")
@@ -135,16 +118,6 @@ def test_another_callers_expire_also_ends_the_transfer():
     bench.transfers.expire()
     assert bench.is_here()
     bench.check()
-
-
-def test_on_change_is_called_once_at_start_and_end():
-    bench = SourceBench()
-    bench.ask("prepare")
-    bench.ask("prepare")
-    bench.ask("acknowledge")
-    bench.ask("acknowledge")
-    assert len(bench.changes) == 2
-    assert bench.transfers.find_outcome(TRANSFER_ID).new_ids == (7, 8, 9)
 
 
 def test_acknowledgements_for_earlier_epochs_are_accepted():

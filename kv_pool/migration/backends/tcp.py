@@ -125,7 +125,7 @@ class TcpBackend(TransferBackend):
 
     def _make_window(self, theirs: Sequence[int]) -> BlockWindow:
         rows = choose_rows(list_rows(self.storage), theirs)
-        return BlockWindow(self.storage, rows, count_piece_blocks(self.storage))
+        return BlockWindow(self.storage, rows)
 
     def _send_blocks(self, channel: Channel, window: BlockWindow, asked: ReadRuns) -> None:
         ids = _expand_runs(asked.runs, self.storage.num_blocks)
@@ -276,15 +276,15 @@ class BlockWindow:
 
     Args:
         rows: from `choose_rows`.
-        max_blocks: maximum number of blocks of one piece.
     """
 
-    def __init__(self, storage: BlockStorage, rows: Sequence[int], max_blocks: int) -> None:
+    def __init__(self, storage: BlockStorage, rows: Sequence[int]) -> None:
         self._storage = storage
         self._buffer: BlockStorage | None = None
         table = storage.segments
         if storage.device != "cpu" or len(table) > len(rows):
-            self._buffer = make_host_buffer(storage.block_bytes, max_blocks, storage.block_format)
+            size = count_piece_blocks(storage)
+            self._buffer = make_host_buffer(storage.block_bytes, size, storage.block_format)
             table = self._buffer.segments
         sizes = np.array(rows, np.int64)
         split = SegmentTable(1, np.zeros_like(sizes), sizes, sizes, (None,) * len(rows))  # without memory
