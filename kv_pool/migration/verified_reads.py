@@ -176,15 +176,6 @@ class SourceCalls:
         raise AssertionError("the loop above returns or raises")
 
 
-@dataclass
-class _Batch:
-    """Blocks of one read: positions in the offer, and ids on both sides."""
-
-    positions: list[int]
-    remote_ids: list[BlockId]
-    local_ids: list[BlockId]
-
-
 class VerifiedReads:
     """The reads of one pull. The constructor connects to the source.
 
@@ -266,24 +257,23 @@ class VerifiedReads:
             wrong += verifying.result()
         return wrong
 
-    def _make_batches(self, positions: Sequence[int]) -> Iterator[_Batch]:
-        """Yield batches ordered by block id at the source, so that contiguous blocks form one piece."""
-        offered, blocks = self._offered, self._blocks
+    def _make_batches(self, positions: Sequence[int]) -> Iterator[list[int]]:
+        """Yield positions ordered by block id at the source, so that contiguous blocks form one piece."""
         limits = (self._settings.limit, self._limit)
         most_bytes = min(limit.count_batch_bytes(_BATCH_BYTES) for limit in limits)
         size = min(_BATCH_BLOCKS, max(1, most_bytes // self._storage.block_bytes))
-        order = sorted(positions, key=lambda position: offered[position].block_id)
+        order = sorted(positions, key=lambda position: self._offered[position].block_id)
         for start in range(0, len(order), size):
-            some = order[start : start + size]
-            yield _Batch(
-                some,
-                [offered[position].block_id for position in some],
-                [blocks[position].block_id for position in some],
-            )
+            yield order[start : start + size]
 
-    def _read_batch(self, batch: _Batch) -> None:
+    def _list_local_ids(self, batch: list[int]) -> list[BlockId]:
+        return [self._blocks[position].block_id for position in batch]
+
+    def _read_batch(self, batch: list[int]) -> None:
         """Read a batch. After a failure retry over a new connection, unless the old one may still write."""
-        num_bytes = len(batch.positions) * self._storage.block_bytes
+        num_bytes = len(batch) * self._storage.block_bytes
+        remote_ids = [self._offered[position].block_id for position in batch]
+        local_ids = self._list_local_ids(batch)
         wait_s = max(self._settings.limit.take(num_bytes), self._limit.take(num_bytes))
         if wait_s:
             self._calls.wait(wait_s)
@@ -293,9 +283,7 @@ class VerifiedReads:
                 self.reader = self._settings.links.take_reader(self._source, self._backend)
             deadline = time.monotonic() + self._settings.lease_s
             try:
-                count = self.reader.read(
-                    self._migration.transfer_id, batch.remote_ids, batch.local_ids, deadline
-                )
+                count = self.reader.read(self._migration.transfer_id, remote_ids, local_ids, deadline)
             except TransferFailedError:
                 self.reader.close()
                 if not num_left or not self.reader.is_settled():
@@ -306,18 +294,18 @@ class VerifiedReads:
             self._migration.status.num_descriptors += count.num_descriptors
             return
 
-    def _ask_checksums(self, batch: _Batch) -> npt.NDArray[np.uint64]:
-        reply = self._calls.repeat(AskChecksums(self._migration.transfer_id, batch.positions), Checksums)
-        if len(reply.values) != 8 * len(batch.positions):
+    def _ask_checksums(self, batch: list[int]) -> npt.NDArray[np.uint64]:
+        reply = self._calls.repeat(AskChecksums(self._migration.transfer_id, batch), Checksums)
+        if len(reply.values) != 8 * len(batch):
             raise TransferFailedError(
                 f"node {self._source.name!r} sent {len(reply.values)} bytes of checksums for "
-                f"{len(batch.positions)} blocks; expected 8 bytes per block"
+                f"{len(batch)} blocks; expected 8 bytes per block"
             )
         return np.frombuffer(reply.values, ">u8").astype(np.uint64)
 
-    def _verify(self, batch: _Batch, asked: Future[npt.NDArray[np.uint64]]) -> list[int]:
+    def _verify(self, batch: list[int], asked: Future[npt.NDArray[np.uint64]]) -> list[int]:
         expected = asked.result()
-        found = checksum_blocks(self._storage, batch.local_ids)
+        found = checksum_blocks(self._storage, self._list_local_ids(batch))
         wrong = np.flatnonzero(found != expected).tolist()
-        self._migration.status.num_done_blocks += len(batch.positions) - len(wrong)
-        return [batch.positions[index] for index in wrong]
+        self._migration.status.num_done_blocks += len(batch) - len(wrong)
+        return [batch[index] for index in wrong]
