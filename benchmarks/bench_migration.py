@@ -15,11 +15,10 @@ from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request
 from kv_pool.ids import BlockId, NodeName, RequestId, TransferId
 from kv_pool.migration.backends.tcp import TcpBackend
 from kv_pool.migration.manager_sequences import ManagerSequences
-from kv_pool.migration.messages import CancelTransfer, Offer, PrepareTransfer
+from kv_pool.migration.messages import CancelTransfer, Offer, PrepareTransfer, SequenceSubject
 from kv_pool.migration.migrator import Migrator
 from kv_pool.migration.pool_site import PoolSite
 from kv_pool.migration.sequences import SequenceOwner
-from kv_pool.migration.subjects import SequenceSubject
 from kv_pool.migration.transfer_backend import TransferBackend
 from kv_pool.storage import KVStorage
 from kv_pool.storage.checksums import checksum_blocks

@@ -34,14 +34,16 @@ from kv_pool.migration.addresses import bind_listener, connect_to, format_addres
 from kv_pool.migration.backends.in_process import InProcessBackend
 from kv_pool.migration.backends.tcp import TcpBackend
 from kv_pool.migration.call_server import BulkListener, CallServer
+from kv_pool.migration.channel import Channel
 from kv_pool.migration.messages import Cancelled
-from kv_pool.migration.transfer_backend import BlockReader, TransferBackend
+from kv_pool.migration.remote_calls import RemoteCalls
+from kv_pool.migration.transfer_backend import BlockReader, ConnectBulk, TransferBackend
 from kv_pool.storage import KVStorage
 from kv_pool.storage.checksums import checksum_blocks
 from kv_pool.storage.segments import split_alike
 
 TRANSFER_ID = TransferId(b"benchmark".ljust(16))
-SOURCE, TARGET, LOCAL = NodeName("source"), NodeName("target"), NodeName("local")
+SOURCE, TARGET = NodeName("source"), NodeName("target")
 SEED = 0
 LONG_S = 60.0
 HAS_NIXL = importlib.util.find_spec("nixl") is not None
@@ -74,6 +76,16 @@ def make_backends(storage: KVStorage) -> dict[str, TransferBackend]:
     return {backend.name: backend for backend in backends}
 
 
+def make_connect(address: str, secret: bytes) -> ConnectBulk:
+    """Return a function that connects to the node at this address, whatever its name."""
+
+    def connect(name: NodeName, backend: str, timeout_s: float) -> Channel:
+        with contextlib.closing(RemoteCalls(address, secret, TARGET)) as calls:
+            return calls.connect_bulk(backend, timeout_s)
+
+    return connect
+
+
 def allow_all(transfer_id: TransferId, block_ids: object) -> None:
     """Accept every transfer."""
 
@@ -87,7 +99,7 @@ def serve(block_bytes: int, num_blocks: int, layout: str, secret: bytes) -> None
     backends = make_backends(storage)
     bulk = BulkListener({name: backend.get_bulk_handler() for name, backend in backends.items()})
     for backend in backends.values():
-        backend.attach(SOURCE, allow_all, lambda name: "", secret)
+        backend.attach(allow_all, make_connect("", secret))
     with (
         CallServer("127.0.0.1:0", secret, lambda *_: Cancelled(), bulk=bulk) as server,
         bind_listener("127.0.0.1:0") as listener,
@@ -146,9 +158,10 @@ class Target:
         self.backends["in_process"] = InProcessBackend(storage)
         descriptions = {name: bytes.fromhex(told) for name, told in source["descriptions"].items()}
         self.descriptions = descriptions | {"in_process": self.local_backend.describe()}
-        self.local_backend.attach(LOCAL, allow_all, lambda name: "", secret)
+        connect = make_connect(str(source["address"]), secret)
+        self.local_backend.attach(allow_all, connect)
         for backend in self.backends.values():
-            backend.attach(TARGET, allow_all, lambda name: str(source["address"]), secret)
+            backend.attach(allow_all, connect)
         self.raw = connect_to(source["raw_address"], LONG_S)
         self.readers = {name: self.open(name, backend) for name, backend in self.backends.items()}
 
@@ -309,7 +322,7 @@ def measure_first_block(target: Target, options: Options) -> dict[str, Any]:
                 return now
 
             backend = make(target.storage)
-            backend.attach(TARGET, allow_all, lambda name: str(target.source["address"]), target.secret)
+            backend.attach(allow_all, make_connect(str(target.source["address"]), target.secret))
             start = note("make the backend", start)
             reader = target.open(name, backend)
             start = note("open a reader", start)

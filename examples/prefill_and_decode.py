@@ -40,7 +40,7 @@ from kv_pool.migration import (
     load_secret,
     write_secret_file,
 )
-from kv_pool.migration.subjects import Subject
+from kv_pool.migration.messages import Subject
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_NEW_TOKENS, VOCABULARY = 8, 121, 24, 128
 BACKENDS = {"tcp": TcpBackend, "nixl": NixlBackend}

@@ -10,7 +10,7 @@ from pictures.all_pictures import FOLDER, draw_all
 from pictures.palette import DARK, FILLS, LIGHT, compute_contrast
 from test_layers import LAYERS
 
-from kv_pool.migration.status import MigrationPhase
+from kv_pool.migration.messages import MigrationPhase
 
 PACKAGE = Path(__file__).parent.parent / "kv_pool"
 PICTURES = {picture.name: picture for picture in draw_all()}

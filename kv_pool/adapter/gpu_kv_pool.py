@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Collection, ItemsView, Iterator, Mapping, Sequence, ValuesView
-from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, cast
 
@@ -21,6 +20,7 @@ from kv_pool.core.arguments import (
     refuse_copy,
 )
 from kv_pool.core.block import KVCacheBlock, list_ids
+from kv_pool.core.extra_keys import KnownTokens
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.taking import touch_listed
 from kv_pool.errors import (
@@ -570,7 +570,7 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
             # A cached block may follow one that is not cached, for example after a migration.
             is_bare = [block.block_hash is None for block in blocks[num_cached:num_hashes]]
             self.block_pool.cache_full_blocks(
-                _Prefix(block_hashes, token_ids or []),
+                KnownTokens(block_hashes, token_ids or []),
                 blocks,
                 num_cached,
                 num_hashes,
@@ -1019,15 +1019,3 @@ class BlockInfos(Mapping[BlockId, BlockInfo]):
     def _copy(self) -> dict[BlockId, BlockInfo]:
         with self._pool.lock:
             return {block_id: self._pool.get_block_info(block_id) for block_id in self}
-
-
-@dataclass(frozen=True, slots=True)
-class _Prefix:
-    """The request attributes that a block pool reads, for a sequence known only by its hashes."""
-
-    block_hashes: Sequence[BlockHash]
-    all_token_ids: Sequence[int]
-    lora_request: None = None
-    mm_features: None = None
-    cache_salt: None = None
-    session_id: None = None

@@ -5,9 +5,9 @@ from typing import TypedDict
 from kv_pool.adapter.gpu_kv_pool import GPUKVPool
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockId, NodeName, SequenceId
+from kv_pool.migration.messages import SequenceSubject
 from kv_pool.migration.migrator import Migrator
 from kv_pool.migration.pool_sequences import PoolSequences
-from kv_pool.migration.subjects import SequenceSubject
 
 
 class RemoteMigration(TypedDict):

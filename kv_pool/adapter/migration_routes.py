@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 
 from kv_pool.errors import InvalidArgumentError, UnknownDeviceError
 from kv_pool.ids import BlockId, NodeName, SequenceId
-from kv_pool.migration.local_move import LocalMove
+from kv_pool.migration.messages import BlocksSubject, SequenceSubject, Subject
 from kv_pool.migration.pool_sequences import PoolSequences, SitePool
-from kv_pool.migration.pool_site import PoolSite
-from kv_pool.migration.subjects import BlocksSubject, SequenceSubject, Subject
+from kv_pool.migration.pool_site import LocalMove, PoolSite
 from kv_pool.protocol import NORMAL
 
 if TYPE_CHECKING:  # at run time only a pool with a storage or a migrator imports them

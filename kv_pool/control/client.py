@@ -10,7 +10,7 @@ from kv_pool.control import messages
 from kv_pool.control.socket_path import find_path
 from kv_pool.errors import ControlError
 from kv_pool.ids import BlockId, NodeName, RequestId, SequenceId
-from kv_pool.migration.status import MigrationStatus
+from kv_pool.migration.messages import MigrationStatus
 from kv_pool.reports.holds import HoldList
 from kv_pool.reports.layout import PoolLayout
 from kv_pool.reports.sequences import SequenceList

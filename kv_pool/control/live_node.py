@@ -24,19 +24,24 @@ from kv_pool.errors import (
     UnknownSequenceError,
 )
 from kv_pool.ids import NodeName, RequestId, SequenceId
+from kv_pool.migration.announcer import Announcer
 from kv_pool.migration.backends.tcp import TcpBackend
 from kv_pool.migration.machine import name_device, read_machine
-from kv_pool.migration.messages import KnownNode, NodeDescription, NodeLocation
+from kv_pool.migration.messages import (
+    KnownNode,
+    MigrationPhase,
+    MigrationStatus,
+    NodeDescription,
+    NodeLocation,
+    SequenceSubject,
+)
 from kv_pool.migration.migration_hook import MigrationHook
 from kv_pool.migration.migrator import Migrator
 from kv_pool.migration.peers import Peers, parse_peer
 from kv_pool.migration.pool_sequences import PoolSequences
 from kv_pool.migration.pool_site import PoolSite
-from kv_pool.migration.registry import Announcer, NodeRegistry
 from kv_pool.migration.secret import load_secret, write_secret_file
 from kv_pool.migration.sequences import SequenceOwner, Sequences
-from kv_pool.migration.status import MigrationPhase, MigrationStatus
-from kv_pool.migration.subjects import SequenceSubject
 from kv_pool.migration.topology import (
     ExcludedNode,
     Topology,
@@ -109,7 +114,6 @@ class LiveNode:
         site = PoolSite(sequences, owner=owner)
         self._site = site
         self._locations: dict[NodeName, NodeLocation] = {}
-        self._registry = NodeRegistry(clock)
         self.migrator = Migrator(
             name,
             site,
@@ -126,7 +130,7 @@ class LiveNode:
             ),
             max_bytes_per_s=0.0 if settings.max_rate is None else parse_rate(settings.max_rate),
             on_phase=self._learn_from,
-            registry=self._registry,
+            is_registry=True,
         )
         self._announcer: Announcer | None = None
         if settings.registry is not None:
@@ -149,7 +153,6 @@ class LiveNode:
             # Runs last: the migrator cancels the migrations that the thread waits for.
             stack.callback(self._join)
             node = stack.enter_context(self.migrator)
-            self._registry.keep(KnownNode(node.name, node.address, node.location))
             if self._announcer is not None:
                 stack.enter_context(self._announcer)
             if self._migration_threshold:
@@ -288,7 +291,6 @@ class LiveNode:
     def _migrate_excess(self) -> None:
         while not self._stopping.wait(_SECONDS_BETWEEN_CHECKS):
             if self.pool.get_free_blocks() < self._migration_threshold:
-                self._learn_peers()
                 self.migration_hook.keep_free(self._migration_threshold)
 
     def _ask_all(self) -> list[tuple[KnownNode, NodeDescription | KVPoolError, float]]:
@@ -303,26 +305,18 @@ class LiveNode:
                 there = error
             return known, there, self._clock() - started
 
-        self._learn_peers()
         nodes = [node for node in self.migrator.peers.list_nodes() if node.name != self.migrator.name]
         with ThreadPoolExecutor(min(len(nodes), _MAX_ASKED_AT_ONCE) or 1) as executor:
             asked = [submit(executor, "kv_pool peers", ask, node) for node in nodes]
             return [one.result() for one in asked]
 
     def _ask(self, name: NodeName) -> NodeDescription:
-        self._learn_peers()
         started = self._clock()
         there = self.migrator.ask(name, _ASK_TIMEOUT_S)
         self._locations[name] = there.location
         nearness = find_nearness(self.migrator.location, there.location)
         self.topology.note_round_trip(nearness, self._clock() - started)
         return there
-
-    def _learn_peers(self) -> None:
-        if self._announcer is None:
-            self.migrator.peers.learn(
-                [node for node in self._registry.list_nodes().nodes if node.name != self.migrator.name]
-            )
 
     def _learn_from(self, status: MigrationStatus) -> None:
         """Pass the measured speed of a migration into this node to the topology; log a failed one."""

@@ -25,7 +25,7 @@ from kv_pool.error_names import ERRORS_BY_NAME, find_error_name
 from kv_pool.errors import ControlError, InvalidArgumentError
 from kv_pool.foreign_bytes import UNDECODABLE, UNENCODABLE
 from kv_pool.ids import BlockId, NodeName, RequestId, SequenceId
-from kv_pool.migration.status import MigrationStatus
+from kv_pool.migration.messages import MigrationStatus
 from kv_pool.tiers.tier import TierStatistics
 
 MAX_COMMAND_BYTES = 4096

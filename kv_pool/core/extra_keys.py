@@ -20,6 +20,7 @@ do not, so `sha256_cbor` has it only for an adapter with a `version`.
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kv_pool.core.salt_regions import read_salt_regions
@@ -55,6 +56,17 @@ class CacheableRequest(Protocol):
     # Optional: `session_id`, a string or None, reported in events; `salt_regions`, None or a sequence of
     # objects with `start` and `salt`; `prompt_embeds`, None or a tensor or array (num_tokens, hidden size),
     # and with it `_prompt_embeds_per_block_hashes`, a dict that caches each block's digest.
+
+
+@dataclass(frozen=True)
+class KnownTokens:
+    """Stands for a request of which only the hashes, or the tokens of a block, are known."""
+
+    block_hashes: Sequence[BlockHash]
+    all_token_ids: Sequence[int]
+    lora_request: Any = None
+    mm_features: Sequence[Any] | None = None
+    cache_salt: str | None = None
 
 
 def has_extra_keys(request: CacheableRequest) -> bool:

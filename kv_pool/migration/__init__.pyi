@@ -6,11 +6,11 @@ from kv_pool.migration.manager_sequences import ManagerSequences as ManagerSeque
 from kv_pool.migration.sequences import Sequences as Sequences
 from kv_pool.migration.sequences import SequenceOwner as SequenceOwner
 from kv_pool.migration.sequences import NoOwner as NoOwner
-from kv_pool.migration.subjects import SequenceSubject as SequenceSubject
-from kv_pool.migration.subjects import PrefixSubject as PrefixSubject
-from kv_pool.migration.subjects import BlocksSubject as BlocksSubject
-from kv_pool.migration.status import MigrationStatus as MigrationStatus
-from kv_pool.migration.status import MigrationPhase as MigrationPhase
+from kv_pool.migration.messages import SequenceSubject as SequenceSubject
+from kv_pool.migration.messages import PrefixSubject as PrefixSubject
+from kv_pool.migration.messages import BlocksSubject as BlocksSubject
+from kv_pool.migration.messages import MigrationStatus as MigrationStatus
+from kv_pool.migration.messages import MigrationPhase as MigrationPhase
 from kv_pool.migration.verified_reads import PullSettings as PullSettings
 from kv_pool.migration.topology import Topology as Topology
 from kv_pool.migration.topology import read_topology as read_topology

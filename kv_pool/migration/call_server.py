@@ -24,22 +24,21 @@ from kv_pool.errors import (
 )
 from kv_pool.events.zmq_module import zmq
 from kv_pool.ids import NodeName
+from kv_pool.migration import messages
 from kv_pool.migration.addresses import bind_listener, format_address, is_loopback, parse_address, tune
 from kv_pool.migration.channel import MAX_MESSAGE_BYTES, Channel
-from kv_pool.migration.messages import (
-    Answer,
-    BulkOpened,
-    Message,
-    OpenBulk,
-    decode_message,
-    describe_failure,
-    encode_message,
-)
 from kv_pool.migration.remote_calls import HANDSHAKE_FAILED
 from kv_pool.migration.secret import derive_curve_pair
 from kv_pool.threads import Workers, start_thread
 
 _logger = logging.getLogger(__name__)
+
+MAX_READERS = 256
+MAX_STRANGERS = 64
+TICKET_S = 5.0
+"""How long a ticket is valid, and how long a connection may wait before it sends one."""
+HANDSHAKE_S = 5.0
+"""The time limit of a client's handshake."""
 
 _MAX_THREADS = 64
 _TICK_MS = 1000
@@ -72,9 +71,9 @@ class BulkListener:
     Args:
         handlers: by backend name, called in the thread of the connection; None for a backend without one.
         port: 0 selects a free port.
-        max_readers: limit of admitted readers; one more gets an error.
-        max_strangers: limit of connections without a ticket; one more closes the oldest.
-        ticket_s: how long a ticket is valid, and how long a connection may wait before sending one.
+
+    At most `MAX_READERS` readers are admitted. A connection without a ticket is closed after `TICKET_S`, and
+    the oldest one when there are more than `MAX_STRANGERS`.
 
     `CallServer` watches the sockets and calls `go_on`. Each admitted reader gets a thread; if the system
     cannot start one, the connection is closed.
@@ -83,20 +82,10 @@ class BulkListener:
         port: the port that readers are told; set it if they reach this node through a forwarded port.
     """
 
-    def __init__(
-        self,
-        handlers: Mapping[str, BulkHandler | None],
-        port: int = 0,
-        max_readers: int = 256,
-        max_strangers: int = 64,
-        ticket_s: float = 5.0,
-    ) -> None:
+    def __init__(self, handlers: Mapping[str, BulkHandler | None], port: int = 0) -> None:
         self.port = port
         self._listen_port = port
         self._handlers = {name: handler for name, handler in handlers.items() if handler is not None}
-        self._max_readers = max_readers
-        self._max_strangers = max_strangers
-        self._ticket_s = ticket_s
         self._listener: socket.socket | None = None
         self._strangers: dict[socket.socket, float] = {}  # connection -> deadline, oldest first
         self._lock = threading.Lock()
@@ -121,12 +110,12 @@ class BulkListener:
             channel.abort()
             thread.join()
 
-    def admit(self, backend: str, caller: NodeName) -> BulkOpened:
+    def admit(self, backend: str, caller: NodeName) -> messages.BulkOpened:
         """Admit one connection to a backend.
 
         Raises:
             MigrationError: this node has no such backend that serves bytes.
-            PeerUnavailableError: `max_readers` connections are open or admitted.
+            PeerUnavailableError: `MAX_READERS` connections are open or admitted.
         """
         handler = self._handlers.get(backend)
         if handler is None:
@@ -138,12 +127,12 @@ class BulkListener:
         with self._lock:
             self._admitted = {one: found for one, found in self._admitted.items() if found.deadline > now}
             num_readers = len(self._readers) + len(self._admitted)
-            if num_readers >= self._max_readers:
+            if num_readers >= MAX_READERS:
                 raise PeerUnavailableError(
                     f"{num_readers} connections are open, which is the maximum; try again later"
                 )
-            self._admitted[ticket] = _Admission(key, handler, caller, now + self._ticket_s)
-        return BulkOpened(self.port, ticket, key)
+            self._admitted[ticket] = _Admission(key, handler, caller, now + TICKET_S)
+        return messages.BulkOpened(self.port, ticket, key)
 
     # ---- in the thread of the server -------------------------------------------------------------
 
@@ -161,7 +150,7 @@ class BulkListener:
                 self._use_ticket(one)
         while self._strangers:
             oldest, deadline = next(iter(self._strangers.items()))
-            if len(self._strangers) <= self._max_strangers and deadline > time.monotonic():
+            if len(self._strangers) <= MAX_STRANGERS and deadline > time.monotonic():
                 return
             del self._strangers[oldest]
             oldest.close()
@@ -170,7 +159,7 @@ class BulkListener:
         try:
             connection, _ = listener.accept()
             tune(connection)
-            self._strangers[connection] = time.monotonic() + self._ticket_s
+            self._strangers[connection] = time.monotonic() + TICKET_S
         except ConnectionAbortedError:
             pass  # closed by its client before this call
         except OSError as error:
@@ -230,7 +219,6 @@ class CallServer(Running):
         bulk: the connections of readers, at the same host; stopped with this server.
         on_gone: called with the name of a node that has had no connection for three seconds, as when its
             process has ended. A suspended node keeps its connections.
-        handshake_s: time limit of a client's handshake.
     Raises:
         MissingDependencyError: pyzmq is not installed.
 
@@ -245,24 +233,21 @@ class CallServer(Running):
         self,
         listen: str,
         secret: bytes,
-        answer: Answer,
+        answer: messages.Answer,
         *,
         bulk: BulkListener | None = None,
         on_gone: Callable[[NodeName], object] = lambda caller: None,
-        handshake_s: float = 5.0,
     ) -> None:
         self.listen = listen
         self.address = ""
         self.bulk = BulkListener({}) if bulk is None else bulk
-        self._keys = derive_curve_pair(secret)
+        self._public_key, self._secret_key = derive_curve_pair(secret)
         self._answer = answer
         self._on_gone = on_gone
-        self._handshake_s = handshake_s
         self._callers: dict[int, NodeName] = {}  # by the descriptor of the connection
         self._gone: dict[NodeName, float] = {}  # since when they have no connection
         self._workers = Workers("kv_pool node answers", _MAX_THREADS)
         self._replies: deque[tuple[bytes, bytes]] = deque()
-        self._waker: socket.socket | None = None
         self._receiving: threading.Thread | None = None
 
     def start(self) -> None:
@@ -280,26 +265,27 @@ class CallServer(Running):
             place = listener.getsockname()
             on_failure.callback(self.bulk.stop)
             self.bulk.start(parse_address(self.listen)[0])
-            woken, self._waker = socket.socketpair()
-            on_failure.callback(woken.close)
+            self._woken, self._waker = socket.socketpair()
+            on_failure.callback(self._woken.close)
             on_failure.callback(self._waker.close)
             self._waker.setblocking(False)
-            context = zmq.Context()
+            self._context = context = zmq.Context()
             on_failure.callback(context.destroy, 0)
-            router, admitting = context.socket(zmq.ROUTER), context.socket(zmq.REP)
-            admitting.bind("inproc://zeromq.zap.01")  # asked by ZeroMQ about each client's key
+            self._admitting = context.socket(zmq.REP)
+            self._admitting.bind("inproc://zeromq.zap.01")  # asked by ZeroMQ about each client's key
+            self._router = router = context.socket(zmq.ROUTER)
             router.linger = 0
             router.ipv6 = ":" in place[0]
             router.maxmsgsize = MAX_MESSAGE_BYTES
-            router.handshake_ivl = int(self._handshake_s * 1000)
+            router.handshake_ivl = int(HANDSHAKE_S * 1000)
             router.tcp_keepalive = 1
             router.curve_server = True
-            router.curve_secretkey = self._keys.secret_key
-            ends = router.get_monitor_socket(zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILED)
+            router.curve_secretkey = self._secret_key
+            self._ends = router.get_monitor_socket(zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILED)
             router.use_fd = listener.detach()
             router.bind(f"tcp://{format_address(*place[:2])}")
             self._workers = Workers("kv_pool node answers", _MAX_THREADS)
-            self._receiving = start_thread("kv_pool node", self._run, context, router, admitting, ends, woken)
+            self._receiving = start_thread("kv_pool node", self._run)
             on_failure.pop_all()
         self.address = format_address(*place[:2])
         if not is_loopback(place[0]):
@@ -314,7 +300,7 @@ class CallServer(Running):
 
         Do not call it while holding a lock that an answer may need.
         """
-        if self._receiving is None or self._waker is None:
+        if self._receiving is None:
             return
         self._waker.close()
         self._receiving.join()
@@ -327,28 +313,22 @@ class CallServer(Running):
 
     # ---- in the receiving thread -----------------------------------------------------------------
 
-    def _run(
-        self,
-        context: zmq.Context[zmq.SyncSocket],
-        router: zmq.SyncSocket,
-        admitting: zmq.SyncSocket,
-        ends: zmq.SyncSocket,
-        woken: socket.socket,
-    ) -> None:
+    def _run(self) -> None:
+        router, woken = self._router, self._woken
         is_stopping = False
         while not is_stopping:
             bulk = self.bulk.list_sockets()
             poller = zmq.Poller()
-            for one in (router, admitting, ends, woken, *bulk):
+            for one in (router, self._admitting, self._ends, woken, *bulk):
                 poller.register(one, zmq.POLLIN)
             # Replies are left if an error interrupted the last turn.
             wait_ms = 0 if self._replies else _TICK_MS if len(bulk) > 1 or self._gone else None
             ready = dict(poller.poll(wait_ms))
             try:
                 is_stopping = woken.fileno() in ready and not woken.recv(4096)
-                if admitting in ready:
-                    self._admit(admitting)
-                self._note_ends(ends)  # before a request: a new connection may reuse a descriptor
+                if self._admitting in ready:
+                    self._admit()
+                self._note_ends()  # before a request: a new connection may reuse a descriptor
                 if router in ready:
                     self._receive(router.recv_multipart(copy=False))
                 while self._replies:
@@ -358,18 +338,18 @@ class CallServer(Running):
                 _logger.exception("failed to serve a client of %s", self.address)
         woken.close()
         router.disable_monitor()
-        context.destroy(linger=0)
+        self._context.destroy(linger=0)
 
-    def _admit(self, admitting: zmq.SyncSocket) -> None:
+    def _admit(self) -> None:
         """Admit the clients that have the key of this secret (ZeroMQ's authentication protocol, RFC 27)."""
-        version, request_id, *_, key = admitting.recv_multipart()
-        code = b"200" if zmq.utils.z85.encode(key) == self._keys.public_key else b"400"
-        admitting.send_multipart([version, request_id, code, b"", b"", b""])
+        version, request_id, *_, key = self._admitting.recv_multipart()
+        code = b"200" if zmq.utils.z85.encode(key) == self._public_key else b"400"
+        self._admitting.send_multipart([version, request_id, code, b"", b"", b""])
 
-    def _note_ends(self, ends: zmq.SyncSocket) -> None:
+    def _note_ends(self) -> None:
         """Note the connections that have ended, and report the nodes without one."""
-        while ends.poll(0):
-            event = zmq.utils.monitor.recv_monitor_message(ends)
+        while self._ends.poll(0):
+            event = zmq.utils.monitor.recv_monitor_message(self._ends)
             if event["event"] != zmq.EVENT_DISCONNECTED:
                 _logger.info(
                     "a client of %s was not authenticated: another secret, or not a kv_pool node",
@@ -397,25 +377,24 @@ class CallServer(Running):
             self._workers.submit(partial(self._reply, client, caller, data))
         except OutOfThreadsError as error:
             _logger.warning("refused a call from %s: %s", caller, error)
-            failed = describe_failure(PeerUnavailableError(str(error)))
-            self._replies.append((client, encode_message(failed)))
+            failed = messages.describe_failure(PeerUnavailableError(str(error)))
+            self._replies.append((client, messages.encode_message(failed)))
 
     # ---- in a thread for answers -----------------------------------------------------------------
 
     def _reply(self, client: bytes, caller: NodeName, data: bytes) -> None:
         try:
-            message = decode_message(data)
-            if isinstance(message, OpenBulk):
-                reply: Message = self.bulk.admit(message.backend, caller)
+            message = messages.decode_message(data)
+            if isinstance(message, messages.OpenBulk):
+                reply: messages.Message = self.bulk.admit(message.backend, caller)
             else:
                 reply = self._answer(message, caller)
-            encoded = encode_message(reply)
+            encoded = messages.encode_message(reply)
         except Exception as error:
             if not isinstance(error, KVPoolError):
                 _logger.exception("failed to answer node %s", caller)
-            encoded = encode_message(describe_failure(error))
+            encoded = messages.encode_message(messages.describe_failure(error))
         self._replies.append((client, encoded))
-        assert self._waker is not None
         with suppress(OSError):  # many replies are waiting already, or the server has stopped
             self._waker.send(b"\0")
 

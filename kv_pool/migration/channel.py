@@ -1,17 +1,13 @@
 """`Channel`: messages and raw bytes over a connection between two backends.
 
-Every message is framed and authenticated with an HMAC (MAC below). Each direction has its own key, derived
-from one that the source has sent over the encrypted connection for calls. All integers are big-endian:
+A message is two signed parts, its length in 4 bytes and its payload. A part is followed by its MAC of 32
+bytes, HMAC-SHA256(key, number | part). Each direction has its own key, derived from one that the source has
+sent over the encrypted connection for calls, and `number` counts its parts from 0, in 8 bytes; it is not
+sent. All integers are big-endian.
 
-    length   4 bytes: of the payload
-    MAC      16 bytes: first half of HMAC-SHA256(key, "length" | number | length)
-    payload  length bytes
-    MAC      32 bytes: HMAC-SHA256(key, "payload" | number | payload)
-
-`number` counts the messages of a direction from 0, in 8 bytes; it is not sent. A changed, forged, dropped,
-repeated or reordered message is therefore detected, and the length is verified before memory is allocated
-for the payload. Raw bytes follow a message that announces them and have no MAC: blocks have their own
-checksums.
+A changed, forged, dropped, repeated or reordered message is therefore detected, and the length is verified
+before memory is allocated for the payload. Raw bytes follow a message that announces them and have no MAC:
+blocks have their own checksums.
 """
 
 from __future__ import annotations
@@ -31,8 +27,7 @@ MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 _NUMBER = struct.Struct(">Q")
 _LENGTH = struct.Struct(">I")
 _TIMEVAL = struct.Struct("@ll")
-_LENGTH_SIGN_BYTES = 16
-_SIGN_BYTES = 32
+_MAC_BYTES = 32
 _MAX_BUFFERS = 1024  # limit of one sendmsg or recvmsg on Linux and macOS (IOV_MAX)
 
 
@@ -70,11 +65,11 @@ class Channel:
             raise InvalidArgumentError(
                 f"a message of {len(payload)} bytes for {self.peer}; the maximum is {MAX_MESSAGE_BYTES}"
             )
-        length = _LENGTH.pack(len(payload))
-        header = length + _sign(self._send_key, b"length", self._num_sent, length)[:_LENGTH_SIGN_BYTES]
-        sign = _sign(self._send_key, b"payload", self._num_sent, payload)
-        self._num_sent += 1
-        self.send_raw([memoryview(header), memoryview(payload), memoryview(sign), *raw], deadline)
+        views = []
+        for part in (_LENGTH.pack(len(payload)), payload):
+            views += [memoryview(part), memoryview(_sign(self._send_key, self._num_sent, part))]
+            self._num_sent += 1
+        self.send_raw([*views, *raw], deadline)
 
     def receive(self, deadline: float) -> bytes:
         """Return the payload of the next message.
@@ -83,22 +78,10 @@ class Channel:
             PeerUnavailableError: the peer closed the connection, or no message arrived by the deadline.
             PeerAuthenticationError: the message fails authentication or is larger than MAX_MESSAGE_BYTES.
         """
-        header = bytearray(_LENGTH.size + _LENGTH_SIGN_BYTES)
-        self.receive_raw([memoryview(header)], deadline)
-        (length,) = _LENGTH.unpack_from(header)
-        sign = _sign(self._receive_key, b"length", self._num_received, header[: _LENGTH.size])
-        if not hmac.compare_digest(sign[:_LENGTH_SIGN_BYTES], header[_LENGTH.size :]):
-            raise self._refuse("received a message without a valid MAC")
+        (length,) = _LENGTH.unpack(self._receive_part(_LENGTH.size, deadline))
         if length > MAX_MESSAGE_BYTES:
             raise self._refuse(f"received a message of {length} bytes; the maximum is {MAX_MESSAGE_BYTES}")
-        body = bytearray(length + _SIGN_BYTES)
-        self.receive_raw([memoryview(body)], deadline)
-        payload = bytes(memoryview(body)[:length])
-        sign = _sign(self._receive_key, b"payload", self._num_received, payload)
-        if not hmac.compare_digest(sign, body[length:]):
-            raise self._refuse("received a message that was altered in transit")
-        self._num_received += 1
-        return payload
+        return self._receive_part(length, deadline)
 
     def wait_for_more(self, timeout_s: float) -> bool:
         """Wait for data without consuming it; return False if none arrives within `timeout_s`.
@@ -155,7 +138,16 @@ class Channel:
         with suppress(OSError):  # already closed
             self.connection.shutdown(socket.SHUT_RDWR)
 
-    # ---- the socket ------------------------------------------------------------------------------
+    # ---- inside ----------------------------------------------------------------------------------
+
+    def _receive_part(self, num_bytes: int, deadline: float) -> bytes:
+        """Return the next part of a message; raise the errors of `receive`."""
+        part, mac = bytearray(num_bytes), bytearray(_MAC_BYTES)
+        self.receive_raw([memoryview(part), memoryview(mac)], deadline)
+        if not hmac.compare_digest(_sign(self._receive_key, self._num_received, part), mac):
+            raise self._refuse("received a message without a valid MAC")
+        self._num_received += 1
+        return bytes(part)
 
     def _transfer(
         self,
@@ -208,7 +200,7 @@ class Channel:
         return PeerAuthenticationError(f"{self.peer}: {why}. The connection was closed")
 
 
-def _sign(key: bytes, kind: bytes, number: int, data: bytes | bytearray) -> bytes:
-    mac = hmac.new(key, kind + _NUMBER.pack(number), "sha256")
-    mac.update(data)
+def _sign(key: bytes, number: int, part: bytes | bytearray) -> bytes:
+    mac = hmac.new(key, _NUMBER.pack(number), "sha256")
+    mac.update(part)
     return mac.digest()

@@ -19,9 +19,9 @@ from kv_pool.errors import CorruptedPoolError, StaleTransferError
 from kv_pool.ids import BlockId, TransferId
 from kv_pool.manager.invariants import check_leases
 from kv_pool.manager.leases import Lease, LeaseKind, LeaseState
+from kv_pool.migration.messages import MigrationPhase
 from kv_pool.migration.pool_site import PoolSite
 from kv_pool.migration.source import SourceTransfers
-from kv_pool.migration.status import MigrationPhase
 from kv_pool.migration.target import Pull
 
 
@@ -37,7 +37,6 @@ def check(site: PoolSite, source: SourceTransfers, pulls: Sequence[Pull], unsett
     invariants.check(site.leases.block_pool)  # type: ignore[arg-type]
     check_source(source)
     check_pulls(site, pulls, unsettled)
-    check_reservations(pulls)
     check_leases(site.leases)
 
 
@@ -79,7 +78,7 @@ def _is_served(source: SourceTransfers, transfer_id: TransferId, block_id: Block
 
 
 def check_pulls(site: PoolSite, pulls: Sequence[Pull], unsettled: Sequence[Lease]) -> None:
-    """Verify M2, M3, M5 and M8."""
+    """Verify M2, M3, M5, M7 and M8."""
     written: list[Lease] = list(unsettled)
     for pull in pulls:
         reservation, lease = pull.reservation, pull.lease
@@ -88,6 +87,10 @@ def check_pulls(site: PoolSite, pulls: Sequence[Pull], unsettled: Sequence[Lease
             raise CorruptedPoolError(f"M3: {name} has a reservation or a write lease")
         if pull.status.phase is MigrationPhase.IN_DOUBT and (reservation is None or lease is not None):
             raise CorruptedPoolError(f"M3: {name} has no reservation, or has a write lease")
+        if reservation is not None and (
+            reservation.is_ended or set(reservation.get_hold().blocks) != set(reservation.blocks)
+        ):
+            raise CorruptedPoolError(f"M7: {reservation.hold!r} does not hold the blocks reserved by {name}")
         held = pull.held
         if held is not None and (
             reservation is not None
@@ -111,15 +114,3 @@ def check_pulls(site: PoolSite, pulls: Sequence[Pull], unsettled: Sequence[Lease
     for lease in site.leases.list_leases():
         if lease.kind is LeaseKind.WRITE and lease not in written:
             raise CorruptedPoolError(f"M5: {lease!r} belongs to no pull and is not in quarantine")
-
-
-def check_reservations(pulls: Sequence[Pull]) -> None:
-    """Verify M7."""
-    for pull in pulls:
-        reservation = pull.reservation
-        if reservation is not None and (
-            reservation.is_ended or set(reservation.get_hold().blocks) != set(reservation.blocks)
-        ):
-            raise CorruptedPoolError(
-                f"M7: {reservation.hold!r} does not hold the blocks reserved by pull {pull.transfer_id.hex()}"
-            )

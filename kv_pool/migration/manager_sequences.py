@@ -12,13 +12,13 @@ import msgspec
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.freeing import free_listed
-from kv_pool.core.taking import take, touch_listed
+from kv_pool.core.taking import take
 from kv_pool.errors import FrozenSequenceError, InvalidArgumentError, UnknownSequenceError
-from kv_pool.foreign_bytes import UNDECODABLE
 from kv_pool.ids import BlockHash, BlockId, GroupId, RequestId, SequenceId
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec
 from kv_pool.manager.kv_cache_manager import KVCacheManager
+from kv_pool.migration.sequences import Sequences
 from kv_pool.storage.block_storage import BlockStorage
 
 
@@ -31,9 +31,6 @@ class _TableState(msgspec.Struct, array_like=True):
     is_forked: bool
 
 
-_decoder = msgspec.msgpack.Decoder(list[_TableState])
-
-
 @dataclass
 class _Hashes:
     """The part of a request that a lookup by hashes needs."""
@@ -44,7 +41,7 @@ class _Hashes:
     block_hashes: list[BlockHash] = field(default_factory=list)
 
 
-class ManagerSequences:
+class ManagerSequences(Sequences):
     """The requests of a manager, with the storage of its blocks. See `Sequences`.
 
     A request migrates with its block tables of all KV cache groups. During a move it is detached from the
@@ -58,6 +55,7 @@ class ManagerSequences:
     """
 
     kind = "requests of a KVCacheManager"
+    details_type = list[_TableState]
 
     def __init__(
         self,
@@ -69,7 +67,7 @@ class ManagerSequences:
         self.pool = manager.block_pool
         self.storage = storage
         self.lock = threading.RLock() if lock is None else lock
-        self.block_size = manager.block_size
+        self.block_sizes = [spec.block_size for spec in manager.groups]
         self.frozen = manager.detached_requests
 
     # ---- looking ---------------------------------------------------------------------------------
@@ -82,9 +80,6 @@ class ManagerSequences:
             return ()
         hashed = f"hashes of {pool.hash_block_size} tokens and {pool.num_hash_lookahead_tokens} ahead"
         return (*map(repr, self.manager.groups), hashed)
-
-    def list_block_sizes(self) -> list[int]:
-        return [spec.block_size for spec in self.manager.groups]
 
     def as_id(self, sequence_id: SequenceId | RequestId) -> RequestId:
         return RequestId(str(sequence_id))
@@ -100,9 +95,6 @@ class ManagerSequences:
             self.manager.copies.check_made(sequence_id, row)
         return rows
 
-    def find_holder(self, block: KVCacheBlock) -> None:
-        return None
-
     def find_prefix(self, block_hashes: list[BlockHash]) -> list[list[KVCacheBlock]]:
         wanted: Any = _Hashes(
             RequestId(""), len(block_hashes) * self.pool.hash_block_size, block_hashes=block_hashes
@@ -112,10 +104,7 @@ class ManagerSequences:
     def evict_invalid(self, block_ids: list[BlockId]) -> None:
         self.manager.evict_blocks(block_ids)
 
-    def check_movable(self, blocks: Sequence[KVCacheBlock]) -> None:
-        pass
-
-    def describe(self, sequence_ids: list[RequestId]) -> bytes:
+    def describe(self, sequence_ids: list[RequestId]) -> list[_TableState]:
         states: list[_TableState] = []
         num_blocks = 0
         for sequence_id in sequence_ids:
@@ -127,24 +116,25 @@ class ManagerSequences:
                 states.append(
                     _TableState(places, table.num_cached_blocks, table.num_null_blocks, table.is_forked)
                 )
-        return msgspec.msgpack.encode(states)
+        return states
 
     # ---- coming ----------------------------------------------------------------------------------
 
-    def read_details(
-        self, details: bytes, sequence_ids: Sequence[RequestId], num_blocks: int, is_whole: bool
-    ) -> list[_TableState] | None:
+    def check_arriving(
+        self,
+        details: list[_TableState] | None,
+        sequence_ids: Sequence[RequestId],
+        num_blocks: int,
+        is_whole: bool,
+    ) -> None:
         if not sequence_ids:
-            return None
+            return
         if not is_whole:
             raise InvalidArgumentError(
                 "a manager receives whole requests, and the offer has single blocks; move the request instead"
             )
         self._check_absent(sequence_ids[0])
-        try:
-            tables = _decoder.decode(details)
-        except UNDECODABLE as error:
-            raise InvalidArgumentError(f"cannot decode the request state of the source: {error}") from error
+        tables = details or []
         # One table for each group; each offered block is in exactly one of them.
         places = sorted(place for table in tables for place in table.places if place >= 0)
         if len(tables) != len(self.manager.groups) or places != list(range(num_blocks)):
@@ -152,14 +142,10 @@ class ManagerSequences:
                 f"the source's request has {len(tables)} tables with {len(places)} blocks; this manager has "
                 f"{len(self.manager.groups)} groups, and {num_blocks} blocks were offered"
             )
-        return tables
 
     def count_available(self, arriving: list[_TableState] | None) -> int:
         is_request = arriving is not None and bool(self.manager.list_request_ids())
         return self.manager.get_num_free_blocks() - (self.manager.watermark_blocks if is_request else 0)
-
-    def add_references(self, blocks: list[KVCacheBlock]) -> None:
-        touch_listed(self.pool, blocks)
 
     def take(self, num_blocks: int) -> list[KVCacheBlock]:
         return take(self.pool, num_blocks)

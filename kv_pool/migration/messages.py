@@ -1,17 +1,16 @@
-"""The messages between nodes.
+"""The messages between nodes, and the subjects, offered blocks and statuses in them.
 
 | request | sent to | reply |
 |---|---|---|
 | `DescribeNode` | any node | `NodeDescription` |
 | `PrepareTransfer` | the source | `Offer`: blocks under a lease (M1) |
 | `AskChecksums` | the source | `Checksums` |
-| `RenewLease` | the source | `LeaseRenewed` |
+| `RenewLease` | the source | `Acknowledged`: the lease ends `Offer.lease_s` later |
 | `AcknowledgeTransfer` | the source | `Acknowledged` (M4); idempotent |
 | `CancelTransfer` | the source | `Cancelled`; idempotent |
-| `PullSubject` | the target | `PullStarted`; sent by the source of a push |
+| `PullSubject` | the target | `Acknowledged`: `AskPull` returns its status; sent by the source of a push |
 | `AskPull` | the target | `PullOutcome`: status and result |
 | `AnnounceNode` | a registry | `NodeList` |
-| `ListNodes` | a registry | `NodeList` |
 | `OpenBulk` | a source | `BulkOpened`: admission to the port for bytes of blocks |
 
 An error of the called node is returned as `CallFailed` and raised at the caller with its original type.
@@ -20,6 +19,7 @@ An error of the called node is returned as `CallFailed` and raised at the caller
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import StrEnum
 from typing import Any, NoReturn, TypeVar, Union
 
 import msgspec
@@ -27,11 +27,135 @@ import msgspec
 from kv_pool.error_names import ERRORS_BY_NAME, find_error_name
 from kv_pool.errors import InvalidArgumentError, KVPoolError, MigrationError
 from kv_pool.foreign_bytes import UNDECODABLE, UNENCODABLE
-from kv_pool.ids import BlockId, NodeName, TransferId
-from kv_pool.migration.site import OfferedBlock
-from kv_pool.migration.status import MigrationStatus
-from kv_pool.migration.subjects import Subject
+from kv_pool.ids import BlockId, NodeName, RequestId, SequenceId, TransferId
 from kv_pool.storage.block_layout import BlockLayout
+
+
+class MigrationPhase(StrEnum):
+    """The phase of a migration.
+
+        target   WAITING -> PREPARING -> READING -> INSERTING -> ACKNOWLEDGING -> DONE
+                    |           |           |           |              |     \\-> IN_DOUBT -> DONE or FAILED
+                    +-----------+-----------+-----------+              +-> FAILED
+                    |-> FAILED, or CANCELLED by a caller
+        source   WAITING -> READING -> DONE, FAILED or CANCELLED       a pull is READING at once
+
+    IN_DOUBT is a move whose blocks have arrived and whose source has not confirmed that it released them.
+    """
+
+    WAITING = "waiting"
+    PREPARING = "preparing"
+    READING = "reading"
+    INSERTING = "inserting"
+    ACKNOWLEDGING = "acknowledging"
+    IN_DOUBT = "in doubt"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def is_ended(self) -> bool:
+        """True in a final phase: DONE, FAILED or CANCELLED."""
+        return self in (MigrationPhase.DONE, MigrationPhase.FAILED, MigrationPhase.CANCELLED)
+
+
+class MigrationStatus(msgspec.Struct):
+    """The status of one migration, as seen by one of its two nodes. JSON-serializable.
+
+    The node updates its own instance; callers get copies.
+
+    Attributes:
+        migration_id: 32 hex digits, the same at both nodes.
+        direction: `in` at the target, `out` at the source.
+        peer: the other node's name.
+        subject: a description for people.
+        started: Unix time in seconds, by this node's clock.
+        num_blocks: of the offer; 0 before the offer.
+        num_present_blocks: of `num_blocks`, those whose content the target already had; they are not read.
+        num_done_blocks: blocks that the target has: read and verified, or present before.
+        num_bytes, num_descriptors: bytes read so far, repeated reads included, and the number of pieces.
+        elapsed_s: from `started` until now or the end, waiting included.
+        error, error_message: class name and message of the error that it failed with or is in doubt for.
+    """
+
+    migration_id: str
+    direction: str
+    peer: NodeName
+    subject: str
+    is_move: bool
+    phase: MigrationPhase
+    started: float
+    num_blocks: int = 0
+    num_present_blocks: int = 0
+    num_done_blocks: int = 0
+    num_bytes: int = 0
+    num_descriptors: int = 0
+    bytes_per_s: float = 0.0
+    elapsed_s: float = 0.0
+    error: str = ""
+    error_message: str = ""
+
+
+class BlocksSubject(msgspec.Struct, frozen=True, tag="blocks", forbid_unknown_fields=True):
+    """Blocks by id, in use or cached.
+
+    Attributes:
+        block_ids: distinct.
+        generations: `KVCacheBlock.generation` of each block when it was named; a block that was reused since
+            then is refused. () to accept all blocks as they are.
+    """
+
+    block_ids: tuple[BlockId, ...]
+    generations: tuple[int, ...] = ()
+
+
+class SequenceSubject(msgspec.Struct, frozen=True, tag="sequence", forbid_unknown_fields=True):
+    """All blocks of a sequence or request, in token order, including a partial last block."""
+
+    sequence_id: SequenceId | RequestId
+
+
+class PrefixSubject(msgspec.Struct, frozen=True, tag="prefix", forbid_unknown_fields=True):
+    """The longest cached prefix of these hashes, in use or free. Copied, never moved.
+
+    Attributes:
+        block_hashes: of `hash_block_size` tokens each, first block first.
+    """
+
+    block_hashes: tuple[bytes, ...]
+
+
+Subject = BlocksSubject | SequenceSubject | PrefixSubject
+
+
+def describe_subject(subject: Subject) -> str:
+    """Describe a subject in words, for messages and lists."""
+    match subject:
+        case BlocksSubject():
+            return f"{len(subject.block_ids)} blocks"
+        case SequenceSubject():
+            return f"sequence {subject.sequence_id}"
+        case _:
+            return f"a prefix of {len(subject.block_hashes)} blocks"
+
+
+class OfferedBlock(msgspec.Struct, frozen=True, array_like=True):
+    """One block of an offer.
+
+    Attributes:
+        block_id, generation: at the source.
+        keys: its cache keys there, hashes with their groups; () if the block is not cached.
+        num_tokens: tokens from the start of the sequence that the first key covers; None if unknown.
+        parent: the hash of the preceding block, for events; None for the first block or if unknown.
+        token_ids: of this block; () if the source does not know them.
+    """
+
+    block_id: BlockId
+    generation: int
+    keys: tuple[bytes, ...] = ()
+    num_tokens: int | None = None
+    parent: bytes | None = None
+    token_ids: tuple[int, ...] = ()
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -122,12 +246,6 @@ class RenewLease(Message, frozen=True):
     transfer_id: TransferId
 
 
-class LeaseRenewed(Message, frozen=True):
-    """The lease was renewed and ends in `lease_s` seconds."""
-
-    lease_s: float
-
-
 class AcknowledgeTransfer(Message, frozen=True):
     """The target has verified and inserted all blocks.
 
@@ -141,9 +259,10 @@ class AcknowledgeTransfer(Message, frozen=True):
 
 
 class Acknowledged(Message, frozen=True):
-    """The source has ended the lease and, for a move, released the subject (M4).
+    """The request was carried out.
 
-    If the lease had expired, the source keeps its blocks and replies with `StaleTransferError` instead.
+    After `AcknowledgeTransfer`, the source has ended the lease and, for a move, released the subject (M4). If
+    the lease had expired, it keeps its blocks and replies with `StaleTransferError` instead.
     """
 
 
@@ -168,13 +287,13 @@ class PullSubject(Message, frozen=True):
     """A request of a source that the target pull a subject.
 
     Attributes:
-        pull_id: 16 random bytes; repeated requests start one pull.
+        transfer_id: 16 random bytes; repeated requests start one pull.
         source: the source's name, by which the target looks up its address.
         source_address: used if the target does not know the name.
         backend: the only backend to read with; "" for the first that works.
     """
 
-    pull_id: TransferId
+    transfer_id: TransferId
     subject: Subject
     is_move: bool
     source: NodeName
@@ -183,16 +302,10 @@ class PullSubject(Message, frozen=True):
     backend: str = ""
 
 
-class PullStarted(Message, frozen=True):
-    """The pull has started; `AskPull` returns its status."""
-
-    migration_id: str
-
-
 class AskPull(Message, frozen=True):
     """A request for the status of a pull; with `cancel`, cancel it first if it is not too late."""
 
-    pull_id: TransferId
+    transfer_id: TransferId
     cancel: bool = False
 
 
@@ -215,10 +328,6 @@ class AnnounceNode(Message, frozen=True):
     address: str
     location: NodeLocation
     ttl_s: float
-
-
-class ListNodes(Message, frozen=True):
-    """A request for the nodes that a registry knows."""
 
 
 class KnownNode(msgspec.Struct, frozen=True):

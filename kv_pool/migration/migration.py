@@ -1,4 +1,4 @@
-"""`Migration`: one migration at one of its two nodes; `Push`: one that its source has started."""
+"""`Migration`: one migration at one of its two nodes."""
 
 from __future__ import annotations
 
@@ -6,29 +6,17 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import suppress
 from copy import copy
 from typing import ClassVar
 
-from kv_pool.errors import KVPoolError, MigrationCancelledError, PeerUnavailableError, StaleTransferError
-from kv_pool.ids import BlockId, NodeName, TransferId
+from kv_pool.ids import BlockId, NodeName
 from kv_pool.migration.messages import (
-    AskPull,
-    CallFailed,
-    CancelTransfer,
-    Message,
-    PullOutcome,
+    MigrationPhase,
+    MigrationStatus,
+    PrepareTransfer,
     PullSubject,
-    raise_failure,
+    describe_subject,
 )
-from kv_pool.migration.source import SourceTransfers, Transfer, TransferState
-from kv_pool.migration.status import MigrationPhase, MigrationStatus
-from kv_pool.migration.subjects import Subject, describe_subject
-
-_POLL_S = 0.05
-_ADOPTION_S = 0.002
-_TRIES = 3
-_PROGRESS = ("num_blocks", "num_present_blocks", "num_done_blocks", "num_bytes", "num_descriptors")
 
 
 class Migration(ABC):
@@ -43,6 +31,7 @@ class Migration(ABC):
         new_ids: the same blocks' ids at the target; [] until the migration is done.
 
     Args:
+        wanted: the message that asks for it.
         on_change: called with the migration when it has entered a phase or made progress, without its lock.
     """
 
@@ -51,23 +40,21 @@ class Migration(ABC):
 
     def __init__(
         self,
-        transfer_id: TransferId,
+        wanted: PullSubject | PrepareTransfer,
         peer: NodeName,
-        subject: Subject,
-        is_move: bool,
         on_change: Callable[[Migration], object],
     ) -> None:
-        self.transfer_id = transfer_id
-        self.migration_id = transfer_id.hex()
+        self.transfer_id = wanted.transfer_id
+        self.migration_id = wanted.transfer_id.hex()
         self.peer = peer
-        self.subject = subject
-        self.is_move = is_move
+        self.subject = wanted.subject
+        self.is_move = wanted.is_move
         self.status = MigrationStatus(
             self.migration_id,
             self.direction,
             peer,
-            describe_subject(subject),
-            is_move,
+            describe_subject(wanted.subject),
+            wanted.is_move,
             MigrationPhase.WAITING,
             started=time.time(),
         )
@@ -147,180 +134,3 @@ class Migration(ABC):
 
     def _is_not_waited_for(self) -> bool:
         return self.phase.is_ended
-
-
-class OutgoingMigration(Migration):
-    """A migration at its source, requested by the target: it follows the transfer of the same id.
-
-    Args:
-        source: the transfers of this node.
-    """
-
-    direction: ClassVar[str] = "out"
-
-    def __init__(
-        self,
-        transfer_id: TransferId,
-        peer: NodeName,
-        subject: Subject,
-        is_move: bool,
-        on_change: Callable[[Migration], object],
-        source: SourceTransfers,
-    ) -> None:
-        super().__init__(transfer_id, peer, subject, is_move, on_change)
-        self._source = source
-
-    def cancel(self) -> bool:
-        return not self.phase.is_ended and self._end_lease("cancelled by the source")
-
-    def follow(self, transfer: Transfer) -> None:
-        """Record that the transfer was prepared or has ended."""
-        outcome = transfer.outcome
-        if outcome is None:
-            self.old_ids = [block.block_id for block in transfer.selection.offered]
-            self.status.num_blocks = len(self.old_ids)
-            self._enter(MigrationPhase.READING, [])
-        elif outcome.state is TransferState.ACKNOWLEDGED:
-            self._follow_acknowledgement(list(outcome.new_ids))
-        elif outcome.state is TransferState.CANCELLED:
-            self._follow_cancellation(outcome.reason)
-        else:
-            self._enter(MigrationPhase.FAILED, [], StaleTransferError(outcome.reason))
-
-    def _follow_acknowledgement(self, new_ids: list[BlockId]) -> None:
-        self._enter(MigrationPhase.DONE, new_ids)
-
-    def _follow_cancellation(self, reason: str) -> None:
-        why = f": {reason}" if reason else ""
-        self._enter(MigrationPhase.CANCELLED, [], MigrationCancelledError(f"the transfer was cancelled{why}"))
-
-    def _enter(self, phase: MigrationPhase, new_ids: list[BlockId], error: Exception | None = None) -> bool:
-        """Enter a phase and report it. Return False, with nothing changed, if the migration had ended."""
-        with self._changed:
-            if self.phase.is_ended:
-                return False
-            self.set_error(error)
-            self.status.phase, self.new_ids = phase, new_ids
-        self._on_change(self)
-        return True
-
-    def _end_lease(self, reason: str) -> bool:
-        """End the lease of the transfer. Return False if the target has acknowledged it."""
-        return not self._source.cancel(CancelTransfer(self.transfer_id, reason)).is_acknowledged
-
-
-class Push(OutgoingMigration):
-    """A migration started at its source. One thread calls `run`.
-
-    The transfer id is this migration's id, so this node's own `SourceTransfers` decides the fate of the
-    blocks. The target only reports its progress and its error.
-
-    Args:
-        call: sends a message to the target; raises its error, or PeerUnavailableError.
-        lease_s: of the node; the target is polled every 0.05 s, or every tenth of a lease if that is shorter.
-    """
-
-    def __init__(
-        self,
-        message: PullSubject,
-        target: NodeName,
-        source: SourceTransfers,
-        call: Callable[[Message], Message],
-        lease_s: float,
-        on_change: Callable[[Migration], object],
-    ) -> None:
-        super().__init__(message.pull_id, target, message.subject, message.is_move, on_change, source)
-        self._message = message
-        self._call = call
-        self._poll_s = min(_POLL_S, lease_s / 10)
-        self._woken = threading.Event()  # it is acknowledged or has ended
-
-    def run(self) -> None:
-        try:
-            self._ask_until_started()
-            self._ask_until_ended()
-        except Exception as error:
-            self._break_off(error)
-        if self.phase is MigrationPhase.CANCELLED:
-            # The target would notice by itself, but only after further reads.
-            with suppress(KVPoolError):
-                self._call(AskPull(self.transfer_id, cancel=True))
-
-    def cancel(self) -> bool:
-        error = MigrationCancelledError("the migration was cancelled; this node keeps the blocks")
-        return super().cancel() and self._enter(MigrationPhase.CANCELLED, [], error)
-
-    def _enter(self, phase: MigrationPhase, new_ids: list[BlockId], error: Exception | None = None) -> bool:
-        has_entered = super()._enter(phase, new_ids, error)
-        if phase is not MigrationPhase.READING:
-            self._woken.set()
-        return has_entered
-
-    def _follow_acknowledgement(self, new_ids: list[BlockId]) -> None:
-        """The migration ends later, when the target reports DONE."""
-        self._enter(MigrationPhase.ACKNOWLEDGING, new_ids)
-
-    def _follow_cancellation(self, reason: str) -> None:
-        """The migration ends later, with the error that the target reports."""
-
-    def _ask_until_started(self) -> None:
-        for num_left in reversed(range(_TRIES)):
-            try:
-                self._call(self._message)
-                return
-            except PeerUnavailableError:
-                if not num_left or self._woken.wait(self._poll_s):
-                    raise
-
-    def _ask_until_ended(self) -> None:
-        """Poll the target until it reports the end, or until it stops answering after its acknowledgement."""
-        num_failures = 0
-        while True:
-            is_acknowledged = self.phase is MigrationPhase.ACKNOWLEDGING
-            self._woken.wait(_ADOPTION_S if is_acknowledged else self._poll_s)
-            self._woken.clear()
-            if self.phase.is_ended:
-                return
-            is_acknowledged = self.phase is MigrationPhase.ACKNOWLEDGING
-            try:
-                outcome = self._call(AskPull(self.transfer_id))
-            except (PeerUnavailableError, StaleTransferError) as error:
-                if is_acknowledged:
-                    self._enter(MigrationPhase.DONE, self.new_ids)
-                    return
-                if isinstance(error, StaleTransferError):
-                    raise PeerUnavailableError(
-                        f"node {self.peer!r} no longer knows the migration; it may have been restarted"
-                    ) from error
-                num_failures += 1
-                # While the blocks are leased, the lease decides: the target may still reach this node.
-                if num_failures >= _TRIES and not self._source.is_prepared(self.transfer_id):
-                    raise
-                continue
-            num_failures = 0
-            if isinstance(outcome, PullOutcome):
-                self._note(outcome)
-
-    def _note(self, outcome: PullOutcome) -> None:
-        status = outcome.status
-        with self._changed:
-            if not self.phase.is_ended:
-                for name in _PROGRESS:
-                    setattr(self.status, name, getattr(status, name))
-        if status.phase is MigrationPhase.DONE:
-            # Has an effect only for a copy whose acknowledgement was lost.
-            self._end_lease("the copy has arrived")
-            self._enter(MigrationPhase.DONE, outcome.new_ids)
-        elif status.phase.is_ended:
-            raise_failure(CallFailed(status.error, status.error_message), self.peer)
-
-    def _break_off(self, error: Exception) -> None:
-        """End the lease: from here on the target cannot complete the transfer, unless it already has."""
-        is_ours = self._end_lease(str(error)[:200])
-        if not is_ours and isinstance(error, PeerUnavailableError):
-            # The target's report is missing, but it has acknowledged.
-            outcome = self._source.find_outcome(self.transfer_id)
-            self._enter(MigrationPhase.DONE, [] if outcome is None else list(outcome.new_ids))
-            return
-        is_wanted = isinstance(error, MigrationCancelledError)
-        self._enter(MigrationPhase.CANCELLED if is_wanted else MigrationPhase.FAILED, [], error)

@@ -10,14 +10,13 @@ from typing import Final
 
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import NodeName, TransferId
-from kv_pool.manager.leases import Lease
-from kv_pool.migration.migration import Migration, OutgoingMigration
-from kv_pool.migration.pool_site import PoolSite
+from kv_pool.migration.messages import MigrationPhase, MigrationStatus
+from kv_pool.migration.migration import Migration
+from kv_pool.migration.outgoing import OutgoingMigration
 from kv_pool.migration.source import SourceTransfers, Transfer
-from kv_pool.migration.status import MigrationPhase, MigrationStatus
 from kv_pool.migration.target import Pull
-from kv_pool.migration.transfer_backend import BlockReader
-from kv_pool.threads import Workers, start_thread
+from kv_pool.migration.verified_reads import PullSettings
+from kv_pool.threads import start_thread
 
 _logger = logging.getLogger(__name__)
 
@@ -41,11 +40,6 @@ class MigrationBook:
         self._ended: deque[TransferId] = deque()
         # Pulls that hold arrived blocks; their migrations may be forgotten before the hold ends.
         self._holding: list[Pull] = []
-        self._source: SourceTransfers
-
-    def attach(self, source: SourceTransfers) -> None:
-        """Set the transfers of the node. Called once."""
-        self._source = source
 
     # ---- looking ---------------------------------------------------------------------------------
 
@@ -96,20 +90,13 @@ class MigrationBook:
         for pull in self._holding:
             pull.release()
 
-    def note_transfer(self, transfer: Transfer) -> None:
-        """Handle a transfer that was prepared or has ended."""
+    def note_transfer(self, transfer: Transfer, source: SourceTransfers) -> None:
+        """Handle a transfer of this source that was prepared or has ended."""
         message = transfer.message
         with self._lock:
             migration = self._migrations.get(message.transfer_id)
             if migration is None:
-                migration = OutgoingMigration(
-                    message.transfer_id,
-                    message.target,
-                    message.subject,
-                    message.is_move,
-                    self.note,
-                    self._source,
-                )
+                migration = OutgoingMigration(message, message.target, self.note, source)
                 self._migrations[message.transfer_id] = migration
         if isinstance(migration, OutgoingMigration):  # else of a node to itself, which the site refuses
             migration.follow(transfer)
@@ -147,37 +134,21 @@ class Housekeeping:
     | renew the lease at the source of a pull in phase READING | at once, then every third of a lease |
     | ask the source of a move in phase IN_DOUBT again | after 1/30 of a lease, then 1/15, and so on |
 
-    Args:
-        lease_s, clock: of the node.
-        askers: threads for calls to other nodes.
     """
 
-    def __init__(
-        self,
-        name: NodeName,
-        site: PoolSite,
-        source: SourceTransfers,
-        book: MigrationBook,
-        lease_s: float,
-        clock: Callable[[], float],
-        askers: Workers,
-    ) -> None:
-        self._name = name
-        self._site = site
+    def __init__(self, settings: PullSettings, source: SourceTransfers, book: MigrationBook) -> None:
+        self._settings = settings
+        self._site = settings.site
         self._source = source
         self._book = book
-        self._lease_s = lease_s
-        self._clock = clock
-        self._askers = askers
         # Pull -> its phase, the time of the next call, and the pause after it.
         self._due: dict[Pull, tuple[MigrationPhase, float, float]] = {}
-        self._unsettled: list[tuple[Lease, BlockReader]] = []
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Start the thread. Raises OutOfThreadsError."""
-        self._thread = start_thread(f"kv_pool {self._name} leases", self._run)
+        self._thread = start_thread(f"kv_pool {self._settings.name} leases", self._run)
 
     def stop(self) -> None:
         """Stop the thread after its current task."""
@@ -185,26 +156,18 @@ class Housekeeping:
         if self._thread is not None:
             self._thread.join()
 
-    def note_unsettled(self, lease: Lease, reader: BlockReader) -> None:
-        """Quarantine blocks that a reader may still write to. Called with the site's lock."""
-        self._unsettled.append((lease, reader))
-
-    def list_unsettled(self) -> list[Lease]:
-        """Return the write leases in quarantine. Called with the site's lock."""
-        return [lease for lease, _ in self._unsettled]
-
     def settle(self) -> None:
         """Release quarantined blocks whose reader no longer writes."""
         with self._site.lock:
-            unsettled = list(self._unsettled)
+            unsettled = list(self._settings.unsettled)
         for lease, reader in unsettled:
             if reader.is_settled():
                 with self._site.lock:
                     lease.release()
-                    self._unsettled.remove((lease, reader))
+                    self._settings.unsettled.remove((lease, reader))
 
     def _run(self) -> None:
-        while not self._stopping.wait(min(_MAX_TICK_S, self._lease_s / 10)):
+        while not self._stopping.wait(min(_MAX_TICK_S, self._settings.lease_s / 10)):
             try:
                 self._source.expire()
                 with self._site.lock:
@@ -212,25 +175,27 @@ class Housekeeping:
                 self.settle()
                 self._remind()
             except Exception:
-                _logger.exception("housekeeping of node %s failed; it continues at the next tick", self._name)
+                _logger.exception(
+                    "housekeeping of node %s failed; it continues at the next tick", self._settings.name
+                )
 
     def _remind(self) -> None:
         """Call the sources of the pulls that are due. The calls of a pull start again with its phase."""
-        now, due = self._clock(), {}
+        now, due = self._settings.clock(), {}
         for migration in self._book.list_running():
             phase = migration.phase
             is_in_doubt = phase is MigrationPhase.IN_DOUBT
             is_waiting = is_in_doubt or phase is MigrationPhase.READING
             if not is_waiting or not isinstance(migration, Pull):
                 continue
-            pause_s = self._lease_s / (30 if is_in_doubt else 3)
+            pause_s = self._settings.lease_s / (30 if is_in_doubt else 3)
             planned = (phase, now, pause_s)
             known = self._due.get(migration, planned)
             _, time_s, pause_s = known if known[0] is phase else planned
             if time_s <= now:
-                self._askers.submit(migration.resolve if is_in_doubt else migration.renew)
+                self._settings.askers.submit(migration.resolve if is_in_doubt else migration.renew)
                 time_s = now + pause_s
                 if is_in_doubt:
-                    pause_s = min(2 * pause_s, _MAX_PAUSE_S, self._lease_s)
+                    pause_s = min(2 * pause_s, _MAX_PAUSE_S, self._settings.lease_s)
             due[migration] = (phase, time_s, pause_s)
         self._due = due

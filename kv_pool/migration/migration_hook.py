@@ -10,9 +10,8 @@ from typing import Any, Protocol, runtime_checkable
 from kv_pool.core.arguments import as_count
 from kv_pool.errors import KVPoolError, MigrationInDoubtError, PeerUnavailableError
 from kv_pool.ids import NodeName, SequenceId
-from kv_pool.migration.messages import NodeDescription
+from kv_pool.migration.messages import NodeDescription, SequenceSubject
 from kv_pool.migration.migrator import Migrator
-from kv_pool.migration.subjects import SequenceSubject
 from kv_pool.migration.topology import Ranking, Topology, find_nearness
 from kv_pool.protocol import URGENT, BlockAllocationRequest
 from kv_pool.reports.sequences import SequenceList

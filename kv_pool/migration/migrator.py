@@ -17,33 +17,14 @@ from kv_pool.errors import (
     StaleTransferError,
 )
 from kv_pool.ids import NodeName, TransferId
-from kv_pool.migration import invariants
-from kv_pool.migration.messages import (
-    AcknowledgeTransfer,
-    AnnounceNode,
-    AskChecksums,
-    AskPull,
-    CancelTransfer,
-    DescribeNode,
-    ListNodes,
-    Message,
-    NodeDescription,
-    NodeLocation,
-    PrepareTransfer,
-    PullOutcome,
-    PullStarted,
-    PullSubject,
-    RenewLease,
-    as_reply,
-)
-from kv_pool.migration.migration import Migration, Push
+from kv_pool.migration import invariants, messages
+from kv_pool.migration.messages import MigrationStatus, PrefixSubject, Subject
+from kv_pool.migration.migration import Migration
 from kv_pool.migration.migration_book import Housekeeping, MigrationBook
-from kv_pool.migration.peers import PeerLinks, PeerOfPull, Peers, check_name
+from kv_pool.migration.outgoing import Push
+from kv_pool.migration.peers import PeerLinks, Peers, check_name
 from kv_pool.migration.pool_site import PoolSite
-from kv_pool.migration.registry import NodeRegistry
 from kv_pool.migration.source import SourceTransfers, make_incarnation
-from kv_pool.migration.status import MigrationStatus
-from kv_pool.migration.subjects import PrefixSubject, Subject
 from kv_pool.migration.target import Pull
 from kv_pool.migration.transfer_backend import TransferBackend
 from kv_pool.migration.verified_reads import PullSettings, RateLimit
@@ -81,7 +62,7 @@ class Migrator(Running):
         max_concurrent: limit of incoming migrations that run at the same time; others wait.
         on_phase: called with a status at each change, synchronously by the thread that made the change. It
             must not wait for a migration.
-        registry: serves `AnnounceNode` and `ListNodes`; None if this node is not a registry.
+        is_registry: whether other nodes can announce themselves here.
         clock: monotonic time in seconds, the clock of the site's leases.
 
     `fetch` and `migrate` return immediately; threads do the work. Do not wait for a migration while holding
@@ -101,12 +82,12 @@ class Migrator(Running):
         listen: str | None = None,
         bulk_port: int = 0,
         peers: Peers | None = None,
-        location: NodeLocation = NodeLocation(),  # noqa: B008 (frozen)
+        location: messages.NodeLocation = messages.NodeLocation(),  # noqa: B008 (frozen)
         lease_s: float = 30.0,
         max_bytes_per_s: float = 0.0,
         max_concurrent: int = 4,
         on_phase: Callable[[MigrationStatus], object] | None = None,
-        registry: NodeRegistry | None = None,
+        is_registry: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not lease_s > 0 or max_concurrent < 1:
@@ -123,32 +104,37 @@ class Migrator(Running):
         self.location: Final = location
         self.lease_s: Final = lease_s
         self._backends = list(backends)
-        self._registry = registry
+        self._is_registry = is_registry
         self._clock = clock
         self._call_s = min(_MAX_CALL_S, lease_s)
         self._links = PeerLinks(name, self.peers, secret, backends)
         self._book = MigrationBook(name, on_phase)
-        self._source = SourceTransfers(site, name, self.incarnation, lease_s, clock, self._book.note_transfer)
-        self._limit = RateLimit(max_bytes_per_s, clock)
+        self._source = SourceTransfers(
+            site,
+            name,
+            self.incarnation,
+            lease_s,
+            clock,
+            lambda transfer: self._book.note_transfer(transfer, self._source),
+        )
         self._pullers = Workers(f"kv_pool {name} pulls", max_concurrent)
-        self._askers = Workers(f"kv_pool {name} asks", 4 + 2 * max_concurrent)
         self._pushers = Workers(f"kv_pool {name} pushes", 64)
-        self._book.attach(self._source)
-        self._housekeeping = Housekeeping(name, site, self._source, self._book, lease_s, clock, self._askers)
         self._settings = PullSettings(
             name,
             site,
+            self._links,
             lease_s,
+            self._call_s,
             clock,
-            time.monotonic,
-            self._limit,
-            self._askers,
+            RateLimit(max_bytes_per_s, clock),
+            Workers(f"kv_pool {name} asks", 4 + 2 * max_concurrent),
             self._book.note,
-            self._housekeeping.note_unsettled,
+            [],
         )
+        self._housekeeping = Housekeeping(self._settings, self._source, self._book)
         self._server: CallServer | None = None
         for backend in backends:
-            backend.attach(name, self._source.check_leased, self._links.find_address, secret or b"")
+            backend.attach(self._source.check_leased, self._links.connect_bulk)
         if listen is not None and secret is not None:
             from kv_pool.migration.call_server import BulkListener, CallServer
 
@@ -205,8 +191,8 @@ class Migrator(Running):
             if isinstance(migration, Pull) and migration.abandon_doubt():
                 _logger.warning("node %s stops with a move in doubt: %s", self.name, migration.error)
         for transfer in self._source.list_prepared():
-            self._source.cancel(CancelTransfer(transfer.message.transfer_id, "the source stops"))
-        for workers in (self._pullers, self._pushers, self._askers):
+            self._source.cancel(messages.CancelTransfer(transfer.message.transfer_id, "the source stops"))
+        for workers in (self._pullers, self._pushers, self._settings.askers):
             workers.stop()
         self._book.release_held()
         self._links.close()
@@ -235,11 +221,11 @@ class Migrator(Running):
         names = [*self._links.list_local(), *(node.name for node in self.peers.list_nodes())]
         return [name for name in dict.fromkeys(names) if name != self.name]
 
-    def describe(self) -> NodeDescription:
+    def describe(self) -> messages.NodeDescription:
         """Return the description of this node, its pool and its backends."""
         with self.site.lock:
             num_free = self.site.count_free_blocks()
-        return NodeDescription(
+        return messages.NodeDescription(
             self.name,
             self.incarnation,
             self.site.layout,
@@ -251,19 +237,19 @@ class Migrator(Running):
             self.site.sequences.kind,
         )
 
-    def make_announcement(self, ttl_s: float) -> AnnounceNode:
+    def make_announcement(self, ttl_s: float) -> messages.AnnounceNode:
         """Return the announcement of this node to a registry; see `Announcer`."""
-        return AnnounceNode(self.name, self.incarnation, self.address, self.location, ttl_s)
+        return messages.AnnounceNode(self.name, self.incarnation, self.address, self.location, ttl_s)
 
-    def ask(self, name: NodeName, timeout_s: float = 5.0) -> NodeDescription:
+    def ask(self, name: NodeName, timeout_s: float = 5.0) -> messages.NodeDescription:
         """Return the description of another node.
 
         Raises:
             PeerUnavailableError: the name is unknown, or the node does not answer.
             PeerAuthenticationError: the node has another secret.
         """
-        reply = self._links.call(name, DescribeNode(), timeout_s)
-        return as_reply(reply, NodeDescription, f"node {name!r}")
+        reply = self._links.call(name, messages.DescribeNode(), timeout_s)
+        return messages.as_reply(reply, messages.NodeDescription, f"node {name!r}")
 
     # ---- migrations ------------------------------------------------------------------------------
 
@@ -295,7 +281,9 @@ class Migrator(Running):
         if not 0 <= hold_s < math.inf:
             raise InvalidArgumentError(f"hold_s is {hold_s}; pass a finite number of seconds, 0 for no hold")
         transfer_id, limit = TransferId(secrets.token_bytes(16)), max_bytes_per_s or 0.0
-        wanted = PullSubject(transfer_id, subject, is_move, source, max_bytes_per_s=limit, backend=backend)
+        wanted = messages.PullSubject(
+            transfer_id, subject, is_move, source, max_bytes_per_s=limit, backend=backend
+        )
         return self._start_pull(wanted, hold_s)
 
     def migrate(
@@ -315,15 +303,8 @@ class Migrator(Running):
         limit = max_bytes_per_s or 0.0
         RateLimit(limit, self._clock)
         transfer_id = TransferId(secrets.token_bytes(16))
-        push = Push(
-            PullSubject(transfer_id, subject, is_move, self.name, self.address, limit, backend),
-            target,
-            self._source,
-            lambda message: self._links.call(target, message, self._call_s),
-            self.lease_s,
-            self._book.note,
-        )
-        return self._start_migration(push, self._pushers)
+        wanted = messages.PullSubject(transfer_id, subject, is_move, self.name, self.address, limit, backend)
+        return self._start_migration(Push(self._settings, wanted, target, self._source), self._pushers)
 
     def list_migrations(self) -> list[MigrationStatus]:
         """Return the running migrations and the last 1000 that ended, in both directions, oldest first."""
@@ -341,54 +322,55 @@ class Migrator(Running):
         """Verify the invariants of `migration/invariants.py`. Raises CorruptedPoolError; changes nothing."""
         pulls = self._book.list_pulls()
         with self.site.lock:
-            invariants.check(self.site, self._source, pulls, self._housekeeping.list_unsettled())
+            unsettled = [lease for lease, _ in self._settings.unsettled]
+            invariants.check(self.site, self._source, pulls, unsettled)
 
     # ---- calls of other nodes --------------------------------------------------------------------
 
-    def answer(self, message: Message, caller: NodeName) -> Message:
+    def answer(self, message: messages.Message, caller: NodeName) -> messages.Message:
         """Return the reply to a message, or raise the error to send back. Thread-safe.
 
         Args:
             caller: the name that the calling node gave.
         """
         match message:
-            case DescribeNode():
+            case messages.DescribeNode():
                 return self.describe()
-            case PrepareTransfer():
+            case messages.PrepareTransfer():
                 return self._source.prepare(message)
-            case AskChecksums():
+            case messages.AskChecksums():
                 return self._source.compute_checksums(message)
-            case RenewLease():
+            case messages.RenewLease():
                 return self._source.renew(message)
-            case AcknowledgeTransfer():
+            case messages.AcknowledgeTransfer():
                 return self._source.acknowledge(message)
-            case CancelTransfer():
+            case messages.CancelTransfer():
                 return self._source.cancel(message)
-            case PullSubject():
+            case messages.PullSubject():
                 return self._answer_pull(message)
-            case AskPull():
+            case messages.AskPull():
                 return self._answer_ask_pull(message)
-            case AnnounceNode() if self._registry is not None:
-                return self._registry.announce(message)
-            case ListNodes() if self._registry is not None:
-                return self._registry.list_nodes()
+            case messages.AnnounceNode() if self._is_registry:
+                return self.peers.announce(
+                    message, messages.KnownNode(self.name, self.address, self.location)
+                )
         raise InvalidArgumentError(
             f"node {self.name!r} does not answer {type(message).__name__} from {caller!r}"
         )
 
-    def _answer_pull(self, message: PullSubject) -> PullStarted:
+    def _answer_pull(self, message: messages.PullSubject) -> messages.Acknowledged:
         self._links.learn_address(message.source, message.source_address)
-        if self._book.get(message.pull_id) is None:
+        if self._book.get(message.transfer_id) is None:
             self._start_pull(message)
-        return PullStarted(message.pull_id.hex())
+        return messages.Acknowledged()
 
-    def _answer_ask_pull(self, message: AskPull) -> PullOutcome:
-        migration = self._book.get(message.pull_id)
+    def _answer_ask_pull(self, message: messages.AskPull) -> messages.PullOutcome:
+        migration = self._book.get(message.transfer_id)
         if not isinstance(migration, Pull):
-            raise StaleTransferError(f"node {self.name!r} has no pull {message.pull_id.hex()}")
+            raise StaleTransferError(f"node {self.name!r} has no pull {message.transfer_id.hex()}")
         if message.cancel:
             migration.cancel()
-        return PullOutcome(migration.get_status(), migration.new_ids)
+        return messages.PullOutcome(migration.get_status(), migration.new_ids)
 
     # ---- inside ----------------------------------------------------------------------------------
 
@@ -400,10 +382,9 @@ class Migrator(Running):
         if is_move and isinstance(subject, PrefixSubject):
             raise InvalidArgumentError("a prefix cannot be moved, only copied: pass is_move=False")
 
-    def _start_pull(self, wanted: PullSubject, hold_s: float = 0.0) -> Migration:
+    def _start_pull(self, wanted: messages.PullSubject, hold_s: float = 0.0) -> Migration:
         self._check_can_start(wanted.subject, wanted.source, wanted.is_move)
-        source = PeerOfPull(self._links, wanted.source, self._call_s, wanted.backend)
-        return self._start_migration(Pull(self._settings, source, wanted, hold_s), self._pullers)
+        return self._start_migration(Pull(self._settings, wanted, hold_s), self._pullers)
 
     def _start_migration(self, migration: Pull | Push, workers: Workers) -> Migration:
         """Run a migration on a worker and return it, or the one that already has its id."""

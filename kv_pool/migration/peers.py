@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,24 +14,41 @@ from kv_pool.errors import InvalidArgumentError, MissingDependencyError, PeerUna
 from kv_pool.ids import NodeName
 from kv_pool.migration.addresses import parse_address
 from kv_pool.migration.messages import (
+    AnnounceNode,
     Answer,
     KnownNode,
     Message,
     NodeDescription,
+    NodeList,
     NodeLocation,
     call_local,
 )
 from kv_pool.migration.transfer_backend import BlockReader, TransferBackend
 
 if TYPE_CHECKING:
+    from kv_pool.migration.channel import Channel
     from kv_pool.migration.remote_calls import RemoteCalls
 
 _SHOWN_NAMES = 10
 _MAX_IDLE_READERS = 4
 
 
+MAX_ANNOUNCED = 1024
+"""The maximum number of announced nodes."""
+MAX_TTL_S = 3600.0
+"""The maximum time to live of an announcement, in seconds."""
+
+
+@dataclass(frozen=True)
+class _Announced:
+    node: KnownNode
+    incarnation: str
+    replaced: str | None  # the incarnation that had this name before
+    ends_s: float
+
+
 class Peers:
-    """Names and addresses of nodes: configured ones and those learned from a registry.
+    """Names and addresses of nodes: configured ones, learned ones, and those that announce themselves here.
 
         >>> from kv_pool.migration.peers import Peers
         >>> peers = Peers()
@@ -38,13 +56,26 @@ class Peers:
         >>> peers.get_address("b"), [node.name for node in peers.list_nodes()]
         ('127.0.0.1:7402', ['b'])
 
-    A configured node takes precedence over a learned one of the same name. Thread-safe.
+    A configured node takes precedence over a learned one of the same name, and that over an announced one.
+    Thread-safe.
+
+        unknown   -> announced  announced
+        announced -> announced  again, by the same incarnation or a new one, which takes over the name
+        announced -> unknown    the time to live has ended, or announced with ttl_s 0
+        replaced incarnations are refused, so that the older of two nodes with one name gets an error
+
+    A restarted registry is empty until the nodes announce themselves again, within their time to live.
+
+    Args:
+        clock: monotonic time in seconds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._lock = threading.Lock()
         self._given: dict[NodeName, KnownNode] = {}
         self._learned: dict[NodeName, KnownNode] = {}
+        self._announced: dict[NodeName, _Announced] = {}
 
     def add(self, name: NodeName, address: str, location: NodeLocation = NodeLocation()) -> None:  # noqa: B008 (frozen)
         """Add a node, replacing a node of the same name.
@@ -57,11 +88,10 @@ class Peers:
             self._given[name] = node
 
     def remove(self, name: NodeName) -> bool:
-        """Remove a configured or learned node. Return False if the name is unknown."""
+        """Remove a node. Return False if the name is unknown."""
         with self._lock:
-            given = self._given.pop(name, None)
-            learned = self._learned.pop(name, None)
-            return given is not None or learned is not None
+            found = [self._given.pop(name, None), self._learned.pop(name, None)]
+            return self._announced.pop(name, None) is not None or any(found)
 
     def learn(self, nodes: Sequence[KnownNode]) -> None:
         """Replace all learned nodes by `nodes`, the list of a registry.
@@ -79,9 +109,45 @@ class Peers:
         with self._lock:
             self._learned = learned
 
-    def __contains__(self, name: object) -> bool:
+    def announce(self, message: AnnounceNode, registry: KnownNode) -> NodeList:
+        """Record that a node is alive for `ttl_s` seconds from now; 0 removes the node.
+
+        Args:
+            registry: the node that was called.
+        Returns:
+            The announced nodes, the caller included, and the registry, sorted by name.
+        Raises:
+            InvalidArgumentError: the name or the address is invalid; the time to live is negative or above
+                `MAX_TTL_S`; the name is the registry's own, or another node has taken it over; there are
+                `MAX_ANNOUNCED` other nodes. Nothing has changed.
+        """
+        node = KnownNode(check_name(message.name), _check_address(message.address), message.location)
+        if not 0 <= message.ttl_s <= MAX_TTL_S:
+            raise InvalidArgumentError(f"ttl_s is {message.ttl_s}; it must be between 0 and {MAX_TTL_S:g} s")
         with self._lock:
-            return name in self._given or name in self._learned
+            announced = self._expire()
+            known = announced.get(node.name)
+            is_same = known is not None and known.incarnation == message.incarnation
+            is_replaced = known is not None and known.replaced == message.incarnation
+            if node.name == registry.name or is_replaced:
+                there = registry if known is None else known.node
+                raise InvalidArgumentError(
+                    f"another node is named {node.name!r}, at {there.address}; rename one of the two"
+                )
+            if message.ttl_s == 0:
+                if is_same:
+                    del announced[node.name]
+            elif known is None and len(announced) >= MAX_ANNOUNCED:
+                raise InvalidArgumentError(f"the registry is full: {len(announced)} nodes are registered")
+            else:
+                replaced = None if known is None else known.replaced if is_same else known.incarnation
+                ends_s = self._clock() + message.ttl_s
+                announced[node.name] = _Announced(node, message.incarnation, replaced, ends_s)
+            alive = [registry, *(one.node for one in announced.values())]
+        return NodeList(sorted(alive, key=lambda one: one.name))
+
+    def __contains__(self, name: NodeName) -> bool:
+        return self._find(name) is not None
 
     def get_address(self, name: NodeName) -> str:
         """Return the address of a node, `host:port`.
@@ -89,10 +155,9 @@ class Peers:
         Raises:
             PeerUnavailableError: the name is unknown; the message lists the known names.
         """
-        with self._lock:
-            node = self._given.get(name) or self._learned.get(name)
-            known = sorted({*self._given, *self._learned})
+        node = self._find(name)
         if node is None:
+            known = [known.name for known in self.list_nodes()]
             shown = ", ".join(known[:_SHOWN_NAMES])
             more = f" and {len(known) - _SHOWN_NAMES} more" if len(known) > _SHOWN_NAMES else ""
             raise PeerUnavailableError(f"node {name!r} is unknown; known nodes: {shown or 'none'}{more}")
@@ -101,8 +166,23 @@ class Peers:
     def list_nodes(self) -> list[KnownNode]:
         """Return all nodes, sorted by name."""
         with self._lock:
-            nodes = {**self._learned, **self._given}
+            announced = {name: one.node for name, one in self._expire().items()}
+            nodes = announced | self._learned | self._given
         return [nodes[name] for name in sorted(nodes)]
+
+    def _find(self, name: NodeName) -> KnownNode | None:
+        with self._lock:
+            node = self._given.get(name) or self._learned.get(name)
+            announced = self._announced.get(name)
+            if node is None and announced is not None and announced.ends_s > self._clock():
+                node = announced.node
+            return node
+
+    def _expire(self) -> dict[NodeName, _Announced]:
+        """Return the announced nodes that are alive."""
+        now = self._clock()
+        self._announced = {name: one for name, one in self._announced.items() if one.ends_s > now}
+        return self._announced
 
 
 def parse_peer(text: str) -> KnownNode:
@@ -175,12 +255,6 @@ class PeerLinks:
             with self._lock:
                 self._sent_addresses[name] = address
 
-    def find_address(self, name: NodeName) -> str:
-        """Return a node's address. Raises PeerUnavailableError, which lists the known nodes."""
-        with self._lock:
-            sent = self._sent_addresses.get(name)
-        return sent if sent and name not in self._peers else self._peers.get_address(name)
-
     def call(self, name: NodeName, message: Message, timeout_s: float) -> Message:
         """Send a message to a node and return its reply.
 
@@ -204,8 +278,19 @@ class PeerLinks:
             )
         return reply
 
+    def connect_bulk(self, name: NodeName, backend: str, timeout_s: float) -> Channel:
+        """Open a connection to a node's backend of this name. The caller closes it.
+
+        Raises:
+            PeerUnavailableError: as for `call`.
+            Other errors of `RemoteCalls.connect_bulk`.
+        """
+        return self._find_remote(name).connect_bulk(backend, timeout_s)
+
     def _find_remote(self, name: NodeName) -> RemoteCalls:
-        address = self.find_address(name)
+        with self._lock:
+            sent = self._sent_addresses.get(name)
+        address = sent if sent and name not in self._peers else self._peers.get_address(name)
         if self._secret is None:
             raise PeerUnavailableError(
                 f"node {self._name!r} has no secret, so it cannot connect to {name!r} at {address}"
@@ -281,25 +366,3 @@ class PeerLinks:
             calls.close()
         for reader in readers:
             reader.close()
-
-
-@dataclass(frozen=True)
-class PeerOfPull:
-    """The source of a pull, reached by name, and by this backend if it is not ""."""
-
-    links: PeerLinks
-    name: NodeName
-    timeout_s: float
-    backend: str = ""
-
-    def call(self, message: Message) -> Message:
-        """Send a message and return the reply. Raises the errors of `PeerLinks.call`."""
-        return self.links.call(self.name, message, self.timeout_s)
-
-    def take_reader(self, source: NodeDescription) -> BlockReader:
-        """Return an idle reader or a new one. Raises the errors of `PeerLinks.take_reader`."""
-        return self.links.take_reader(source, self.backend)
-
-    def return_reader(self, source: NodeDescription, reader: BlockReader) -> None:
-        """Return an idle reader for use by the next pull."""
-        self.links.return_reader(source, reader)

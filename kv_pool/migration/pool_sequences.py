@@ -6,23 +6,18 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
-import msgspec
-
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.taking import take, touch_listed
+from kv_pool.core.taking import take
 from kv_pool.errors import InvalidArgumentError, PinnedBlockError
-from kv_pool.foreign_bytes import UNDECODABLE
 from kv_pool.ids import BlockHash, BlockId, RequestId, SequenceId
-from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.invalid_blocks import evict_invalid_blocks
 from kv_pool.manager.sequences.holdings import Holder, Holdings, as_new_id
+from kv_pool.migration.sequences import Sequences
 from kv_pool.protocol import NORMAL, URGENT
 
 if TYPE_CHECKING:  # at run time only a pool with a storage or a migrator imports them
     from kv_pool.storage.block_storage import BlockStorage
-
-_decoder = msgspec.msgpack.Decoder(dict[SequenceId, int])
 
 
 class SitePool(Protocol):
@@ -45,7 +40,7 @@ class SitePool(Protocol):
         """Return the time of the pool's clock in seconds."""
 
 
-class PoolSequences:
+class PoolSequences(Sequences):
     """The sequences of a pool. See `Sequences`.
 
     Blocks that migrate by id are appended to the same sequences. Priority 0 cannot use the reserve.
@@ -55,6 +50,7 @@ class PoolSequences:
     """
 
     kind = "sequences of a GPUKVPool"
+    details_type = dict[SequenceId, int]  # their priorities
 
     def __init__(self, pool: SitePool) -> None:
         if pool.storage is None:
@@ -66,17 +62,11 @@ class PoolSequences:
         self.pool = pool.block_pool
         self.lock = pool.lock
         self.storage = pool.storage
-        self.block_size = pool.block_size
+        self.block_sizes = [pool.block_size]
         self.frozen = pool.holdings.frozen
         self._holdings = pool.holdings
 
     # ---- queries ---------------------------------------------------------------------------------
-
-    def describe_groups(self) -> tuple[str, ...]:
-        return ()
-
-    def list_block_sizes(self) -> list[int]:
-        return [self.block_size]
 
     def as_id(self, sequence_id: SequenceId | RequestId) -> SequenceId:
         if isinstance(sequence_id, str):
@@ -104,43 +94,38 @@ class PoolSequences:
             pinned = next(block for block in blocks if block in pins)
             raise PinnedBlockError(f"block {pinned.block_id} is pinned and cannot migrate; unpin it first")
 
-    def describe(self, sequence_ids: list[SequenceId]) -> bytes:
-        holders = self._holdings.holders
-        return msgspec.msgpack.encode({one: holders[one].priority for one in sequence_ids})
+    def describe(self, sequence_ids: list[SequenceId]) -> dict[SequenceId, int]:
+        return {one: self._holdings.holders[one].priority for one in sequence_ids}
 
     # ---- arriving --------------------------------------------------------------------------------
 
-    def read_details(
-        self, details: bytes, sequence_ids: Sequence[SequenceId], num_blocks: int, is_whole: bool
-    ) -> dict[SequenceId, int]:
-        try:
-            priorities = _decoder.decode(details) if details else {}
-        except UNDECODABLE as error:
-            raise InvalidArgumentError(
-                f"the source's sequence details are not valid priorities: {error}"
-            ) from error
-        if not all(NORMAL <= priority <= URGENT for priority in priorities.values()):
-            raise InvalidArgumentError(f"the priorities {sorted(priorities.values())[:10]} are not 0 to 2")
+    def check_arriving(
+        self,
+        details: dict[SequenceId, int] | None,
+        sequence_ids: Sequence[SequenceId],
+        num_blocks: int,
+        is_whole: bool,
+    ) -> None:
+        priorities = (details or {}).values()
+        if not all(NORMAL <= priority <= URGENT for priority in priorities):
+            raise InvalidArgumentError(f"the priorities {sorted(priorities)[:10]} are not 0 to 2")
         if is_whole and sequence_ids[0] in self._holdings.holders:
             raise InvalidArgumentError(
                 f"sequence {sequence_ids[0]} already holds blocks on device {self.gpu_pool.device_id}"
             )
-        return priorities
 
     def count_available(self, arriving: dict[SequenceId, int] | None) -> int:
         return self.gpu_pool.count_available(min((arriving or {}).values(), default=NORMAL))
 
-    def add_references(self, blocks: list[KVCacheBlock]) -> None:
-        touch_listed(self.pool, blocks)
-
     def take(self, num_blocks: int) -> list[KVCacheBlock]:
-        return self.pool.run_index.take_run(self.pool, num_blocks, True) or take(self.pool, num_blocks)
+        pool = self.gpu_pool.block_pool
+        return pool.run_index.take_run(pool, num_blocks, True) or take(pool, num_blocks)
 
     def make_join(
-        self, sequence_id: SequenceId, blocks: list[KVCacheBlock], arriving: dict[SequenceId, int]
+        self, sequence_id: SequenceId, blocks: list[KVCacheBlock], arriving: dict[SequenceId, int] | None
     ) -> tuple[Callable[[], object], list[list[KVCacheBlock]]]:
         joining = self._holdings.holders.get(sequence_id) or Holder(
-            sequence_id, arriving.get(sequence_id, NORMAL), self.gpu_pool.get_time()
+            sequence_id, (arriving or {}).get(sequence_id, NORMAL), self.gpu_pool.get_time()
         )
 
         def join() -> None:
@@ -150,15 +135,6 @@ class PoolSequences:
         return join, [blocks]
 
     # ---- leaving ---------------------------------------------------------------------------------
-
-    def list_tables(self, sequence_id: SequenceId) -> list[BlockTable]:
-        return []
-
-    def detach(self, sequence_id: SequenceId, tables: list[BlockTable]) -> None:
-        pass
-
-    def attach(self, sequence_id: SequenceId, tables: list[BlockTable]) -> bool:
-        return True
 
     def free(self, sequence_id: SequenceId, rows: list[list[KVCacheBlock]]) -> None:
         for holder, blocks in self._list_held(sequence_id, rows):

@@ -1,4 +1,4 @@
-"""`PoolSite`: a pool with its storage, as the source or target of migrations."""
+"""`PoolSite`: a pool and its storage, as source or target of migrations; `LocalMove`: without messages."""
 
 from __future__ import annotations
 
@@ -17,23 +17,29 @@ from kv_pool.core.block_hash import BlockHasher
 from kv_pool.core.block_keys import get_group_id
 from kv_pool.core.freeing import free_listed
 from kv_pool.core.holds import Hold, HoldState
+from kv_pool.core.taking import touch_listed
 from kv_pool.errors import FrozenSequenceError, InvalidArgumentError, PoolExhaustedError
 from kv_pool.foreign_bytes import UNDECODABLE
-from kv_pool.ids import BlockHashWithGroupId, NodeName, RequestId, SequenceId
+from kv_pool.ids import BlockHashWithGroupId, BlockId, BlockMove, NodeName, RequestId, SequenceId
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.leases import BlockLeases
-from kv_pool.migration.selector import Selector, check_usable
+from kv_pool.migration.messages import BlocksSubject, OfferedBlock, SequenceSubject, Subject
 from kv_pool.migration.sequences import NoOwner, SequenceOwner, Sequences
-from kv_pool.migration.site import OfferedBlock, Reservation, Selection, SubjectState, insert_keys
-from kv_pool.migration.subjects import BlocksSubject, SequenceSubject, Subject
+from kv_pool.migration.site import (
+    Reservation,
+    Rows,
+    Selection,
+    Selector,
+    SubjectState,
+    check_usable,
+    insert_keys,
+)
 from kv_pool.storage.block_layout import BlockLayout
 
 _LEAVING = "it is being moved to another node"
 _ARRIVING = "it is being received from another node"
 _RESERVED = "arriving from another node"
 _decoder = msgspec.msgpack.Decoder(SubjectState)
-
-_Rows = list[list[KVCacheBlock]]
 
 
 class _State(Enum):
@@ -55,7 +61,7 @@ class _Departure:
         holds: one for each sequence while it is frozen; it owns the references of detached tables.
     """
 
-    rows: dict[Any, _Rows]
+    rows: dict[Any, Rows]
     tables: dict[Any, list[BlockTable]]
     holds: list[Hold] = field(default_factory=list)
     state: _State = _State.FREEZING
@@ -106,14 +112,13 @@ class PoolSite:
         self.storage = sequences.storage
         self.layout = BlockLayout.describe(
             sequences.storage,
-            sequences.block_size,
+            sequences.block_sizes[0],
             hasher,
             sequences.describe_groups(),
             model=model,
             weights=weights,
         )
         self.leases = BlockLeases(sequences.pool, clock)
-        self._block_sizes = sequences.list_block_sizes()
         self._owner: SequenceOwner[Any] = NoOwner() if owner is None else owner
         self._selector = Selector(sequences, self._owner)
         self._frozen: dict[Subject, _Departure] = {}
@@ -215,11 +220,13 @@ class PoolSite:
         decoded = self._decode(subject, offered, state)
         sequence_ids = self._list_arriving(subject, decoded)
         is_whole = isinstance(subject, SequenceSubject)
-        arriving = self.sequences.read_details(decoded.details, sequence_ids, len(offered), is_whole)
+        self.sequences.check_arriving(decoded.details, sequence_ids, len(offered), is_whole)
         found = self._find_all_present(offered, decoded)
         present = [block for block in found if block is not None]
         missing = [position for position, block in enumerate(found) if block is None]
-        num_available = self.sequences.count_available(arriving) - sum(not block.ref_cnt for block in present)
+        num_available = self.sequences.count_available(decoded.details) - sum(
+            not block.ref_cnt for block in present
+        )
         if offered and len(missing) > num_available:
             raise PoolExhaustedError(
                 f"cannot reserve {len(missing)} blocks for a migration: {max(0, num_available)} of "
@@ -227,11 +234,11 @@ class PoolSite:
             )
         if is_whole:
             self._owner.expect(sequence_ids[0], len(offered), decoded.owner)
-        reservation = Reservation(subject, offered, [], missing, None, sequence_ids, decoded, arriving)
+        reservation = Reservation(subject, offered, [], missing, None, sequence_ids, decoded)
         with self._change(reservation):
             for sequence_id in sequence_ids:
                 self.sequences.frozen[sequence_id] = _ARRIVING
-            self.sequences.add_references(present)
+            touch_listed(self.pool, present)
             taken = iter(self.sequences.take(len(missing)))
             reservation.blocks = [next(taken) if block is None else block for block in found]
             reservation.hold = self.pool.holds.adopt(reservation.blocks, _RESERVED)
@@ -250,7 +257,7 @@ class PoolSite:
                         self.pool,
                         reservation.blocks[position],
                         reservation.offered[position],
-                        self._block_sizes.__getitem__,
+                        self.sequences.block_sizes.__getitem__,
                     )
 
     def adopt(self, reservation: Reservation) -> None:
@@ -340,9 +347,9 @@ class PoolSite:
                 else:
                     joining.setdefault(self.sequences.as_id(holder), []).append(block)
         joins: list[Callable[[], object]] = []
-        joined: list[tuple[Any, _Rows]] = []
+        joined: list[tuple[Any, Rows]] = []
         for sequence_id, blocks in joining.items():
-            join, rows = self.sequences.make_join(sequence_id, blocks, reservation.arriving)
+            join, rows = self.sequences.make_join(sequence_id, blocks, reservation.state.details)
             joins.append(join)
             joined.append((sequence_id, rows))
         reservation.joined = joined
@@ -414,6 +421,8 @@ class PoolSite:
         """Return the decoded state. Raises InvalidArgumentError if it does not fit the offer."""
         try:
             decoded = _decoder.decode(state) if state else SubjectState()
+            if decoded.details is not None:
+                decoded.details = msgspec.convert(decoded.details, self.sequences.details_type)
         except UNDECODABLE as error:
             raise InvalidArgumentError(f"cannot decode the source's subject state: {error}") from error
         expected = len(offered) if isinstance(subject, BlocksSubject) and state else 0
@@ -422,7 +431,7 @@ class PoolSite:
                 f"the source offers {len(offered)} blocks and names sequences for "
                 f"{len(decoded.sequence_ids)} of them; expected {expected}"
             )
-        num_groups = len(self._block_sizes)
+        num_groups = len(self.sequences.block_sizes)
         for block in offered:
             for key in block.keys:
                 if len(key) < 5 or get_group_id(BlockHashWithGroupId(key)) >= num_groups:
@@ -460,7 +469,7 @@ class PoolSite:
         if not offered.keys or not self.pool.enable_caching:
             return None
         key = BlockHashWithGroupId(offered.keys[0])
-        if offered.num_tokens is None or offered.num_tokens % self._block_sizes[get_group_id(key)]:
+        if offered.num_tokens is None or offered.num_tokens % self.sequences.block_sizes[get_group_id(key)]:
             return None
         return self.pool.cached_block_hash_to_block.get_one_block(key)
 
@@ -470,9 +479,65 @@ def _list_holders(state: SubjectState, blocks: Sequence[object]) -> Sequence[Seq
     return state.sequence_ids or [None] * len(blocks)
 
 
-def _list_blocks(rows: _Rows) -> list[KVCacheBlock]:
+def _list_blocks(rows: Rows) -> list[KVCacheBlock]:
     return [block for row in rows for block in row if not block.is_null]
 
 
 def _describe_departure(sequence_id: Any) -> str:
     return f"in sequence {sequence_id!r}, which is being moved to another node"
+
+
+class LocalMove:
+    """A move of blocks between two pools of this process. The caller holds both locks."""
+
+    def __init__(self, source: PoolSite, target: PoolSite, subject: Subject, target_name: NodeName) -> None:
+        self.source = source
+        self.target = target
+        self.subject = subject
+        self.target_name = target_name
+        self._reservation: Reservation | None = None
+        self._is_undone = False
+
+    def is_whole(self) -> bool:
+        """Return False if a call of one of the pools was interrupted."""
+        return not (self.source.pool.is_changing or self.target.pool.is_changing)
+
+    def mark_interrupted(self) -> None:
+        """Let both pools refuse calls until `repair`, since the move is neither done nor undone."""
+        self.source.pool.is_changing = True
+        self.target.pool.is_changing = True
+
+    def run(self) -> tuple[list[BlockId], list[BlockId]]:
+        """Copy the blocks and pass them to the target. `end` does the rest, whether this raises or not.
+
+        Returns:
+            The block ids at the source and at the target.
+        Raises:
+            As `GPUKVPool.migrate_blocks`.
+        """
+        source, target = self.source, self.target
+        selection = source.select(self.subject, for_move=True)
+        old_ids = [block.block_id for block in selection.blocks]
+        reservation = target.reserve(self.subject, selection.offered, selection.state)
+        self._reservation = reservation
+        new_ids = [block.block_id for block in reservation.blocks]
+        moves = [BlockMove(old_ids[position], new_ids[position]) for position in reservation.missing]
+        source.storage.copy_to(target.storage, moves)
+        # The old blocks may be reused as soon as this returns, by work on other streams.
+        target.storage.synchronize()
+        source.freeze(self.subject)
+        target.insert(reservation)
+        target.adopt(reservation)
+        return old_ids, new_ids
+
+    def end(self) -> None:
+        """Release the subject at the source if the target has adopted it, else undo the move. Repeatable."""
+        reservation = self._reservation
+        if reservation is None:
+            return
+        if reservation.is_ended and not self._is_undone:
+            self.source.release(self.subject, self.target_name)
+        else:
+            self._is_undone = True
+            self.target.release_reservation(reservation)
+            self.source.thaw(self.subject)

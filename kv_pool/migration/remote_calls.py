@@ -12,18 +12,10 @@ from kv_pool.closing import Closing
 from kv_pool.errors import PeerAuthenticationError, PeerUnavailableError
 from kv_pool.events.zmq_module import zmq
 from kv_pool.ids import NodeName
+from kv_pool.migration import messages
 from kv_pool.migration.addresses import connect_to, format_address, parse_address, resolve
 from kv_pool.migration.channel import MAX_MESSAGE_BYTES, Channel
-from kv_pool.migration.messages import (
-    BulkOpened,
-    Message,
-    OpenBulk,
-    as_reply,
-    check_reply,
-    decode_message,
-    encode_message,
-)
-from kv_pool.migration.secret import CurvePair, derive_curve_pair
+from kv_pool.migration.secret import derive_curve_pair
 
 HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -58,7 +50,7 @@ class RemoteCalls:
         self._idle: list[_Connection] = []
         self._is_closed = False
 
-    def call(self, message: Message, timeout_s: float) -> Message:
+    def call(self, message: messages.Message, timeout_s: float) -> messages.Message:
         """Send a message and return the node's reply.
 
         Raises:
@@ -69,16 +61,16 @@ class RemoteCalls:
                 libraries.
         """
         deadline = time.monotonic() + timeout_s
-        data = encode_message(message)
+        data = messages.encode_message(message)
         with ExitStack() as on_failure:
             connection = on_failure.enter_context(self._take_connection())
             connection.send([self._caller, data])
-            reply = decode_message(self._wait_for_reply(connection, deadline))
+            reply = messages.decode_message(self._wait_for_reply(connection, deadline))
             with self._lock:
                 if not self._is_closed and len(self._idle) < _MAX_IDLE:
                     self._idle.append(connection)
                     on_failure.pop_all()
-        return check_reply(reply, self.address)
+        return messages.check_reply(reply, self.address)
 
     def connect_bulk(self, backend: str, timeout_s: float) -> Channel:
         """Open a new connection to the node's backend of this name. The caller closes it.
@@ -88,7 +80,9 @@ class RemoteCalls:
             MigrationError: the node does not have this backend.
         """
         deadline = time.monotonic() + timeout_s
-        opened = as_reply(self.call(OpenBulk(backend), timeout_s), BulkOpened, self.address)
+        opened = messages.as_reply(
+            self.call(messages.OpenBulk(backend), timeout_s), messages.BulkOpened, self.address
+        )
         address = format_address(parse_address(self.address)[0], opened.port)
         connection = connect_to(address, deadline - time.monotonic())
         channel = Channel(connection, opened.key, True, address)
@@ -132,7 +126,7 @@ class RemoteCalls:
 class _Connection(Closing):
     """One encrypted connection with one request at a time. It is not opened again once it is broken."""
 
-    def __init__(self, address: str, keys: CurvePair) -> None:
+    def __init__(self, address: str, keys: tuple[bytes, bytes]) -> None:
         self._opened = ExitStack()
         self._process_id = os.getpid()
         self._address = address
@@ -144,8 +138,8 @@ class _Connection(Closing):
         socket.maxmsgsize = MAX_MESSAGE_BYTES
         socket.tcp_keepalive = 1
         socket.ipv6 = place.startswith("[")
-        socket.curve_serverkey = socket.curve_publickey = keys.public_key
-        socket.curve_secretkey = keys.secret_key
+        socket.curve_publickey, socket.curve_secretkey = keys
+        socket.curve_serverkey = keys[0]
         # Only what ends a connection is reported.
         self._failures = socket.get_monitor_socket(
             zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILED

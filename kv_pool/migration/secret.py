@@ -4,7 +4,6 @@ import hashlib
 import os
 import stat
 from pathlib import Path
-from typing import NamedTuple
 
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.regular_files import open_regular
@@ -51,15 +50,8 @@ def check_secret(secret: bytes) -> None:
         )
 
 
-class CurvePair(NamedTuple):
-    """A key pair for the CURVE encryption of ZeroMQ, in the text form that pyzmq takes."""
-
-    public_key: bytes
-    secret_key: bytes
-
-
-def derive_curve_pair(secret: bytes) -> CurvePair:
-    """Return the key pair that all nodes with this secret use, as clients and as servers.
+def derive_curve_pair(secret: bytes) -> tuple[bytes, bytes]:
+    """Return the public and the secret CURVE key of all nodes with this secret, clients and servers, as text.
 
     Raises:
         InvalidArgumentError: a secret of fewer than 16 bytes, or this libzmq has no CURVE support.
@@ -73,7 +65,7 @@ def derive_curve_pair(secret: bytes) -> CurvePair:
     secret_key = zmq.utils.z85.encode(
         hashlib.blake2b(secret, digest_size=32, person=b"kv_pool nodes").digest()
     )
-    return CurvePair(zmq.curve_public(secret_key), secret_key)
+    return zmq.curve_public(secret_key), secret_key
 
 
 def write_secret_file(path: str | Path) -> None:

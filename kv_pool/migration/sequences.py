@@ -18,35 +18,31 @@ Id = TypeVar("Id", contravariant=True)
 class Sequences(Protocol):
     """The sequences or requests of one pool. Ids are of the pool's own type.
 
-    A site calls the methods that change references or tables while it has set the pool's `is_changing`.
+    A site calls the methods that change references or tables while it has set the pool's `is_changing`. A
+    method that has a body here is for pools without what it asks for.
 
     Attributes:
         kind: a description of the sequences. Whole sequences migrate only between pools of the same kind;
             prefixes migrate between all pools.
-        block_size: tokens per block of the first group.
+        details_type: what `describe` returns, as msgspec decodes it at the target.
+        lock: the reentrant lock that every user of the pool holds, such as an engine during its step.
+        block_sizes: tokens per block of each group.
         frozen: frozen sequences -> reason, for error messages; the pool refuses to use them.
     """
 
     kind: str
+    details_type: Any
+    pool: BlockPoolCore
     storage: BlockStorage
-    block_size: int
+    lock: AbstractContextManager[object]
+    block_sizes: list[int]
     frozen: dict[Any, str]
-
-    @property
-    def pool(self) -> BlockPoolCore:
-        """The block pool."""
-
-    @property
-    def lock(self) -> AbstractContextManager[object]:
-        """The reentrant lock that every user of the pool holds, such as an engine during its step."""
 
     # ---- looking ---------------------------------------------------------------------------------
 
     def describe_groups(self) -> tuple[str, ...]:
         """Describe the KV cache groups for layout comparison; () if `BlockLayout` is sufficient without."""
-
-    def list_block_sizes(self) -> list[int]:
-        """Return the tokens per block of each group."""
+        return ()
 
     def as_id(self, sequence_id: SequenceId | RequestId) -> Any:
         """Convert an id to the pool's own type. Raises InvalidArgumentError, InvalidTypeError."""
@@ -61,6 +57,7 @@ class Sequences(Protocol):
 
     def find_holder(self, block: KVCacheBlock) -> Any | None:
         """Return the sequence to which a moved block is appended at the target; None if there is none."""
+        return None
 
     def find_prefix(self, block_hashes: list[BlockHash]) -> list[list[KVCacheBlock]]:
         """Return the blocks of the longest cached prefix by group, null blocks included."""
@@ -70,18 +67,20 @@ class Sequences(Protocol):
 
     def check_movable(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Raise PinnedBlockError if one of these blocks cannot be moved."""
+        return None
 
-    def describe(self, sequence_ids: list[Any]) -> bytes:
-        """Encode the state of these sequences that the target's pool needs besides their blocks."""
+    def describe(self, sequence_ids: list[Any]) -> Any:
+        """Return the state of these sequences that the target's pool needs besides their blocks."""
 
     # ---- coming ----------------------------------------------------------------------------------
 
-    def read_details(
-        self, details: bytes, sequence_ids: Sequence[Any], num_blocks: int, is_whole: bool
-    ) -> Any:
-        """Decode the result of the source's `describe`; None if there is no state.
+    def check_arriving(
+        self, details: Any, sequence_ids: Sequence[Any], num_blocks: int, is_whole: bool
+    ) -> None:
+        """Check that these sequences can arrive here.
 
         Args:
+            details: the result of the source's `describe`; None if there is no state.
             is_whole: the blocks are one whole sequence, which must not exist here; otherwise existing
                 sequences get more blocks.
         Raises:
@@ -89,10 +88,7 @@ class Sequences(Protocol):
         """
 
     def count_available(self, arriving: Any) -> int:
-        """Return the number of blocks available to arriving sequences with this decoded state."""
-
-    def add_references(self, blocks: list[KVCacheBlock]) -> None:
-        """Add one reference to each block."""
+        """Return the number of blocks available to arriving sequences with these details, or None."""
 
     def take(self, num_blocks: int) -> list[KVCacheBlock]:
         """Take free blocks; at least this many are available."""
@@ -113,12 +109,15 @@ class Sequences(Protocol):
 
     def list_tables(self, sequence_id: Any) -> list[BlockTable]:
         """Return the tables that a move detaches from a sequence; [] if this pool detaches none."""
+        return []
 
     def detach(self, sequence_id: Any, tables: list[BlockTable]) -> None:
         """Detach these tables from a sequence, unless they are detached. The caller owns the references."""
+        return None
 
     def attach(self, sequence_id: Any, tables: list[BlockTable]) -> bool:
         """Attach these tables, unless they are attached. False if the sequence was restarted with others."""
+        return True
 
     def free(self, sequence_id: Any, rows: list[list[KVCacheBlock]]) -> None:
         """Remove blocks from a sequence, detached or not, and drop its references."""

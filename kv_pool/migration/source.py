@@ -18,21 +18,10 @@ from enum import Enum
 from kv_pool.errors import InvalidContentError, MigrationError, StaleTransferError
 from kv_pool.ids import BlockId, NodeName, TransferId
 from kv_pool.manager.leases import Lease, LeaseKind, LeaseState
-from kv_pool.migration.messages import (
-    Acknowledged,
-    AcknowledgeTransfer,
-    AskChecksums,
-    Cancelled,
-    CancelTransfer,
-    Checksums,
-    LeaseRenewed,
-    Offer,
-    PrepareTransfer,
-    RenewLease,
-)
+from kv_pool.migration import messages
+from kv_pool.migration.messages import describe_subject
 from kv_pool.migration.pool_site import PoolSite
 from kv_pool.migration.site import Selection
-from kv_pool.migration.subjects import describe_subject
 from kv_pool.storage.checksums import checksum_blocks
 
 MAX_REMEMBERED = 65_536
@@ -74,7 +63,7 @@ class Transfer:
         deadline: of the lease, by the source's clock.
     """
 
-    message: PrepareTransfer
+    message: messages.PrepareTransfer
     selection: Selection
     lease: Lease | None
     positions: dict[BlockId, int]
@@ -117,7 +106,7 @@ class SourceTransfers:
 
     # ---- calls of a target -----------------------------------------------------------------------
 
-    def prepare(self, message: PrepareTransfer) -> Offer:
+    def prepare(self, message: messages.PrepareTransfer) -> messages.Offer:
         """Lease the blocks of a subject (M1).
 
         A repeated call renews the lease and returns the same offer.
@@ -135,11 +124,11 @@ class SourceTransfers:
         if is_new:
             self._on_change(transfer)
         selection = transfer.selection
-        return Offer(
+        return messages.Offer(
             message.transfer_id, self._incarnation, self._lease_s, selection.offered, selection.state
         )
 
-    def compute_checksums(self, message: AskChecksums) -> Checksums:
+    def compute_checksums(self, message: messages.AskChecksums) -> messages.Checksums:
         """Return the checksums of leased blocks. Reads the bytes without the site's lock.
 
         Raises:
@@ -157,9 +146,9 @@ class SourceTransfers:
         self.check_leased(message.transfer_id, block_ids)
         values = checksum_blocks(self._site.storage, block_ids)
         self.check_leased(message.transfer_id, block_ids)
-        return Checksums(values.astype(">u8").tobytes())
+        return messages.Checksums(values.astype(">u8").tobytes())
 
-    def renew(self, message: RenewLease) -> LeaseRenewed:
+    def renew(self, message: messages.RenewLease) -> messages.Acknowledged:
         """Renew the lease of a transfer for `lease_s` from now.
 
         Raises:
@@ -171,9 +160,9 @@ class SourceTransfers:
             if self._has_invalid_content(transfer):
                 raise self._make_invalid(message.transfer_id)
             self._extend(transfer)
-        return LeaseRenewed(self._lease_s)
+        return messages.Acknowledged()
 
-    def acknowledge(self, message: AcknowledgeTransfer) -> Acknowledged:
+    def acknowledge(self, message: messages.AcknowledgeTransfer) -> messages.Acknowledged:
         """End the lease of a transfer that the target has completed; release a move's subject (M4).
 
         An acknowledgement for an earlier incarnation of this node is accepted: its leases ended with it.
@@ -189,10 +178,10 @@ class SourceTransfers:
                     f"node {self._name!r} received an acknowledgement for node "
                     f"{get_node_name(message.incarnation)!r}; check whether two nodes have the same address"
                 )
-            return Acknowledged()
+            return messages.Acknowledged()
         with self._site.lock:
             if message.transfer_id in self._acknowledged:
-                return Acknowledged()
+                return messages.Acknowledged()
             transfer = self._find(message.transfer_id)
             outcome = transfer.outcome
             if outcome is None and self._has_invalid_content(transfer):
@@ -204,24 +193,24 @@ class SourceTransfers:
         self._on_change(transfer)
         if outcome.state is not TransferState.ACKNOWLEDGED:
             self._check_not_over(message.transfer_id)
-        return Acknowledged()
+        return messages.Acknowledged()
 
-    def cancel(self, message: CancelTransfer) -> Cancelled:
+    def cancel(self, message: messages.CancelTransfer) -> messages.Cancelled:
         """End the lease of a transfer, and refuse a delayed `PrepareTransfer` with this id."""
         with self._site.lock:
             if message.transfer_id in self._acknowledged:
-                return Cancelled(is_acknowledged=True)
+                return messages.Cancelled(is_acknowledged=True)
             transfer = self._prepared.get(message.transfer_id)
             if transfer is None:
                 if message.transfer_id not in self._broken_off:
                     self._remember(
                         message.transfer_id, Outcome(TransferState.CANCELLED, reason=message.reason)
                     )
-                return Cancelled()
+                return messages.Cancelled()
             outcome = transfer.outcome or Outcome(TransferState.CANCELLED, reason=message.reason)
             self._end(transfer, outcome)
         self._on_change(transfer)
-        return Cancelled(outcome.state is TransferState.ACKNOWLEDGED)
+        return messages.Cancelled(outcome.state is TransferState.ACKNOWLEDGED)
 
     # ---- calls of this node ----------------------------------------------------------------------
 
@@ -298,7 +287,7 @@ class SourceTransfers:
             "recompute it or fetch it from another node"
         )
 
-    def _prepare(self, message: PrepareTransfer) -> tuple[Transfer, bool]:
+    def _prepare(self, message: messages.PrepareTransfer) -> tuple[Transfer, bool]:
         known = self._prepared.get(message.transfer_id)
         if known is not None and not known.is_offered:
             self._end(known, Outcome(TransferState.CANCELLED, reason="its preparation was interrupted"))

@@ -29,23 +29,10 @@ from kv_pool.errors import (
     StaleTransferError,
 )
 from kv_pool.manager.leases import Lease, LeaseKind, LeaseState
-from kv_pool.migration.messages import (
-    Acknowledged,
-    AcknowledgeTransfer,
-    Cancelled,
-    CancelTransfer,
-    DescribeNode,
-    LeaseRenewed,
-    NodeDescription,
-    Offer,
-    PrepareTransfer,
-    PullSubject,
-    RenewLease,
-)
+from kv_pool.migration import messages
+from kv_pool.migration.messages import MigrationPhase
 from kv_pool.migration.migration import Migration
-from kv_pool.migration.peers import PeerOfPull
 from kv_pool.migration.site import Reservation
-from kv_pool.migration.status import MigrationPhase
 from kv_pool.migration.verified_reads import PullSettings, RateLimit, SourceCalls, VerifiedReads
 
 
@@ -60,18 +47,17 @@ class Pull(Migration):
 
     direction: ClassVar[str] = "in"
 
-    def __init__(
-        self, settings: PullSettings, peer: PeerOfPull, wanted: PullSubject, hold_s: float = 0.0
-    ) -> None:
-        super().__init__(wanted.pull_id, wanted.source, wanted.subject, wanted.is_move, settings.on_change)
+    def __init__(self, settings: PullSettings, wanted: messages.PullSubject, hold_s: float = 0.0) -> None:
+        super().__init__(wanted, wanted.source, settings.on_change)
         self.reservation: Reservation | None = None
         self.lease: Lease | None = None
         self.held: Lease | None = None
         self._hold_s = hold_s
         self._settings = settings
         self._site = settings.site
-        self._calls = SourceCalls(peer)
+        self._calls = SourceCalls(settings, wanted.source)
         self._limit = RateLimit(wanted.max_bytes_per_s, settings.clock)
+        self._backend = wanted.backend
         self._incarnation = ""  # of the source
         self._reads: VerifiedReads | None = None
         self._may_be_leased = False
@@ -97,7 +83,7 @@ class Pull(Migration):
             if self.lease is not None and self.lease.state is LeaseState.ACTIVE:
                 self.lease.extend(self._settings.clock() + self._settings.lease_s)
         try:
-            self._calls.call(RenewLease(self.transfer_id), LeaseRenewed)
+            self._calls.call(messages.RenewLease(self.transfer_id), messages.Acknowledged)
         except StaleTransferError as error:
             self._calls.stop(error)
         except MigrationError:
@@ -163,25 +149,27 @@ class Pull(Migration):
         if self.phase is MigrationPhase.IN_DOUBT:
             self._acknowledge()
 
-    def _prepare(self) -> tuple[VerifiedReads, Offer]:
+    def _prepare(self) -> tuple[VerifiedReads, messages.Offer]:
         """M1: check layout compatibility, then ask the source for a lease on the blocks."""
         self._enter(MigrationPhase.PREPARING)
-        source = self._calls.repeat(DescribeNode(), NodeDescription)
+        source = self._calls.repeat(messages.DescribeNode(), messages.NodeDescription)
         self._site.layout.check_same(source.layout, f"node {source.name!r}")
-        self._reads = reads = VerifiedReads(self._settings, self._calls, source, self, self._limit)
+        self._reads = reads = VerifiedReads(
+            self._settings, self._calls, source, self, self._limit, self._backend
+        )
         self._calls.check_wanted()
         self._may_be_leased = True
-        request = PrepareTransfer(
+        request = messages.PrepareTransfer(
             self.transfer_id, self.subject, self.is_move, self._site.layout, self._settings.name
         )
-        offer = self._calls.repeat(request, Offer)
+        offer = self._calls.repeat(request, messages.Offer)
         if offer.incarnation != source.incarnation:
             raise PeerUnavailableError(f"node {source.name!r} restarted during the request; try again")
         self._incarnation = offer.incarnation
         self.status.num_blocks = len(offer.blocks)
         return reads, offer
 
-    def _reserve(self, offer: Offer) -> Reservation:
+    def _reserve(self, offer: messages.Offer) -> Reservation:
         """M2: reserve one block for each offered block; put those to be written under a write lease."""
         site = self._site
         with site.lock:
@@ -216,15 +204,12 @@ class Pull(Migration):
     def _acknowledge(self) -> None:
         """M4: acknowledge, then adopt: a move once the source has confirmed, a copy unless it is invalid."""
         new_ids = [block.block_id for block in self._get_reservation().blocks]
-        message = AcknowledgeTransfer(self.transfer_id, self._incarnation, new_ids)
+        message = messages.AcknowledgeTransfer(self.transfer_id, self._incarnation, new_ids)
         try:
-            (self._calls.call if self.is_move else self._calls.repeat)(message, Acknowledged)
+            (self._calls.call if self.is_move else self._calls.repeat)(message, messages.Acknowledged)
         except Exception as error:
             if self.is_move or isinstance(error, InvalidContentError):
-                if isinstance(error, StaleTransferError):
-                    self._end_with_copy(error)
-                else:
-                    self._stay_in_doubt(error)
+                self._refuse_to_adopt(error)
                 return
         self._adopt()
 
@@ -262,13 +247,25 @@ class Pull(Migration):
         holder = f"hold_s of transfer {self.transfer_id.hex()}"
         return self._site.leases.acquire(reservation.blocks, deadline, holder, LeaseKind.READ)
 
-    def _end_with_copy(self, error: Exception) -> None:
-        """Fail: the source keeps the subject. Inserted blocks stay cached, unless reported invalid."""
+    def _refuse_to_adopt(self, error: Exception) -> None:
+        """Fail if the source keeps the subject; stay in doubt if its answer is missing."""
         with self._ending:
-            if not self.phase.is_ended:
+            if self.phase.is_ended:
+                return
+            if isinstance(error, StaleTransferError):
                 self._end_as_failed(error)
+                return
+            self.set_error(
+                MigrationInDoubtError(
+                    f"node {self.peer!r} has not confirmed that it released "
+                    f"{self.status.num_blocks} blocks; this node keeps them reserved until it does ({error})"
+                )
+            )
+            # Reported each time, so that waiting callers see how long the doubt lasts.
+            self._enter(MigrationPhase.IN_DOUBT)
 
     def _end_as_failed(self, error: Exception) -> None:
+        """Fail; inserted blocks stay cached, unless reported invalid."""
         with self._site.lock:
             self._release_reservation(self._get_reservation(), error)
             self.set_error(error)
@@ -282,19 +279,6 @@ class Pull(Migration):
             self._site.sequences.evict_invalid(wrong)
         self._site.release_reservation(reservation)
 
-    def _stay_in_doubt(self, error: Exception) -> None:
-        with self._ending:
-            if self.phase.is_ended:
-                return
-            self.set_error(
-                MigrationInDoubtError(
-                    f"node {self.peer!r} has not confirmed that it released "
-                    f"{self.status.num_blocks} blocks; this node keeps them reserved until it does ({error})"
-                )
-            )
-            # Reported each time, so that waiting callers see how long the doubt lasts.
-            self._enter(MigrationPhase.IN_DOUBT)
-
     def _fail(self, error: Exception) -> None:
         """M3: drop the reservation and cancel the transfer at the source."""
         self._calls.refuse_stop()
@@ -307,14 +291,16 @@ class Pull(Migration):
             elif reservation is not None:
                 reader = None if self._reads is None else self._reads.reader
                 if self.lease is not None and reader is not None and not reader.is_settled():
-                    self._settings.on_unsettled(self.lease, reader)
+                    self._settings.unsettled.append((self.lease, reader))
                     self.lease = None
                 self._release_lease()
                 self._site.release_reservation(reservation)
         if self._may_be_leased:
             # Once, ignoring errors: if this fails, the source's lease expires.
             with suppress(Exception):
-                self._calls.call(CancelTransfer(self.transfer_id, str(error)[:200]), Cancelled)
+                self._calls.call(
+                    messages.CancelTransfer(self.transfer_id, str(error)[:200]), messages.Cancelled
+                )
         self.set_error(error)
         is_wanted = isinstance(error, MigrationCancelledError)
         self._enter(MigrationPhase.CANCELLED if is_wanted else MigrationPhase.FAILED)

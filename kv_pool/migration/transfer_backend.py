@@ -15,8 +15,8 @@ from kv_pool.storage.block_storage import BlockStorage
 CheckLeased = Callable[[TransferId, Sequence[BlockId]], object]
 """Raises StaleTransferError unless the transfer of this id leases all these blocks, as they were offered."""
 
-FindAddress = Callable[[NodeName], str]
-"""Returns the address, host:port, of the named node; raises PeerUnavailableError if it is unknown."""
+ConnectBulk = Callable[[NodeName, str, float], Channel]
+"""Opens a connection to the backend of this name at a node, within some seconds: `PeerLinks.connect_bulk`."""
 
 
 @dataclass(frozen=True)
@@ -74,32 +74,25 @@ class TransferBackend(ABC):
 
     Attributes:
         name: the same on both sides, such as `tcp`.
-        node_name, check_leased, find_address, secret: see `attach`.
+        check_leased, connect_bulk: see `attach`.
     """
 
     name: ClassVar[str]
 
     def __init__(self, storage: BlockStorage) -> None:
         self.storage = storage
-        self.node_name = NodeName("")
         self.check_leased: CheckLeased = _refuse_transfer
-        self.find_address: FindAddress = _refuse_peer
-        self.secret = b""
+        self.connect_bulk: ConnectBulk = _refuse_peer
 
-    def attach(
-        self, node_name: NodeName, check_leased: CheckLeased, find_address: FindAddress, secret: bytes = b""
-    ) -> None:
+    def attach(self, check_leased: CheckLeased, connect_bulk: ConnectBulk) -> None:
         """Attach the backend to its node. Called once, before all other methods.
 
         Args:
             check_leased: a backend that serves bytes calls it before and after each piece. Thread-safe.
-            find_address: for backends that open their own connections.
-            secret: shared by the nodes; b"" for a node that reaches nodes of its own process only.
+            connect_bulk: for backends that serve readers over the node's own port.
         """
-        self.node_name = node_name
         self.check_leased = check_leased
-        self.find_address = find_address
-        self.secret = secret
+        self.connect_bulk = connect_bulk
 
     def get_bulk_handler(self) -> Callable[[Channel, NodeName], None] | None:
         """Return the function that serves readers over the node's own port; None if they do not use it."""
@@ -128,7 +121,7 @@ def _refuse_transfer(transfer_id: TransferId, block_ids: Sequence[BlockId]) -> N
     raise StaleTransferError("this backend is not attached to a node; see TransferBackend.attach")
 
 
-def _refuse_peer(peer_name: NodeName) -> str:
+def _refuse_peer(peer_name: NodeName, backend: str, timeout_s: float) -> Channel:
     raise PeerUnavailableError(
-        f"cannot find {peer_name!r}: this backend is not attached to a node; see TransferBackend.attach"
+        f"cannot connect to {peer_name!r}: this backend is not attached to a node; see TransferBackend.attach"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -15,11 +16,18 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.errors import InvalidArgumentError, MigrationError, PeerUnavailableError, TransferFailedError
 from kv_pool.ids import BlockId, NodeName
 from kv_pool.manager.leases import Lease
-from kv_pool.migration.messages import AskChecksums, Checksums, Message, NodeDescription, Reply, as_reply
+from kv_pool.migration.messages import (
+    AskChecksums,
+    Checksums,
+    Message,
+    NodeDescription,
+    OfferedBlock,
+    Reply,
+    as_reply,
+)
 from kv_pool.migration.migration import Migration
-from kv_pool.migration.peers import PeerOfPull
+from kv_pool.migration.peers import PeerLinks
 from kv_pool.migration.pool_site import PoolSite
-from kv_pool.migration.site import OfferedBlock
 from kv_pool.migration.transfer_backend import BlockReader
 from kv_pool.storage.checksums import checksum_blocks
 from kv_pool.threads import Workers
@@ -77,34 +85,43 @@ class RateLimit:
 
 @dataclass(frozen=True)
 class PullSettings:
-    """The settings that all pulls of a node share.
+    """What all migrations of a node share.
 
     Attributes:
-        name: of the target.
+        name: of the node.
+        links: the connections to sources.
         lease_s: duration of the write lease unless renewed, and time limit of one read.
+        call_s: time limit of a call to a source.
         clock: monotonic time in seconds, the clock of the site's leases.
-        deadline_clock: `time.monotonic`, the clock of the backends' deadlines.
         limit: shared by all migrations to this node.
-        on_change: called without any lock, with a pull that has entered a phase or finished a batch.
-        on_unsettled: called with a lease and a reader that may still write to its blocks.
+        askers: threads for calls to other nodes.
+        on_change: called without any lock, with a migration that has entered a phase or finished a batch.
+        unsettled: write leases in quarantine, each with a reader that may still write to its blocks. Guarded
+            by the site's lock.
     """
 
     name: NodeName
     site: PoolSite
+    links: PeerLinks
     lease_s: float
+    call_s: float
     clock: Callable[[], float]
-    deadline_clock: Callable[[], float]
     limit: RateLimit
-    parallel: Workers
+    askers: Workers
     on_change: Callable[[Migration], object]
-    on_unsettled: Callable[[Lease, BlockReader], object]
+    unsettled: list[tuple[Lease, BlockReader]]
 
 
 class SourceCalls:
-    """The calls of one pull to its source. Another thread may stop the pull."""
+    """The calls of one pull to its source. Another thread may stop the pull.
 
-    def __init__(self, peer: PeerOfPull) -> None:
-        self.peer = peer
+    Args:
+        source: the name of the source node.
+    """
+
+    def __init__(self, settings: PullSettings, source: NodeName) -> None:
+        self._settings = settings
+        self._source = source
         self._lock = threading.Lock()
         self._is_too_late = False
         self._stopped_by: MigrationError | None = None
@@ -142,7 +159,8 @@ class SourceCalls:
 
     def call(self, message: Message, kind: type[Reply]) -> Reply:
         """Send a message once. Raises MigrationError if the reply has another type."""
-        return as_reply(self.peer.call(message), kind, "the source")
+        reply = self._settings.links.call(self._source, message, self._settings.call_s)
+        return as_reply(reply, kind, "the source")
 
     def repeat(self, message: Message, kind: type[Reply]) -> Reply:
         """Send an idempotent message, and repeat it up to `TRIES` times in all until there is an answer."""
@@ -158,21 +176,13 @@ class SourceCalls:
         raise AssertionError("the loop above returns or raises")
 
 
-@dataclass
-class _Batch:
-    """Blocks of one read: positions in the offer, and ids on both sides."""
-
-    positions: list[int]
-    remote_ids: list[BlockId]
-    local_ids: list[BlockId]
-
-
 class VerifiedReads:
     """The reads of one pull. The constructor connects to the source.
 
     Args:
         migration: reads are counted in its status.
         limit: of this migration; `settings.limit` also applies.
+        backend: the only backend to read with; "" for the first that works.
 
     Attributes:
         reader: the connection; None between two connections and after `return_reader`.
@@ -185,6 +195,7 @@ class VerifiedReads:
         source: NodeDescription,
         migration: Migration,
         limit: RateLimit,
+        backend: str,
     ) -> None:
         self._settings = settings
         self._storage = settings.site.storage
@@ -194,7 +205,8 @@ class VerifiedReads:
         self._limit = limit
         self._offered: list[OfferedBlock] = []
         self._blocks: list[KVCacheBlock] = []
-        self.reader: BlockReader | None = calls.peer.take_reader(source)
+        self._backend = backend
+        self.reader: BlockReader | None = settings.links.take_reader(source, backend)
 
     def read(self, offered: list[OfferedBlock], blocks: list[KVCacheBlock], positions: Sequence[int]) -> None:
         """Read these positions of the offer into the blocks. Blocks with wrong bytes are read again.
@@ -217,7 +229,7 @@ class VerifiedReads:
     def return_reader(self) -> None:
         """Return the reader for use by the next pull."""
         if self.reader is not None:
-            self._calls.peer.return_reader(self._source, self.reader)
+            self._settings.links.return_reader(self._source, self.reader)
             self.reader = None
 
     def close(self) -> None:
@@ -231,50 +243,47 @@ class VerifiedReads:
         Returns:
             Positions of blocks that do not match their checksums.
         """
-        parallel = self._settings.parallel
+        askers = self._settings.askers
         wrong: list[int] = []
         verifying: Future[list[int]] | None = None
         for batch in self._make_batches(positions):
-            asked = parallel.submit(partial(self._ask_checksums, batch))
+            asked = askers.submit(partial(self._ask_checksums, batch))
             self._read_batch(batch)
             if verifying is not None:
                 wrong += verifying.result()
-            verifying = parallel.submit(partial(self._verify, batch, asked))
+            verifying = askers.submit(partial(self._verify, batch, asked))
             self._settings.on_change(self._migration)
         if verifying is not None:
             wrong += verifying.result()
         return wrong
 
-    def _make_batches(self, positions: Sequence[int]) -> Iterator[_Batch]:
-        """Yield batches ordered by block id at the source, so that contiguous blocks form one piece."""
-        offered, blocks = self._offered, self._blocks
+    def _make_batches(self, positions: Sequence[int]) -> Iterator[list[int]]:
+        """Yield positions ordered by block id at the source, so that contiguous blocks form one piece."""
         limits = (self._settings.limit, self._limit)
         most_bytes = min(limit.count_batch_bytes(_BATCH_BYTES) for limit in limits)
         size = min(_BATCH_BLOCKS, max(1, most_bytes // self._storage.block_bytes))
-        order = sorted(positions, key=lambda position: offered[position].block_id)
+        order = sorted(positions, key=lambda position: self._offered[position].block_id)
         for start in range(0, len(order), size):
-            some = order[start : start + size]
-            yield _Batch(
-                some,
-                [offered[position].block_id for position in some],
-                [blocks[position].block_id for position in some],
-            )
+            yield order[start : start + size]
 
-    def _read_batch(self, batch: _Batch) -> None:
+    def _list_local_ids(self, batch: list[int]) -> list[BlockId]:
+        return [self._blocks[position].block_id for position in batch]
+
+    def _read_batch(self, batch: list[int]) -> None:
         """Read a batch. After a failure retry over a new connection, unless the old one may still write."""
-        num_bytes = len(batch.positions) * self._storage.block_bytes
+        num_bytes = len(batch) * self._storage.block_bytes
+        remote_ids = [self._offered[position].block_id for position in batch]
+        local_ids = self._list_local_ids(batch)
         wait_s = max(self._settings.limit.take(num_bytes), self._limit.take(num_bytes))
         if wait_s:
             self._calls.wait(wait_s)
         for num_left in reversed(range(TRIES)):
             self._calls.check_wanted()
             if self.reader is None:
-                self.reader = self._calls.peer.take_reader(self._source)
-            deadline = self._settings.deadline_clock() + self._settings.lease_s
+                self.reader = self._settings.links.take_reader(self._source, self._backend)
+            deadline = time.monotonic() + self._settings.lease_s
             try:
-                count = self.reader.read(
-                    self._migration.transfer_id, batch.remote_ids, batch.local_ids, deadline
-                )
+                count = self.reader.read(self._migration.transfer_id, remote_ids, local_ids, deadline)
             except TransferFailedError:
                 self.reader.close()
                 if not num_left or not self.reader.is_settled():
@@ -285,18 +294,18 @@ class VerifiedReads:
             self._migration.status.num_descriptors += count.num_descriptors
             return
 
-    def _ask_checksums(self, batch: _Batch) -> npt.NDArray[np.uint64]:
-        reply = self._calls.repeat(AskChecksums(self._migration.transfer_id, batch.positions), Checksums)
-        if len(reply.values) != 8 * len(batch.positions):
+    def _ask_checksums(self, batch: list[int]) -> npt.NDArray[np.uint64]:
+        reply = self._calls.repeat(AskChecksums(self._migration.transfer_id, batch), Checksums)
+        if len(reply.values) != 8 * len(batch):
             raise TransferFailedError(
                 f"node {self._source.name!r} sent {len(reply.values)} bytes of checksums for "
-                f"{len(batch.positions)} blocks; expected 8 bytes per block"
+                f"{len(batch)} blocks; expected 8 bytes per block"
             )
         return np.frombuffer(reply.values, ">u8").astype(np.uint64)
 
-    def _verify(self, batch: _Batch, asked: Future[npt.NDArray[np.uint64]]) -> list[int]:
+    def _verify(self, batch: list[int], asked: Future[npt.NDArray[np.uint64]]) -> list[int]:
         expected = asked.result()
-        found = checksum_blocks(self._storage, batch.local_ids)
+        found = checksum_blocks(self._storage, self._list_local_ids(batch))
         wrong = np.flatnonzero(found != expected).tolist()
-        self._migration.status.num_done_blocks += len(batch.positions) - len(wrong)
-        return [batch.positions[index] for index in wrong]
+        self._migration.status.num_done_blocks += len(batch) - len(wrong)
+        return [batch[index] for index in wrong]

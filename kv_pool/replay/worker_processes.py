@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
-from threading import Lock
+from threading import Lock, Thread
 from typing import Any, ParamSpec, TypeVar
 
 from kv_pool.core.arguments import as_count
@@ -22,7 +22,6 @@ from kv_pool.errors import (
     InvalidArgumentError,
     KVPoolError,
     MissingDependencyError,
-    OutOfThreadsError,
     WorkerLostError,
     describe_install,
 )
@@ -175,15 +174,11 @@ def work(pipe: Connection) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _list_signals() - {signal.SIGINT})
     logging.getLogger("kv_pool.replay.trace").setLevel(logging.ERROR)  # the caller has opened the trace
     logging.getLogger("kv_pool.core.policy_host").setLevel(logging.CRITICAL)  # the replay raises the error
-    try:
-        start_thread(_NAME, _end_with_caller)
-    except OutOfThreadsError as error:
-        pipe.send(error)
-        while True:  # until the error has been read and the pipe closes
-            _receive(pipe)
+    watcher: Thread | None = None
     while True:
         try:
             function, arguments, options = _receive(pipe)
+            watcher = watcher or start_thread(_NAME, _end_with_caller)  # without one, the call is refused
             pipe.send(function(*arguments, **options))
         except Exception as error:
             if not isinstance(error, KVPoolError):

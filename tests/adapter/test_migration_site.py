@@ -15,7 +15,7 @@ from kv_pool import (
 )
 from kv_pool.core.block_keys import make_external_block_hash
 from kv_pool.errors import FrozenSequenceError, InvalidContentError, StaleTransferError
-from kv_pool.migration.subjects import BlocksSubject, PrefixSubject, SequenceSubject
+from kv_pool.migration.messages import BlocksSubject, PrefixSubject, SequenceSubject
 
 
 def make_sites(owner=None, **options):

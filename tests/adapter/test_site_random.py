@@ -22,7 +22,7 @@ from kv_pool import (
 )
 from kv_pool.contiguous.run_index import PLACEMENTS
 from kv_pool.errors import FrozenSequenceError
-from kv_pool.migration.subjects import BlocksSubject, PrefixSubject, SequenceSubject
+from kv_pool.migration.messages import BlocksSubject, PrefixSubject, SequenceSubject
 from kv_pool.protocol import NO_SEQUENCE
 
 NUM_BLOCKS = 20

@@ -16,7 +16,7 @@ from rich.table import Table
 from kv_pool.cli.console import print_table, refresh_forever
 from kv_pool.cli.migrate import draw
 from kv_pool.control.messages import MigrationList
-from kv_pool.migration.status import MigrationPhase, MigrationStatus
+from kv_pool.migration.messages import MigrationPhase, MigrationStatus
 
 SIZES = ("--trace-block-size", "8", "--blocks", "50")
 REPLAY = f"replay trace.jsonl {' '.join(SIZES)}"

@@ -16,7 +16,7 @@ from kv_pool.control.live_node import LiveNode
 from kv_pool.control.serve_settings import ServeSettings
 from kv_pool.core.invariants import check
 from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec, SlidingWindowSpec
-from kv_pool.migration.status import MigrationPhase
+from kv_pool.migration.messages import MigrationPhase
 
 GROUPS = [
     FullAttentionSpec(block_size=BLOCK_SIZE),

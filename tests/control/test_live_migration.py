@@ -12,9 +12,9 @@ from kv_pool import CorruptedPoolError, InvalidArgumentError, PoolExhaustedError
 from kv_pool.control.live_replay import STEP_S, find_first_number
 from kv_pool.events.event_publisher import NullEventPublisher
 from kv_pool.migration.backends.in_process import InProcessBackend
+from kv_pool.migration.messages import SequenceSubject
 from kv_pool.migration.migration_hook import MigrationHook
 from kv_pool.migration.migrator import Migrator
-from kv_pool.migration.subjects import SequenceSubject
 
 
 class Keeping(NullEventPublisher):

@@ -21,7 +21,7 @@ from kv_pool.control import ControlClient, ControlledManager, ControlServer
 from kv_pool.control.live_node import LiveNode
 from kv_pool.control.serve_settings import ServeSettings
 from kv_pool.errors import OutOfThreadsError, PeerUnavailableError
-from kv_pool.migration.status import MigrationPhase
+from kv_pool.migration.messages import MigrationPhase
 from kv_pool.migration.topology import Link, Nearness
 from kv_pool.storage import KVStorage
 

@@ -7,9 +7,8 @@ from migration.made_nodes import Clock, MadeEngine
 
 from kv_pool.core import invariants
 from kv_pool.manager.invariants import check_references
-from kv_pool.migration.messages import AcknowledgeTransfer, CancelTransfer, PrepareTransfer
+from kv_pool.migration.messages import AcknowledgeTransfer, CancelTransfer, PrepareTransfer, SequenceSubject
 from kv_pool.migration.source import SourceTransfers
-from kv_pool.migration.subjects import SequenceSubject
 
 MOVING = SequenceSubject("moving")
 TRANSFER = b"transfer" * 2

@@ -1,17 +1,23 @@
 """`Moving`: one migration between two nodes, by a `Pull` that goes on from message to message."""
 
+from types import SimpleNamespace
+
 from lives.contents import HASHER
 from lives.network import Link
 from lives.promises import Promise, Writer
 from lives.source_role import ACKNOWLEDGED, LEASE_S
 from lives.turns import Turns
-from migration.made_nodes import make_settings
+from migration.made_nodes import make_pull
 
 from kv_pool.errors import InvalidContentError
-from kv_pool.migration.messages import CancelTransfer, PullSubject
-from kv_pool.migration.status import MigrationPhase
-from kv_pool.migration.subjects import BlocksSubject, PrefixSubject, SequenceSubject
-from kv_pool.migration.target import Pull
+from kv_pool.migration.messages import (
+    BlocksSubject,
+    CancelTransfer,
+    MigrationPhase,
+    PrefixSubject,
+    PullSubject,
+    SequenceSubject,
+)
 
 
 class Moving:
@@ -29,17 +35,19 @@ class Moving:
         self.world = world = source.world
         if sequence is not None:
             world.travelling[subject.sequence_id] = sequence
-        settings = make_settings(
+        wanted = PullSubject(world.rng.randbytes(16), subject, sequence is not None, source.name)
+        self.hold_s = world.rng.choice((0.0, 5.0))
+        self.pull = make_pull(
             target.site,
+            Link(self),
+            wanted,
+            self.hold_s,
             LEASE_S,
             world.read_clock,
             lambda pull: self.observe(),
-            self.note_unsettled,
+            SimpleNamespace(append=self.note_unsettled),
             target.name,
         )
-        wanted = PullSubject(world.rng.randbytes(16), subject, sequence is not None, source.name)
-        self.hold_s = world.rng.choice((0.0, 5.0))
-        self.pull = Pull(settings, Link(self), wanted, self.hold_s)
         self.pull._calls.wait = lambda seconds: None
         self.reserved, self.writer, self.arriving = [], None, None
         self.is_inserted = self.is_finished = self.is_abandoned = False
@@ -130,7 +138,7 @@ class Moving:
             assert was_acknowledged, "the sequence is at both nodes"
             self.target.running.append(self.sequence)
 
-    def note_unsettled(self, lease, reader):
+    def note_unsettled(self, both):
         """The last bytes arrive after the pull has failed."""
         self.target.write_late(self.writer)
         self.writer = None

@@ -9,14 +9,14 @@ from kv_pool.migration.transfer_backend import ReadCount
 
 
 class Link:
-    """The source of one pull, reached over the network. See `PeerOfPull`."""
+    """The source of one pull, reached over the network. See `PeerLinks`."""
 
     def __init__(self, moving):
         self.moving = moving
         self.world = moving.world
         self.source = moving.source.source_role
 
-    def call(self, message):
+    def call(self, name, message, timeout_s):
         world = self.world
         is_last = isinstance(message, AcknowledgeTransfer)
         self.pause(0.8 if is_last else 0.3)
@@ -40,7 +40,7 @@ class Link:
         if self.world.chance(share):
             self.moving.turns.pause()
 
-    def take_reader(self, source):
+    def take_reader(self, source, only):
         if not self.world.is_calm and self.world.chance(0.02):
             raise PeerUnavailableError("no connection")
         return Reader(self)

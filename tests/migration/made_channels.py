@@ -1,6 +1,7 @@
 """Pairs of connected channels, and a thread for calls that run in parallel to a test."""
 
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -43,6 +44,25 @@ def make_frame(*payloads):
             sender.send(payload, soon())
             frames.append(right.recv(1 << 16))
         return frames
+
+
+def has_ended(connection):
+    connection.settimeout(LONG)
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:  # its last bytes were not read
+        return True
+
+
+def wait_until(condition):
+    """Poll until the condition is true; the timeout only ends a test that hangs."""
+    end = time.monotonic() + LONG
+    while not condition():
+        assert time.monotonic() < end, "it never came to be"
+
+
+def count_node_threads():
+    return sum(thread.name.startswith("kv_pool node") for thread in threading.enumerate())
 
 
 def beside(call, *arguments):

@@ -7,21 +7,13 @@ from concurrent.futures import Future
 import numpy as np
 
 from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request
+from kv_pool.migration import messages
 from kv_pool.migration.backends.in_process import InProcessBackend
 from kv_pool.migration.manager_sequences import ManagerSequences
-from kv_pool.migration.messages import (
-    AcknowledgeTransfer,
-    AskChecksums,
-    CancelTransfer,
-    DescribeNode,
-    NodeDescription,
-    NodeLocation,
-    PrepareTransfer,
-    RenewLease,
-)
 from kv_pool.migration.migrator import Migrator
 from kv_pool.migration.pool_site import PoolSite
 from kv_pool.migration.sequences import SequenceOwner
+from kv_pool.migration.target import Pull
 from kv_pool.migration.transfer_backend import ReadCount
 from kv_pool.migration.verified_reads import PullSettings, RateLimit
 from kv_pool.storage import KVStorage
@@ -50,24 +42,24 @@ class Inline:
         return future
 
 
-def make_settings(site, lease_s, clock, on_change, on_unsettled, name="target"):
-    """Settings of pulls that run in one thread by one clock, without a limit of the rate."""
-    return PullSettings(
-        name, site, lease_s, clock, clock, RateLimit(0.0, clock), Inline(), on_change, on_unsettled
-    )
+def make_pull(site, links, wanted, hold_s, lease_s, clock, on_change, unsettled, name="target"):
+    """A pull that runs in one thread by one clock, without a limit of the rate."""
+    limit = RateLimit(0.0, clock)
+    settings = PullSettings(name, site, links, lease_s, 1.0, clock, limit, Inline(), on_change, unsettled)
+    return Pull(settings, wanted, hold_s)
 
 
 def answer_as_source(transfers, message, site):
     """Return the reply of a node that has only a source."""
-    if isinstance(message, DescribeNode):
+    if isinstance(message, messages.DescribeNode):
         incarnation = transfers._incarnation
-        return NodeDescription("source", incarnation, site.layout, 0, 0, {}, NodeLocation())
+        return messages.NodeDescription("source", incarnation, site.layout, 0, 0, {}, messages.NodeLocation())
     answers = {
-        PrepareTransfer: transfers.prepare,
-        AskChecksums: transfers.compute_checksums,
-        RenewLease: transfers.renew,
-        AcknowledgeTransfer: transfers.acknowledge,
-        CancelTransfer: transfers.cancel,
+        messages.PrepareTransfer: transfers.prepare,
+        messages.AskChecksums: transfers.compute_checksums,
+        messages.RenewLease: transfers.renew,
+        messages.AcknowledgeTransfer: transfers.acknowledge,
+        messages.CancelTransfer: transfers.cancel,
     }
     return answers[type(message)](message)
 

@@ -6,9 +6,10 @@ from contextlib import closing, contextmanager
 
 import pytest
 from made_threads import no_new_threads
-from migration.made_channels import LONG, soon
+from migration.made_channels import LONG, count_node_threads, has_ended, soon
 
 from kv_pool.errors import EndpointError, MigrationError, PeerUnavailableError
+from kv_pool.migration import call_server
 from kv_pool.migration.addresses import bind_listener, connect_to
 from kv_pool.migration.call_server import BulkListener, CallServer
 from kv_pool.migration.channel import Channel
@@ -25,10 +26,13 @@ def send_back(channel, caller):
 
 
 @contextmanager
-def listen(handler=send_back, **settings):
-    bulk = BulkListener({"backwards": handler}, **settings)
-    with CallServer("127.0.0.1:0", SECRET, lambda *_: DescribeNode(), bulk=bulk):
-        yield bulk
+def listen(handler=send_back, port=0, **limits):
+    bulk = BulkListener({"backwards": handler}, port)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, limit in limits.items():
+            patch.setattr(call_server, name, limit)
+        with CallServer("127.0.0.1:0", SECRET, lambda *_: DescribeNode(), bulk=bulk):
+            yield bulk
 
 
 def connect(listener):
@@ -45,18 +49,6 @@ def open_channel(listener, opened=None):
 def check_works(channel):
     channel.send(b"abcd", soon())
     assert channel.receive(soon()) == b"callerdcba"
-
-
-def has_ended(connection):
-    connection.settimeout(LONG)
-    try:
-        return connection.recv(1) == b""
-    except ConnectionResetError:
-        return True
-
-
-def count_threads():
-    return sum(thread.name.startswith("kv_pool node") for thread in threading.enumerate())
 
 
 def test_a_reader_is_admitted_by_a_call():
@@ -87,7 +79,7 @@ def test_the_port_can_be_chosen():
 
 
 def test_a_ticket_admits_one_connection_in_time():
-    with listen(ticket_s=0.2) as listener:
+    with listen(TICKET_S=0.2) as listener:
         opened, late = (listener.admit("backwards", "caller") for _ in range(2))
         first = open_channel(listener, opened)
         check_works(first)
@@ -131,21 +123,21 @@ def test_a_stranger_is_disconnected(sent):
 
 
 def test_silent_strangers_take_no_threads_and_are_replaced():
-    with listen(max_strangers=3, ticket_s=LONG) as listener:
+    with listen(MAX_STRANGERS=3, TICKET_S=LONG) as listener:
         strangers = [connect(listener) for _ in range(8)]
         assert all(map(has_ended, strangers[:5]))
-        assert count_threads() == 1
+        assert count_node_threads() == 1
         channel = open_channel(listener)
         check_works(channel)
         channel.close()
         for stranger in strangers:
             stranger.close()
-    with listen(ticket_s=0.05) as listener, connect(listener) as stranger:
+    with listen(TICKET_S=0.05) as listener, connect(listener) as stranger:
         assert has_ended(stranger)
 
 
 def test_readers_above_the_limit_get_an_error():
-    with listen(max_readers=1) as listener:
+    with listen(MAX_READERS=1) as listener:
         channel = open_channel(listener)
         check_works(channel)
         with pytest.raises(PeerUnavailableError, match="1 connections are open, which is the maximum"):

@@ -4,13 +4,12 @@ import logging
 import os
 import socket
 import threading
-import time
 from contextlib import closing, contextmanager
 
 import pytest
 import zmq
 from made_threads import no_new_threads
-from migration.made_channels import LONG, beside
+from migration.made_channels import LONG, beside, count_node_threads, wait_until
 from migration.processes.flaky_proxy import FlakyProxy
 
 from kv_pool import errors
@@ -24,15 +23,16 @@ from kv_pool.errors import (
     PeerUnavailableError,
     StaleTransferError,
 )
+from kv_pool.migration import call_server
 from kv_pool.migration.addresses import connect_to
 from kv_pool.migration.call_server import CallServer
 from kv_pool.migration.messages import (
     Acknowledged,
+    AskPull,
     CallFailed,
     Cancelled,
     CancelTransfer,
     DescribeNode,
-    ListNodes,
     RenewLease,
     call_local,
     decode_message,
@@ -64,8 +64,8 @@ class Node:
 
 
 @contextmanager
-def serve(node, **settings):
-    with CallServer("127.0.0.1:0", SECRET, node.answer, **settings) as server:
+def serve(node):
+    with CallServer("127.0.0.1:0", SECRET, node.answer) as server:
         yield server
 
 
@@ -115,16 +115,6 @@ def ask(calls, message=None, timeout_s=LONG):
     return calls.call(message or CancelTransfer(b"t" * 16, "late"), timeout_s)
 
 
-def wait_until(condition):
-    end = time.monotonic() + LONG
-    while not condition():
-        assert time.monotonic() < end, "it never came to be"
-
-
-def count_node_threads():
-    return sum(thread.name.startswith("kv_pool node") for thread in threading.enumerate())
-
-
 # ---- both kinds ----------------------------------------------------------------------------------
 
 
@@ -149,13 +139,13 @@ def test_an_error_is_raised_with_its_type(connect):
 def test_unknown_errors_are_migration_errors(connect, caplog):
     node = Node()
     node.raise_on(RenewLease, ZeroDivisionError("by mistake"))
-    node.answers[ListNodes] = lambda message: CallFailed("NewerError", "of a later version")
+    node.answers[AskPull] = lambda message: CallFailed("NewerError", "of a later version")
     with connect(node) as calls:
         with pytest.raises(MigrationError, match="ZeroDivisionError: by mistake"):
             ask(calls, RenewLease(b"t" * 16))
         assert connect is connect_local or "failed to answer node caller" in caplog.text
         with pytest.raises(MigrationError, match="NewerError: of a later version"):
-            ask(calls, ListNodes())
+            ask(calls, AskPull(b"t" * 16))
         assert ask(calls) == Cancelled(is_acknowledged=True)
 
 
@@ -250,7 +240,7 @@ def test_the_servers_public_key_does_not_admit_a_client():
     node = Node()
     with serve(node) as server, zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.linger = 0
-        stranger.curve_serverkey = derive_curve_pair(SECRET).public_key
+        stranger.curve_serverkey = derive_curve_pair(SECRET)[0]
         stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
         refusals = stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
         stranger.connect(f"tcp://{server.address}")
@@ -299,12 +289,9 @@ def test_a_port_in_use_raises_an_endpoint_error():
 @pytest.mark.parametrize(
     "garbage", [b"GET / HTTP/1.1\r\n\r\n" * 20, bytes(100_000), b"\xff" + bytes(8) + b"\x7f\x03" + bytes(500)]
 )
-def test_garbage_does_not_affect_other_clients(garbage):
-    node = Node()
-    with (
-        serve(node, handshake_s=0.5) as server,
-        closing(RemoteCalls(server.address, SECRET, "caller")) as calls,
-    ):
+def test_garbage_does_not_affect_other_clients(garbage, monkeypatch):
+    monkeypatch.setattr(call_server, "HANDSHAKE_S", 0.5)
+    with serve(Node()) as server, closing(RemoteCalls(server.address, SECRET, "caller")) as calls:
         ask(calls)
         for _ in range(5):
             with connect_to(server.address, LONG) as stranger:
@@ -318,17 +305,19 @@ def test_garbage_does_not_affect_other_clients(garbage):
         assert len(calls._idle) == 1
 
 
-def test_a_silent_stranger_times_out():
-    with serve(Node(), handshake_s=0.05) as server, connect_to(server.address, LONG) as stranger:
+def test_a_silent_stranger_times_out(monkeypatch):
+    monkeypatch.setattr(call_server, "HANDSHAKE_S", 0.05)
+    with serve(Node()) as server, connect_to(server.address, LONG) as stranger:
         stranger.settimeout(LONG)
         while stranger.recv(4096):
             pass
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 10, 63])
-def test_half_open_connections_take_no_threads(num_bytes):
+def test_half_open_connections_take_no_threads(num_bytes, monkeypatch):
     """Regression: with a limit of 30 threads, 64 such connections blocked a node permanently."""
-    with serve(Node(), handshake_s=LONG) as server:
+    monkeypatch.setattr(call_server, "HANDSHAKE_S", LONG)
+    with serve(Node()) as server:
         strangers = [connect_to(server.address, LONG) for _ in range(64)]
         for stranger in strangers:
             stranger.sendall((b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE" + bytes(64))[:num_bytes])

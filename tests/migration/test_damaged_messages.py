@@ -11,26 +11,11 @@ from migration.made_nodes import MadeEngine
 
 from kv_pool import KVPoolError
 from kv_pool.errors import InvalidArgumentError, TransferFailedError
+from kv_pool.migration import messages
 from kv_pool.migration.backends.tcp import ReadRuns, Rows, TcpBackend, list_rows
-from kv_pool.migration.messages import (
-    AcknowledgeTransfer,
-    AnnounceNode,
-    AskChecksums,
-    AskPull,
-    CancelTransfer,
-    Checksums,
-    DescribeNode,
-    ListNodes,
-    NodeLocation,
-    PrepareTransfer,
-    PullSubject,
-    RenewLease,
-    decode_message,
-    encode_message,
-)
+from kv_pool.migration.messages import BlocksSubject, PrefixSubject, SequenceSubject
 from kv_pool.migration.migrator import Migrator
 from kv_pool.migration.remote_calls import RemoteCalls
-from kv_pool.migration.subjects import BlocksSubject, PrefixSubject, SequenceSubject
 
 SECRET = b"the secret of all nodes"
 ID = b"t" * 16
@@ -46,16 +31,15 @@ def make_node(name="n"):
 def list_messages(layout, block_hashes):
     subjects = [BlocksSubject((1, 2), (1, 1)), SequenceSubject("r"), PrefixSubject(tuple(block_hashes))]
     return [
-        DescribeNode(),
-        ListNodes(),
-        AnnounceNode("m", "e", "127.0.0.1:1", NodeLocation("n"), 3.0),
-        *(PrepareTransfer(ID, subject, True, layout, "m") for subject in subjects),
-        *(PullSubject(ID, subject, False, "m", "127.0.0.1:1", 1.0) for subject in subjects),
-        AskChecksums(ID, [0, 1]),
-        RenewLease(ID),
-        AcknowledgeTransfer(ID, "e", [1, 2]),
-        CancelTransfer(ID, "because"),
-        AskPull(ID, True),
+        messages.DescribeNode(),
+        messages.AnnounceNode("m", "e", "127.0.0.1:1", messages.NodeLocation("n"), 3.0),
+        *(messages.PrepareTransfer(ID, subject, True, layout, "m") for subject in subjects),
+        *(messages.PullSubject(ID, subject, False, "m", "127.0.0.1:1", 1.0) for subject in subjects),
+        messages.AskChecksums(ID, [0, 1]),
+        messages.RenewLease(ID),
+        messages.AcknowledgeTransfer(ID, "e", [1, 2]),
+        messages.CancelTransfer(ID, "because"),
+        messages.AskPull(ID, True),
     ]
 
 
@@ -63,14 +47,14 @@ def list_messages(layout, block_hashes):
 def test_a_node_answers_damaged_messages_with_typed_errors(seed):
     rng = random.Random(seed)
     engine, node = make_node()
-    messages = list_messages(engine.site.layout, engine.requests["r"].block_hashes)
+    known = list_messages(engine.site.layout, engine.requests["r"].block_hashes)
     with node:
         for _ in range(25):
-            data = encode_message(rng.choice(messages))
+            data = messages.encode_message(rng.choice(known))
             if rng.random() < 0.8:
                 data = craft_or_damage(rng, data)
             with suppress(KVPoolError):
-                encode_message(node.answer(decode_message(data), "m"))
+                messages.encode_message(node.answer(messages.decode_message(data), "m"))
         for migration in node.list_migrations():
             node.find_migration(migration.migration_id).cancel()
         node.check_invariants()
@@ -97,7 +81,7 @@ def test_a_backend_ends_connections_with_damaged_messages(seed, caplog):
 
 def test_text_with_a_lone_surrogate_is_not_sent():
     with pytest.raises(InvalidArgumentError, match="cannot encode PullSubject"):
-        encode_message(PullSubject(ID, SequenceSubject("\ud800"), True, "n"))
+        messages.encode_message(messages.PullSubject(ID, SequenceSubject("\ud800"), True, "n"))
 
 
 def test_checksums_of_a_wrong_size_fail_the_transfer():
@@ -118,4 +102,8 @@ def test_checksums_of_a_wrong_size_fail_the_transfer():
 
 def answer_short(answer, message, caller):
     """Return a node's reply, with damaged checksums."""
-    return Checksums(b"1234567") if isinstance(message, AskChecksums) else answer(message, caller)
+    return (
+        messages.Checksums(b"1234567")
+        if isinstance(message, messages.AskChecksums)
+        else answer(message, caller)
+    )

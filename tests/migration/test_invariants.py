@@ -9,10 +9,9 @@ from migration.test_target import LOST, Bench
 from kv_pool import LeaseKind
 from kv_pool.errors import CorruptedPoolError
 from kv_pool.migration import invariants
-from kv_pool.migration.messages import AcknowledgeTransfer
+from kv_pool.migration.messages import AcknowledgeTransfer, MigrationPhase
 from kv_pool.migration.site import insert_keys
 from kv_pool.migration.source import Outcome, SourceTransfers, TransferState
-from kv_pool.migration.status import MigrationPhase
 
 
 class Stop(BaseException):

@@ -7,8 +7,8 @@ from migration.made_nodes import HASHER, MadeEngine, make_node
 
 from kv_pool import BlockPool, BlockStored, Request
 from kv_pool.core.block_keys import make_block_hash_with_group_id, make_external_block_hash
-from kv_pool.migration.site import OfferedBlock, insert_keys
-from kv_pool.migration.subjects import PrefixSubject, SequenceSubject
+from kv_pool.migration.messages import OfferedBlock, PrefixSubject, SequenceSubject
+from kv_pool.migration.site import insert_keys
 from kv_pool.tiers.host_tier import HostTier
 from kv_pool.tiers.tier import Tier
 from kv_pool.tiers.tiered_cache import TieredCache

@@ -11,7 +11,7 @@ from collections import Counter
 from contextlib import suppress
 
 import pytest
-from migration.made_nodes import Clock, MadeEngine, answer_as_source, make_settings
+from migration.made_nodes import Clock, MadeEngine, answer_as_source, make_pull
 
 from kv_pool.contiguous import compaction
 from kv_pool.contiguous.run_pool import RunBlockPool
@@ -24,23 +24,9 @@ from kv_pool.errors import (
     TransferFailedError,
 )
 from kv_pool.manager.invariants import check_manager
-from kv_pool.migration import invariants
-from kv_pool.migration.messages import (
-    Acknowledged,
-    AcknowledgeTransfer,
-    AskChecksums,
-    Cancelled,
-    CancelTransfer,
-    DescribeNode,
-    Offer,
-    PrepareTransfer,
-    PullSubject,
-    RenewLease,
-)
+from kv_pool.migration import invariants, messages
+from kv_pool.migration.messages import MigrationPhase, PrefixSubject, SequenceSubject
 from kv_pool.migration.source import SourceTransfers, make_incarnation
-from kv_pool.migration.status import MigrationPhase
-from kv_pool.migration.subjects import PrefixSubject, SequenceSubject
-from kv_pool.migration.target import Pull
 from kv_pool.migration.transfer_backend import ReadCount
 
 LEASE_S = 10.0
@@ -72,7 +58,7 @@ class ModelledSource:
 
     def deliver(self, message):
         """Return the real answer, after comparing it with the model's."""
-        if isinstance(message, DescribeNode):
+        if isinstance(message, messages.DescribeNode):
             return answer_as_source(self.transfers, message, self.engine.site)
         transfer_id = message.transfer_id
         is_leased = self.is_leased(transfer_id)
@@ -81,38 +67,40 @@ class ModelledSource:
             reply = answer_as_source(self.transfers, message, self.engine.site)
         except InvalidContentError:
             assert transfer_id in self.invalid
-            if isinstance(message, AcknowledgeTransfer):
+            if isinstance(message, messages.AcknowledgeTransfer):
                 self.model[transfer_id] = "over"
             raise
         except StaleTransferError:
-            is_old = isinstance(message, AcknowledgeTransfer) and message.incarnation != self.incarnation
+            is_old = (
+                isinstance(message, messages.AcknowledgeTransfer) and message.incarnation != self.incarnation
+            )
             assert not is_leased, f"{message}: it is leased"
-            assert not isinstance(message, CancelTransfer)
+            assert not isinstance(message, messages.CancelTransfer)
             assert not is_old
-            if isinstance(message, AcknowledgeTransfer):
+            if isinstance(message, messages.AcknowledgeTransfer):
                 assert state != "acknowledged"
             raise
         except KVPoolError:
-            assert isinstance(message, PrepareTransfer)
+            assert isinstance(message, messages.PrepareTransfer)
             assert state is None
             raise
         match message:
-            case PrepareTransfer():
-                assert isinstance(reply, Offer)
+            case messages.PrepareTransfer():
+                assert isinstance(reply, messages.Offer)
                 assert is_leased or state is None
                 self.model[transfer_id] = self.clock.now + LEASE_S
-            case RenewLease():
+            case messages.RenewLease():
                 assert is_leased
                 assert transfer_id not in self.invalid
                 self.model[transfer_id] = self.clock.now + LEASE_S
-            case AskChecksums():
+            case messages.AskChecksums():
                 assert is_leased
-            case AcknowledgeTransfer() if message.incarnation == self.incarnation:
-                assert reply == Acknowledged()
+            case messages.AcknowledgeTransfer() if message.incarnation == self.incarnation:
+                assert reply == messages.Acknowledged()
                 assert state == "acknowledged" or (is_leased and transfer_id not in self.invalid)
                 self.model[transfer_id] = "acknowledged"
-            case CancelTransfer():
-                assert reply == Cancelled(is_acknowledged=state == "acknowledged")
+            case messages.CancelTransfer():
+                assert reply == messages.Cancelled(is_acknowledged=state == "acknowledged")
                 if state != "acknowledged":
                     self.model[transfer_id] = "over"
         return reply
@@ -186,20 +174,21 @@ class World:
     # ---- the peer of pulls -----------------------------------------------------------------------
 
     def make_pull(self, subject, is_move):
-        settings = make_settings(
+        wanted = messages.PullSubject(self.random.randbytes(16), subject, is_move, "source")
+        pull = make_pull(
             self.target.site,
+            self,
+            wanted,
+            self.random.choice([0.0, 0.5 * LEASE_S, 1.5 * LEASE_S]),
             LEASE_S,
             self.clock,
             lambda pull: None,
-            lambda *both: self.quarantined.append(both),
+            self.quarantined,
         )
-        transfer_id = self.random.randbytes(16)
-        hold_s = self.random.choice([0.0, 0.5 * LEASE_S, 1.5 * LEASE_S])
-        pull = Pull(settings, self, PullSubject(transfer_id, subject, is_move, "source"), hold_s)
         self.pulls.append(pull)
         return pull
 
-    def call(self, message):
+    def call(self, name, message, timeout_s):
         self.disturb()
         draw = 1.0 if self.is_calm else self.random.random()
         if draw < 0.05:
@@ -217,7 +206,7 @@ class World:
         self.disturb()
         return reply
 
-    def take_reader(self, source):
+    def take_reader(self, source, only):
         if not self.is_calm and self.random.random() < 0.02:
             raise PeerUnavailableError("no connection")
         return LateReader(self, None)
@@ -381,7 +370,6 @@ class World:
             else:
                 unsettled = [lease for lease, _ in self.quarantined]
                 invariants.check_pulls(engine.site, pulls, unsettled)
-                invariants.check_reservations(pulls)
 
     def finish(self):
         """Repair the network and let time pass until all transfers have ended."""

@@ -109,14 +109,17 @@ def test_number_of_processes_is_checked():
         WorkerProcesses(0)
 
 
-def test_worker_without_threads_reports_a_typed_error():
+def test_worker_without_threads_refuses_each_call():
+    """Regression: only the first call was answered, the next one waited for ever."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=call_without_threads, args=(work, theirs), daemon=True)
     process.start()
     theirs.close()
     with ours:
-        assert ours.poll(60)
-        assert isinstance(ours.recv(), OutOfThreadsError)
+        for _ in range(3):
+            ours.send((abs, (-1,), {}))
+            assert ours.poll(60)
+            assert isinstance(ours.recv(), OutOfThreadsError)
     process.join(60)
     assert process.exitcode == 1

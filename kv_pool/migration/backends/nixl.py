@@ -50,15 +50,17 @@ Destroying an agent with a transfer in progress has crashed the peer's process i
 
 
 class NixlDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The agent's metadata and the memory of the blocks, in columns as in `SegmentTable`; for readers."""
+    """The agent's metadata and the memory of the blocks, for readers.
+
+    Attributes:
+        rows: base address, stride and span of each row, as in `Segment`.
+    """
 
     metadata: bytes
     memory: str
     device_id: int
     num_blocks: int
-    bases: list[int]
-    strides: list[int]
-    spans: list[int]
+    rows: list[tuple[int, int, int]]
 
 
 class NixlBackend(TransferBackend):
@@ -93,11 +95,10 @@ class NixlBackend(TransferBackend):
         self._warm_up = np.zeros(_WARM_UP_BYTES, np.uint8)
         try:
             self.agent = api.nixl_agent(f"kv_pool {uuid.uuid4().hex}", config)
-            regions = [
-                (begin, end - begin, find_device_id(storage), "") for begin, end in list_regions(storage)
-            ]
+            memory, device_id = find_memory(storage)
+            regions = [(begin, end - begin, device_id, "") for begin, end in list_regions(storage)]
             self._registered = [
-                self.agent.register_memory(regions, find_memory(storage)),
+                self.agent.register_memory(regions, memory),
                 self.agent.register_memory([(self._warm_up.ctypes.data, _WARM_UP_BYTES, 0, "")], "DRAM"),
             ]
         except self.nixl.errors as error:
@@ -114,18 +115,9 @@ class NixlBackend(TransferBackend):
             raise
 
     def describe(self) -> bytes:
-        table = self.storage.segments
-        return msgspec.msgpack.encode(
-            NixlDescription(
-                self.agent.get_agent_metadata(),
-                find_memory(self.storage),
-                find_device_id(self.storage),
-                table.num_blocks,
-                table.bases.tolist(),
-                table.strides.tolist(),
-                table.spans.tolist(),
-            )
-        )
+        rows = [row[:3] for row in self.storage.segments.to_segments()]
+        metadata, num_blocks = self.agent.get_agent_metadata(), self.storage.num_blocks
+        return msgspec.msgpack.encode(NixlDescription(metadata, *find_memory(self.storage), num_blocks, rows))
 
     def open(self, peer_name: NodeName, description: bytes) -> BlockReader:
         try:
@@ -176,9 +168,10 @@ class NixlBackend(TransferBackend):
 
     def _connect(self, peer: NixlDescription, agent_name: str) -> None:
         """Connect by reading the first bytes of block 0. Raises PeerUnavailableError or a NIXL error."""
-        count = min(_WARM_UP_BYTES, peer.spans[0])
+        base, _, span = peer.rows[0]
+        count = min(_WARM_UP_BYTES, span)
         here = self.agent.get_xfer_descs([(self._warm_up.ctypes.data, count, 0)], "DRAM")
-        there = self.agent.get_xfer_descs([(peer.bases[0], count, peer.device_id)], peer.memory)
+        there = self.agent.get_xfer_descs([(base, count, peer.device_id)], peer.memory)
         handle = self.agent.initialize_xfer("READ", here, there, agent_name)
         if wait_for(self.agent, handle, time.monotonic() + _WARM_UP_S) == "PROC":
             _kept.append((self.agent, handle, self._warm_up))
@@ -202,11 +195,8 @@ class NixlReader(BlockReader):
         self._peer_name = peer_name
         self._agent_name = agent_name
         self._there, self._here = split_alike(make_table(peer), backend.storage.segments)
-        storage = backend.storage
         self._remote = self._prepare(agent_name, self._there, peer.memory, peer.device_id)
-        self._local = self._prepare(
-            "NIXL_INIT_AGENT", self._here, find_memory(storage), find_device_id(storage)
-        )
+        self._local = self._prepare("NIXL_INIT_AGENT", self._here, *find_memory(backend.storage))
         self._under_way: list[Any] = []
         self._is_open = True
         self._is_connected = True
@@ -350,31 +340,22 @@ def list_regions(storage: BlockStorage) -> Iterator[tuple[int, int]]:
     yield begin, end
 
 
-def find_memory(storage: BlockStorage) -> str:
-    """Return NIXL's name of the memory type."""
-    return "DRAM" if storage.device == "cpu" else "VRAM"
-
-
-def find_device_id(storage: BlockStorage) -> int:
-    """Return the GPU's number; 0 for the host."""
-    return int(storage.device.partition(":")[2] or 0)
+def find_memory(storage: BlockStorage) -> tuple[str, int]:
+    """Return NIXL's name of the memory type, and the GPU's number; 0 for the host."""
+    memory = "DRAM" if storage.device == "cpu" else "VRAM"
+    return memory, int(storage.device.partition(":")[2] or 0)
 
 
 def make_table(peer: NixlDescription) -> SegmentTable:
     """Return the segment table of a peer; its addresses are not valid in this process.
 
     Raises:
-        PeerUnavailableError: the columns are empty or of unequal length.
+        PeerUnavailableError: there are no rows.
     """
-    if not peer.spans or not len(peer.bases) == len(peer.strides) == len(peer.spans):
-        raise PeerUnavailableError("a peer's memory description has empty or unequal columns")
-    return SegmentTable(
-        peer.num_blocks,
-        np.array(peer.bases, np.int64),
-        np.array(peer.strides, np.int64),
-        np.array(peer.spans, np.int64),
-        (None,) * len(peer.spans),
-    )
+    if not peer.rows:
+        raise PeerUnavailableError("a peer's memory description has no rows")
+    bases, strides, spans = np.ascontiguousarray(np.array(peer.rows, np.int64).T)
+    return SegmentTable(peer.num_blocks, bases, strides, spans, (None,) * len(peer.rows))
 
 
 class Nixl(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from typing import ClassVar, TypeVar, cast
 
 import msgspec
@@ -91,10 +91,7 @@ class TcpBackend(TransferBackend):
             theirs = _decode(description, Rows).spans
         except MigrationError as error:
             raise PeerUnavailableError(f"{peer_name}: {error}") from error
-        from kv_pool.migration.remote_calls import RemoteCalls
-
-        with closing(RemoteCalls(self.find_address(peer_name), self.secret, self.node_name)) as calls:
-            channel = calls.connect_bulk(self.name, self._connect_s)
+        channel = self.connect_bulk(peer_name, self.name, self._connect_s)
         with ExitStack() as on_failure:
             on_failure.callback(channel.close)
             window = self._make_window(theirs)
@@ -128,7 +125,7 @@ class TcpBackend(TransferBackend):
 
     def _make_window(self, theirs: Sequence[int]) -> BlockWindow:
         rows = choose_rows(list_rows(self.storage), theirs)
-        return BlockWindow(self.storage, rows, count_piece_blocks(self.storage))
+        return BlockWindow(self.storage, rows)
 
     def _send_blocks(self, channel: Channel, window: BlockWindow, asked: ReadRuns) -> None:
         ids = _expand_runs(asked.runs, self.storage.num_blocks)
@@ -279,15 +276,15 @@ class BlockWindow:
 
     Args:
         rows: from `choose_rows`.
-        max_blocks: maximum number of blocks of one piece.
     """
 
-    def __init__(self, storage: BlockStorage, rows: Sequence[int], max_blocks: int) -> None:
+    def __init__(self, storage: BlockStorage, rows: Sequence[int]) -> None:
         self._storage = storage
         self._buffer: BlockStorage | None = None
         table = storage.segments
         if storage.device != "cpu" or len(table) > len(rows):
-            self._buffer = make_host_buffer(storage.block_bytes, max_blocks, storage.block_format)
+            size = count_piece_blocks(storage)
+            self._buffer = make_host_buffer(storage.block_bytes, size, storage.block_format)
             table = self._buffer.segments
         sizes = np.array(rows, np.int64)
         split = SegmentTable(1, np.zeros_like(sizes), sizes, sizes, (None,) * len(rows))  # without memory

@@ -21,9 +21,9 @@ from kv_pool.contiguous.invariants import check
 from kv_pool.errors import KVPoolError
 from kv_pool.migration.backends.nixl import NixlBackend
 from kv_pool.migration.backends.tcp import TcpBackend
+from kv_pool.migration.messages import PrefixSubject, SequenceSubject
 from kv_pool.migration.migrator import Migrator
 from kv_pool.migration.secret import load_secret
-from kv_pool.migration.subjects import PrefixSubject, SequenceSubject
 
 BACKENDS = {"tcp": TcpBackend, "nixl": NixlBackend}
 

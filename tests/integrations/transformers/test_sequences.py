@@ -168,8 +168,8 @@ def test_defragment_during_an_arriving_prefix_keeps_k_and_v():
     from migration.made_nodes import HalvingBackend
 
     from kv_pool.migration.backends.in_process import InProcessBackend
+    from kv_pool.migration.messages import PrefixSubject
     from kv_pool.migration.migrator import Migrator
-    from kv_pool.migration.subjects import PrefixSubject
 
     sides = [make_sequences(), make_sequences()]
     there, here = sides

@@ -1,7 +1,7 @@
 """A target that reads from a source, over each backend; storages of one format in many layouts."""
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,6 +13,7 @@ from kv_pool.migration.backends.nixl import NixlBackend
 from kv_pool.migration.backends.tcp import TcpBackend
 from kv_pool.migration.call_server import BulkListener, CallServer
 from kv_pool.migration.messages import DescribeNode
+from kv_pool.migration.remote_calls import RemoteCalls
 from kv_pool.storage import BlockStorage, KVStorage, Segment, SegmentTable
 
 SECRET = b"sixteen bytes or more"
@@ -118,12 +119,22 @@ def make_link():
             server = stack.enter_context(
                 CallServer("127.0.0.1:0", SECRET, lambda *_: DescribeNode(), bulk=bulk)
             )
-            link.source_backend.attach("source", link._check_leased, {}.__getitem__, SECRET)
-            link.target_backend.attach("target", refuse, lambda name: server.address, SECRET)
+            link.source_backend.attach(link._check_leased, refuse)
+            link.target_backend.attach(refuse, make_connect(lambda: server.address))
             stack.callback(link.close)
             return link
 
         yield make
+
+
+def make_connect(find_address, secret=SECRET):
+    """Return the `connect_bulk` of a node whose one peer has this address."""
+
+    def connect_bulk(name, backend, timeout_s):
+        with closing(RemoteCalls(find_address(), secret, "target")) as calls:
+            return calls.connect_bulk(backend, timeout_s)
+
+    return connect_bulk
 
 
 def refuse(transfer_id, block_ids):

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import numpy as np
 
-SECRET = b"sixteen bytes or more"
-
 
 def make_bytes(num_blocks, block_bytes, seed):
     return np.random.default_rng(seed).integers(0, 256, (num_blocks, block_bytes), np.uint8)
@@ -57,7 +55,7 @@ def main():
     kind, *numbers = sys.argv[1:]
     num_blocks, block_bytes, seed = map(int, numbers)
     sys.path.insert(0, str(Path(__file__).parents[2]))
-    from migration.backends.made_links import BACKENDS, make_rows
+    from migration.backends.made_links import BACKENDS, SECRET, make_rows
 
     from kv_pool.migration.call_server import BulkListener, CallServer
     from kv_pool.migration.messages import DescribeNode
@@ -65,7 +63,7 @@ def main():
     storage = make_rows(num_blocks, [block_bytes], 0, "x")
     storage.segments.owners[0][:] = make_bytes(num_blocks, block_bytes, seed).reshape(-1)
     backend = BACKENDS[kind](storage)
-    backend.attach("source", lambda transfer_id, block_ids: None, {}.__getitem__, SECRET)
+    backend.attach(lambda transfer_id, block_ids: None, None)
     bulk = BulkListener({kind: backend.get_bulk_handler()})
     with CallServer("127.0.0.1:0", SECRET, lambda *_: DescribeNode(), bulk=bulk) as server:
         print("kv_pool", server.address.encode().hex())

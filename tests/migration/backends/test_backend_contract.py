@@ -17,6 +17,7 @@ from migration.backends.made_links import (
     make_rows,
     read_all,
 )
+from migration.made_channels import soon
 
 from kv_pool.errors import (
     InvalidBlockError,
@@ -27,12 +28,6 @@ from kv_pool.errors import (
 )
 
 __all__ = ["make_link"]
-
-LONG = 60.0
-
-
-def soon():
-    return time.monotonic() + LONG
 
 
 def check_read(link, reader, remote_ids, local_ids):
@@ -54,11 +49,12 @@ def test_blocks_arrive_in_every_memory_layout(kind, pair, make_link):
     fill(link.target, 2)
     reader = link.open()
     check_read(link, reader, [], [])
-    check_read(link, reader, [7], [3])
     check_read(link, reader, [2, 3, 4, 9, 10], [5, 6, 7, 8, 1])
-    check_read(link, reader, [11, 0, 5, 6], [14, 2, 0, 9])
     check_read(link, reader, list(range(12)), list(range(2, 14)))
-    reader.close()
+    rng = random.Random(pair)
+    for _ in range(3 if "few blocks" in pair else 10):
+        count = rng.randrange(13)
+        check_read(link, reader, rng.sample(range(12), count), rng.sample(range(15), count))
 
 
 @pytest.mark.gpu
@@ -74,21 +70,6 @@ def test_blocks_of_a_gpu_arrive(kind, devices, make_link):
     reader = link.open()
     check_read(link, reader, [2, 3, 4, 9, 10], [5, 6, 7, 8, 1])
     check_read(link, reader, list(range(12)), list(range(2, 14)))
-
-
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("kind", ALL_BACKENDS)
-def test_random_reads_equal_a_copy_block_by_block(kind, seed, make_link):
-    rng = random.Random(seed)
-    link = make_link(kind, *LAYOUT_PAIRS[rng.choice(list(LAYOUT_PAIRS)[:-1])](20, 25))
-    fill(link.source, seed)
-    reader = link.open()
-    for _ in range(15):
-        count = rng.randrange(20)
-        remote_ids, local_ids = rng.sample(range(20), count), rng.sample(range(25), count)
-        if rng.random() < 0.5:
-            remote_ids, local_ids = sorted(remote_ids), sorted(local_ids)
-        check_read(link, reader, remote_ids, local_ids)
 
 
 @pytest.mark.parametrize("kind", ALL_BACKENDS)

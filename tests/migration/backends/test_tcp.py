@@ -5,7 +5,7 @@ from contextlib import closing
 
 import msgspec
 import pytest
-from migration.backends.made_links import SECRET, TRANSFER_ID, fill, make_rows, read_all
+from migration.backends.made_links import SECRET, TRANSFER_ID, fill, make_connect, make_rows, read_all
 from migration.made_channels import LONG, soon
 
 from kv_pool.errors import (
@@ -24,7 +24,7 @@ encode = msgspec.msgpack.encode
 
 def make_backend(address, storage=None):
     backend = TcpBackend(storage or make_rows(8, [4096], 0, "x"))
-    backend.attach("node", lambda transfer_id, block_ids: None, lambda name: address, SECRET)
+    backend.attach(lambda transfer_id, block_ids: None, make_connect(lambda: address))
     return backend
 
 
@@ -153,13 +153,3 @@ def test_an_ended_lease_raises_a_stale_transfer_error():
         with pytest.raises(StaleTransferError, match="it ended"):
             reader.read(TRANSFER_ID, [1, 2], [3, 4], time.monotonic() + LONG)
         reader.close()
-
-
-def test_an_unknown_node_cannot_be_opened():
-    def find_address(name):
-        raise PeerUnavailableError(f"{name} is not known")
-
-    backend = make_backend("")
-    backend.attach("node", lambda *_: None, find_address, SECRET)
-    with pytest.raises(PeerUnavailableError, match="elsewhere is not known"):
-        backend.open("elsewhere", encode(Rows([4096])))

@@ -4,14 +4,14 @@ import time
 
 import numpy as np
 import pytest
-from migration.backends.made_links import BACKENDS, REMOTE_BACKENDS, TRANSFER_ID, make_rows
-from migration.backends.source_process import SECRET, SourceProcess
+from migration.backends.made_links import BACKENDS, REMOTE_BACKENDS, TRANSFER_ID, make_connect, make_rows
+from migration.backends.source_process import SourceProcess
+from migration.made_channels import LONG, wait_until
 
 from kv_pool.errors import PeerUnavailableError, TransferFailedError
 
 NUM_BLOCKS, BLOCK_BYTES = 64, 1 << 20
 IDS = list(range(NUM_BLOCKS))
-LONG = 60.0
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def make_target(over_tcp):
 
     def make(kind, source):
         backend = BACKENDS[kind](make_rows(NUM_BLOCKS, [BLOCK_BYTES], 0, "x"))
-        backend.attach("target", lambda *_: None, lambda name: source.address, SECRET)
+        backend.attach(lambda *_: None, make_connect(lambda: source.address))
         made.append(backend)
         return backend
 
@@ -50,13 +50,6 @@ def make_target(over_tcp):
 
 def get_bytes(backend):
     return backend.storage.segments.owners[0].reshape(NUM_BLOCKS, BLOCK_BYTES)
-
-
-def wait_until(condition):
-    """Poll until the condition is true; the timeout only ends a test that hangs."""
-    end = time.monotonic() + LONG
-    while not condition():
-        assert time.monotonic() < end, "it never came to be"
 
 
 @pytest.mark.parametrize("kind", REMOTE_BACKENDS)
@@ -144,7 +137,7 @@ def test_a_nixl_read_is_settled_when_its_source_dies(make_source, make_target):
 def test_open_requires_the_secret(make_source, make_target):
     source = make_source("tcp")
     target = make_target("tcp", source)
-    target.attach("target", lambda *_: None, lambda name: source.address, b"another secret it is")
+    target.attach(lambda *_: None, make_connect(lambda: source.address, b"another secret it is"))
     with pytest.raises(PeerUnavailableError, match="secret"):
         target.open("source", source.description)
     assert np.count_nonzero(get_bytes(target)) == 0

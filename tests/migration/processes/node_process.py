@@ -9,9 +9,9 @@ from kv_pool import KVPoolError
 from kv_pool.core import invariants
 from kv_pool.manager.invariants import check_manager
 from kv_pool.migration.backends.tcp import TcpBackend
+from kv_pool.migration.messages import BlocksSubject, PrefixSubject, SequenceSubject
 from kv_pool.migration.migrator import Migrator
 from kv_pool.migration.peers import Peers
-from kv_pool.migration.subjects import BlocksSubject, PrefixSubject, SequenceSubject
 
 SECRET = b"known to both processes"
 BLOCK_BYTES = 16384

@@ -83,7 +83,6 @@ class Rig:
         self.lease_s = lease_s
         self.proxies = {name: FlakyProxy(name) for name in ("a", "b", "blocks of a", "blocks of b")}
         self.nodes = {}
-        self.num_schedules = 0
         for name in "ab":
             self.start_node(name)
 
@@ -105,7 +104,6 @@ class Rig:
 
     def run(self, seed):
         """One schedule. Returns what it did, in words."""
-        self.num_schedules += 1
         schedule = Schedule(self, seed)
         try:
             schedule.run()

@@ -9,53 +9,67 @@ from adapter.made_pool import make, make_site, make_storage
 from migration.made_nodes import Clock
 
 from kv_pool.errors import InvalidArgumentError, PeerUnavailableError
+from kv_pool.migration import peers as peers_module
+from kv_pool.migration.announcer import Announcer
 from kv_pool.migration.backends.tcp import TcpBackend
 from kv_pool.migration.messages import AnnounceNode, KnownNode, NodeLocation
 from kv_pool.migration.migrator import Migrator
-from kv_pool.migration.registry import MAX_TTL_S, Announcer, NodeRegistry
+from kv_pool.migration.peers import MAX_TTL_S, Peers
 
 SECRET = b"sixteen bytes or more"
+REGISTRY = KnownNode("r", "10.0.0.9:7400")
 
 
 def say(name, incarnation="e1", address="10.0.0.1:7400", ttl_s=15.0):
     return AnnounceNode(name, incarnation, address, NodeLocation(), ttl_s)
 
 
-def names(told):
-    return [node.name for node in told.nodes]
+def names(nodes):
+    return [node.name for node in nodes]
 
 
 def test_a_node_is_listed_until_its_ttl_ends():
     clock = Clock()
-    registry = NodeRegistry(clock)
-    registry.keep(KnownNode("registry", "10.0.0.9:7400"))
-    assert names(registry.announce(say("b"))) == ["b", "registry"]
+    peers = Peers(clock)
+    assert names(peers.announce(say("b"), REGISTRY).nodes) == ["b", "r"]
     clock.now = 10.0
-    assert names(registry.announce(say("c"))) == ["b", "c", "registry"]
+    assert names(peers.announce(say("c"), REGISTRY).nodes) == ["b", "c", "r"]
+    assert peers.get_address("b") == "10.0.0.1:7400"
     clock.now = 15.0
-    assert names(registry.list_nodes()) == ["c", "registry"]
-    registry.announce(say("c", ttl_s=0))
-    assert names(registry.list_nodes()) == ["registry"]
+    assert names(peers.list_nodes()) == ["c"]
+    assert "b" not in peers
+    peers.announce(say("c", ttl_s=0), REGISTRY)
+    assert peers.list_nodes() == []
 
 
-def test_invalid_announcements_change_nothing():
-    registry = NodeRegistry(Clock(), max_nodes=1)
-    registry.keep(KnownNode("a", "10.0.0.9:7400"))
-    registry.announce(say("b"))
+def test_configured_and_learned_addresses_come_first():
+    peers = Peers(Clock())
+    peers.announce(say("b"), REGISTRY)
+    peers.learn([KnownNode("b", "10.0.0.2:7400")])
+    assert peers.get_address("b") == "10.0.0.2:7400"
+    peers.add("b", "10.0.0.3:7400")
+    assert peers.get_address("b") == "10.0.0.3:7400"
+    assert peers.remove("b") is True
+    assert peers.remove("b") is False
+
+
+def test_invalid_announcements_change_nothing(monkeypatch):
+    monkeypatch.setattr(peers_module, "MAX_ANNOUNCED", 1)
+    peers = Peers(Clock())
+    peers.announce(say("b"), REGISTRY)
     for message in (
-        say("a"),
+        say("r"),
         say("c"),
         say("no name"),
         say("b", address="nowhere"),
+        say("b", address="10.0.0.1:0"),
         say("b", ttl_s=-1.0),
         say("b", ttl_s=MAX_TTL_S + 1),
         say("b", ttl_s=float("nan")),
     ):
         with pytest.raises(InvalidArgumentError):
-            registry.announce(message)
-        assert names(registry.list_nodes()) == ["a", "b"]
-    with pytest.raises(InvalidArgumentError, match="at least 1"):
-        NodeRegistry(Clock(), max_nodes=0)
+            peers.announce(message, REGISTRY)
+        assert names(peers.list_nodes()) == ["b"]
 
 
 class SlowRegistry:
@@ -81,10 +95,11 @@ class SlowRegistry:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_random_announcements_match_a_slow_model(seed):
+def test_random_announcements_match_a_slow_model(seed, monkeypatch):
+    monkeypatch.setattr(peers_module, "MAX_ANNOUNCED", 4)
     draw = random.Random(seed)
     clock = Clock()
-    registry, slow = NodeRegistry(clock, max_nodes=4), SlowRegistry()
+    peers, slow = Peers(clock), SlowRegistry()
     for _ in range(200):
         clock.now += draw.choice([0.0, 0.5, 3.0])
         message = say(
@@ -99,11 +114,11 @@ def test_random_announcements_match_a_slow_model(seed):
         if is_replaced or is_full:
             reason = "another node is named" if is_replaced else "the registry is full: 4 nodes"
             with pytest.raises(InvalidArgumentError, match=reason):
-                registry.announce(message)
+                peers.announce(message, REGISTRY)
         else:
-            registry.announce(message)
+            peers.announce(message, REGISTRY)
             slow.accepted.append((clock.now, message))
-        assert [(node.name, node.address) for node in registry.list_nodes().nodes] == sorted(
+        assert [(node.name, node.address) for node in peers.list_nodes()] == sorted(
             (name, entry[0].address) for name, entry in slow.find_alive(clock.now).items()
         )
 
@@ -114,7 +129,8 @@ def test_random_announcements_match_a_slow_model(seed):
 class RegistryCalls:
     """Counted calls to a registry that can be made unavailable."""
 
-    def __init__(self, registry):
+    def __init__(self, registry=REGISTRY):
+        self.peers = Peers(Clock())
         self.registry = registry
         self.is_gone = False
         self.is_closed = False
@@ -127,7 +143,7 @@ class RegistryCalls:
             self.called.notify_all()
             if self.is_gone:
                 raise PeerUnavailableError("no answer")
-        return self.registry.announce(message)
+        return self.peers.announce(message, self.registry)
 
     def wait_for_calls(self, count):
         with self.called:
@@ -135,12 +151,6 @@ class RegistryCalls:
 
     def close(self):
         self.is_closed = True
-
-
-def make_registry():
-    registry = NodeRegistry(Clock())
-    registry.keep(KnownNode("r", "10.0.0.9:7400"))
-    return registry
 
 
 @pytest.fixture
@@ -151,24 +161,24 @@ def node():
 
 
 def test_a_running_announcer_registers_and_learns_peers(node):
-    calls = RegistryCalls(make_registry())
-    calls.registry.announce(AnnounceNode("b", "e", "10.0.0.2:7400", NodeLocation(), 100.0))
+    calls = RegistryCalls()
+    calls.peers.announce(say("b"), REGISTRY)
     with Announcer(node.make_announcement, node.peers, calls, ttl_s=0.03):
-        assert names(calls.registry.list_nodes()) == ["a", "b", "r"]
-        assert [peer.name for peer in node.peers.list_nodes()] == ["b", "r"]
-        calls.registry.announce(AnnounceNode("c", "e", "10.0.0.3:7400", NodeLocation(), 100.0))
+        assert names(calls.peers.list_nodes()) == ["a", "b"]
+        assert names(node.peers.list_nodes()) == ["b", "r"]
+        calls.peers.announce(say("c"), REGISTRY)
         calls.wait_for_calls(calls.num_calls + 2)
-        assert [peer.name for peer in node.peers.list_nodes()] == ["b", "c", "r"]
-    assert names(calls.registry.list_nodes()) == ["b", "c", "r"]
+        assert names(node.peers.list_nodes()) == ["b", "c", "r"]
+    assert names(calls.peers.list_nodes()) == ["b", "c"]
     assert calls.is_closed
 
 
 def test_a_registry_outage_keeps_the_peers(node, caplog):
-    calls = RegistryCalls(make_registry())
+    calls = RegistryCalls()
     with caplog.at_level(logging.WARNING), Announcer(node.make_announcement, node.peers, calls, ttl_s=0.03):
         calls.is_gone = True
         calls.wait_for_calls(calls.num_calls + 4)
-        assert [peer.name for peer in node.peers.list_nodes()] == ["r"]
+        assert names(node.peers.list_nodes()) == ["r"]
         calls.is_gone = False
         calls.wait_for_calls(calls.num_calls + 3)
     told = [record.message for record in caplog.records if "registry" in record.message]
@@ -179,12 +189,11 @@ def test_a_registry_outage_keeps_the_peers(node, caplog):
 
 
 def test_start_fails_without_a_registry_or_with_a_taken_name(node):
-    calls = RegistryCalls(make_registry())
+    calls = RegistryCalls()
     calls.is_gone = True
     with pytest.raises(PeerUnavailableError, match="cannot announce node a to the registry: no answer"):
         Announcer(node.make_announcement, node.peers, calls).start()
     assert calls.is_closed
-    registry = NodeRegistry(Clock())
-    registry.keep(KnownNode("a", "10.0.0.9:7400"))
+    calls = RegistryCalls(KnownNode("a", "10.0.0.9:7400"))
     with pytest.raises(InvalidArgumentError, match=r"another node is named 'a', at 10\.0\.0\.9:7400"):
-        Announcer(node.make_announcement, node.peers, RegistryCalls(registry)).start()
+        Announcer(node.make_announcement, node.peers, calls).start()
