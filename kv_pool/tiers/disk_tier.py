@@ -125,25 +125,22 @@ class DiskTier(Tier):
         else:
             rows = self._buffer.gather(storage, block_ids)
         stored: list[BlockHashWithGroupId] = []
-        counts = self._counts
         for key, row in zip(keys, rows, strict=True):
-            (slot,) = self._slots.list_next(1)
+            (slot,) = self._list_next_slots(1)
             self._use += 1
             try:
                 self._files.write(slot, key, row, self._use, *self.parents.get(key, (None, 0)))
             except OSError as error:
                 self._unwiped[slot] = key
-                counts.num_write_errors += 1
+                self._counts.num_write_errors += 1
                 self._warn("written", error)
             else:
-                self._slots.add(key)
                 self._unwiped.pop(slot, None)
-                counts.num_stored += 1
-                stored.append(key)
+                stored += super().put([key])
         return stored
 
     def read(self, keys: Sequence[BlockHashWithGroupId]) -> TierRead:
-        slots = [self._slots.slot_of[key] for key in keys]
+        slots = [self._slot_of[key] for key in keys]
         if self._format is None:
             found, failed = self._read_rows(keys, slots, self._buffer.rows)
         else:
@@ -165,7 +162,7 @@ class DiskTier(Tier):
         failed = [
             key
             for key, block_id in zip(keys, block_ids, strict=True)
-            if not self._read_row(key, self._slots.slot_of[key], rows[block_id])
+            if not self._read_row(key, self._slot_of[key], rows[block_id])
         ]
         self._counts.num_read += len(keys) - len(failed)
         self.drop_unreadable(failed)
@@ -173,7 +170,7 @@ class DiskTier(Tier):
 
     def get_slot(self, key: BlockHashWithGroupId) -> SlotId:
         """Return the slot of a block that the tier has."""
-        return self._slots.slot_of[key]
+        return self._slot_of[key]
 
     def read_apart(self, keys: Sequence[BlockHashWithGroupId], slots: Sequence[SlotId]) -> TierRead:
         """Read blocks into newly allocated memory. Safe to call from any thread while the tier is in use.
@@ -227,17 +224,6 @@ class DiskTier(Tier):
         self._touched.update(key for key in listed if key in self)
         return super().touch(listed)
 
-    def remove(self, keys: Iterable[BlockHashWithGroupId]) -> list[BlockHashWithGroupId]:
-        removed: list[BlockHashWithGroupId] = []
-        counts = self._counts
-        for key in keys:
-            if key in self._slots.slot_of:
-                self._wipe(self._slots.remove(key), key)
-                counts.num_removed += 1
-                self._touched.discard(key)
-                removed.append(key)
-        return removed
-
     def forget(self, keys: Iterable[BlockHashWithGroupId]) -> list[BlockHashWithGroupId]:
         """Remove blocks with wrong content for good, even across a power failure.
 
@@ -264,7 +250,7 @@ class DiskTier(Tier):
         Raises:
             TierError: as in `forget`.
         """
-        self._unwiped.update((slot, key) for key, slot in self._slots.slot_of.items())
+        self._unwiped.update((slot, key) for key, slot in self._slot_of.items())
         super().clear()
         self._touched.clear()
         try:
@@ -286,6 +272,11 @@ class DiskTier(Tier):
         self._folder.close()
 
     # ---- inside ----------------------------------------------------------------------------------
+
+    def _empty_slot(self, slot: SlotId, key: BlockHashWithGroupId) -> None:
+        super()._empty_slot(slot, key)
+        self._touched.discard(key)
+        self._wipe(slot, key)
 
     def _wipe(self, slot: SlotId, key: BlockHashWithGroupId) -> None:
         """Wipe the header of a slot that had this key; on failure the slot is in `_unwiped`."""
@@ -322,7 +313,7 @@ class DiskTier(Tier):
 
     def _write_order(self) -> None:
         """Renumber the blocks that were used since they were written, in the order of their last use."""
-        for key, slot in self._slots.slot_of.items():
+        for key, slot in self._slot_of.items():
             if key in self._touched:
                 header = self._files.read_header(slot)
                 if header is not None:
@@ -342,8 +333,11 @@ class DiskTier(Tier):
             if header.key in newest:
                 self._wipe(newest.pop(header.key)[0], header.key)
             newest[header.key] = (slot, header)
-        self._slots.restore((key, slot) for key, (slot, _) in newest.items())
-        for key, (_, header) in newest.items():
+        for key, (slot, header) in newest.items():
+            self._slot_of[key] = slot
             if header.parent is not None:
                 self.parents[key] = header.parent, header.num_tokens
+        taken = set(self._slot_of.values())
+        self._num_slots = max(taken, default=-1) + 1
+        self._free_slots = [SlotId(slot) for slot in range(self._num_slots - 1, -1, -1) if slot not in taken]
         return Reopened(len(newest), num_dropped)

@@ -144,7 +144,7 @@ class HostTier(Tier):
         """
         if storage is None or len(block_ids) != len(keys):
             raise InvalidArgumentError(f"{len(block_ids)} blocks for {len(keys)} keys")
-        slots = self._slots.list_next(len(keys))
+        slots = self._list_next_slots(len(keys))
         if self._storage is not None:
             storage.copy_to(self._storage, list(zip(block_ids, as_block_ids(slots), strict=True)))
         else:
@@ -153,7 +153,7 @@ class HostTier(Tier):
         return super().put(keys)
 
     def read(self, keys: Sequence[BlockHashWithGroupId]) -> TierRead:
-        slots = [self._slots.slot_of[key] for key in keys]
+        slots = [self._slot_of[key] for key in keys]
         self._counts.num_read += len(keys)
         if self._storage is not None:
             return TierRead(keys, self._storage, as_block_ids(slots))

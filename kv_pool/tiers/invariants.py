@@ -49,15 +49,14 @@ def check(onboarder: TierOnboarder) -> None:
 
 def check_tier(tier: Tier) -> None:
     """Verify X1 to X4."""
-    slots = tier._slots
-    used = list(slots.slot_of.values())
+    used = list(tier._slot_of.values())
     if len(used) > tier.capacity:
         raise CorruptedPoolError(f"X1: a tier for {tier.capacity} blocks has {len(used)}")
     if len(set(used)) < len(used) or not all(0 <= slot < tier.capacity for slot in used):
         raise CorruptedPoolError(f"X2: slots {sorted(used)} are in use in a tier for {tier.capacity} blocks")
-    if sorted(used + slots.list_free()) != list(range(slots.num_slots)):
+    if sorted(used + tier._free_slots) != list(range(tier._num_slots)):
         raise CorruptedPoolError(
-            f"X3: of {slots.num_slots} slots {len(used)} are in use, {len(slots.list_free())} are free"
+            f"X3: of {tier._num_slots} slots {len(used)} are in use, {len(tier._free_slots)} are free"
         )
     if isinstance(tier, DiskTier):
         headers = {slot: tier._files.read_header(slot) for slot in map(SlotId, range(tier.capacity))}
@@ -66,8 +65,8 @@ def check_tier(tier: Tier) -> None:
             for slot, header in headers.items()
             if header is not None and tier._unwiped.get(slot) != header.key
         }
-        if written != dict(slots.slot_of):
-            wrong = written.items() ^ slots.slot_of.items()
+        if written != dict(tier._slot_of):
+            wrong = written.items() ^ tier._slot_of.items()
             raise CorruptedPoolError(f"X4: headers and index differ in {sorted(wrong)}")
 
 

@@ -17,16 +17,15 @@ from kv_pool.ids import BlockHash, BlockHashWithGroupId, BlockId, GroupId, Reque
 from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.tiers.disk_tier import DiskTier
 from kv_pool.tiers.prefetcher import Prefetcher
-from kv_pool.tiers.tier import Tier, TierStatistics
+from kv_pool.tiers.tier import Tier, TierStack, TierStatistics
 from kv_pool.tiers.tier_events import TierEvents
-from kv_pool.tiers.tier_stack import TierStack
 
 _logger = logging.getLogger(__name__)
 
 WRITES = ("back", "through")
 
 
-class TieredCache:
+class TieredCache(TierStack):
     """The lower tiers of a pool, fastest first.
 
         >>> from kv_pool import BlockHasher, BlockPool, Request
@@ -116,7 +115,7 @@ class TieredCache:
         # the step. By block, since two may have a key, of which one is never written.
         self._through: dict[KVCacheBlock, tuple[BlockHashWithGroupId, int, bool]] = {}
         self._events = TierEvents(block_pool) if enable_events else None
-        self._stack = TierStack(tiers, self._events)
+        super().__init__(tiers, self._events)
         # Shared with the tiers: see `LowerTiers.list_parents`.
         self._parents: dict[BlockHashWithGroupId, tuple[bytes | None, int]] = {}
         self._num_to_sweep_at = 2 * (block_pool.num_gpu_blocks + sum(tier.capacity for tier in tiers))
@@ -131,32 +130,20 @@ class TieredCache:
             tier.parents = self._parents
         block_pool.lower_tiers = self
         for tier in tiers:
-            self._stack.announce_stored(tier, tier.list_keys())
-
-    @property
-    def tiers(self) -> tuple[Tier, ...]:
-        """The tiers, fastest first."""
-        return self._stack.tiers
-
-    @property
-    def num_dropped(self) -> int:
-        """Number of evicted blocks that no tier has stored, because all blocks of the tier were held or the
-        copy from the device failed.
-        """
-        return self._stack.num_dropped
+            self.announce_stored(tier, tier.list_keys())
 
     # ---- looking ---------------------------------------------------------------------------------
 
-    def find_tier(self, key: BlockHashWithGroupId) -> int | None:
-        """Return the index in `tiers` of the fastest tier that has the block, or None. Changes nothing."""
-        return 0 if key in self._pending else self._stack.find_tier(key)
+    def find_tier(self, key: object) -> int | None:
+        """Return the index in `tiers` of the fastest tier that has the block, or None. Changes nothing.
 
-    def __contains__(self, key: object) -> bool:
-        return key in self._pending or key in self._stack
+        A pending block, not yet offloaded, counts for the fastest tier.
+        """
+        return 0 if key in self._pending else super().find_tier(key)
 
     def list_indexes(self) -> list[Mapping[BlockHashWithGroupId, object]]:
         """Return mappings whose keys are in a tier or pending, for many look-ups. Valid until a change."""
-        indexes = self._stack.list_indexes()
+        indexes = super().list_indexes()
         return [self._pending, *indexes] if self._pending else indexes
 
     def has_all(self, keys: Iterable[BlockHashWithGroupId]) -> bool:
@@ -252,16 +239,19 @@ class TieredCache:
 
     def on_cache_reset(self) -> None:
         """See `LowerTiers`. Without events. The next `flush` raises a disk's error."""
+        try:
+            self.clear()
+        except TierError as error:
+            self._note_unforgotten(error)
+
+    def clear(self) -> None:
         self._pending.clear()
         self._through.clear()
         if self._prefetcher is not None:
             self._prefetcher.cancel()
         if self._events is not None:
             self._events.labels.clear()
-        try:
-            self._stack.clear()
-        except TierError as error:
-            self._note_unforgotten(error)
+        super().clear()
 
     def note_block_size(self, group_id: GroupId, block_size: int) -> None:
         """Record a group's block size in tokens. Called on caching and by `TierOnboarder`.
@@ -332,8 +322,8 @@ class TieredCache:
         if self._prefetcher is not None:
             self._prefetcher.close()
         for tier in self.tiers:
-            self._stack.announce_removed(tier, tier.list_keys())
-        self._stack.close()
+            self.announce_removed(tier, tier.list_keys())
+        super().close()
 
     # ---- loading ---------------------------------------------------------------------------------
 
@@ -381,23 +371,11 @@ class TieredCache:
                 there = {key for key in batch.keys if key in disk and disk.get_slot(key) == slot_of[key]}
                 unreadable = [key for key in batch.read.failed if key in there]
                 disk.drop_unreadable(unreadable)
-                self._stack.announce_removed(disk, unreadable)
+                self.announce_removed(disk, unreadable)
                 id_of = dict(zip(batch.read.keys, batch.read.block_ids, strict=True))
                 good = [key for key in batch.read.keys if key in there]
                 disk.note_read(len(good))
                 self._store(good, batch.read.storage, [id_of[key] for key in good])
-
-    def hold(self, keys: Sequence[BlockHashWithGroupId]) -> None:
-        """Exempt these keys from eviction in all tiers until `release`, and mark them as used now."""
-        self._stack.hold(keys)
-
-    def release(self, keys: Sequence[BlockHashWithGroupId]) -> None:
-        """Undo one `hold` of each of these keys."""
-        self._stack.release(keys)
-
-    def hold_only(self, keys: Sequence[BlockHashWithGroupId]) -> None:
-        """Replace all holds by one hold of each of these keys, for a repair."""
-        self._stack.hold_only(keys)
 
     def load(
         self, keys: Sequence[BlockHashWithGroupId], block_ids: Sequence[BlockId]
@@ -417,7 +395,7 @@ class TieredCache:
         self._begin()
         self.flush_evicted()
         try:
-            failed = self._stack.load(keys, self.storage, block_ids)
+            failed = self.load_into(self.storage, keys, block_ids)
         except CopyFailedError:
             self.block_pool.is_changing = False
             raise
@@ -446,7 +424,7 @@ class TieredCache:
             gone = set(keys)
             self._through = {block: one for block, one in self._through.items() if one[0] not in gone}
         try:
-            self._stack.forget(keys)
+            super().forget(keys)
         except TierError:
             self.block_pool.is_changing = was_changing
             raise
@@ -497,9 +475,9 @@ class TieredCache:
         was_changing = self.block_pool.is_changing
         self.block_pool.is_changing = True
         id_of = dict(zip(keys, block_ids, strict=True)) if storage is not None else {}
-        for step in self._stack.plan(0, keys):
+        for step in self.plan(0, keys):
             if step.level == 0 and storage is not None:
-                self._stack.apply(step, storage, [id_of[key] for key in step.stored])
+                self.apply(step, storage, [id_of[key] for key in step.stored])
             else:
-                self._stack.apply(step)
+                self.apply(step)
         self.block_pool.is_changing = was_changing

@@ -207,7 +207,7 @@ def test_forget_tries_all_tiers_before_it_raises(tmp_path):
     cache, disk, key = make_disk_cache(tmp_path)
     block = cache.block_pool.get_cached_block(key[:-4], [0])[0]
     cache.tiers[0].put([key], cache.storage, [block.block_id])
-    cache._stack.tiers = tuple(reversed(cache.tiers))
+    cache.tiers = tuple(reversed(cache.tiers))
     with failing_writes(disk), pytest.raises(TierError):
         cache.forget([key])
     assert [key in tier for tier in cache.tiers] == [False, False]
@@ -251,9 +251,9 @@ def queue_a_foreign_block(cache):
         ("X1", lambda cache: setattr(cache.tiers[0], "capacity", 1)),
         (
             "X2",
-            lambda cache: cache.tiers[0]._slots.slot_of.update(dict.fromkeys(cache.tiers[0].list_keys(), 0)),
+            lambda cache: cache.tiers[0]._slot_of.update(dict.fromkeys(cache.tiers[0].list_keys(), 0)),
         ),
-        ("X3", lambda cache: cache.tiers[0]._slots._free.append(0)),
+        ("X3", lambda cache: cache.tiers[0]._free_slots.append(0)),
         ("X4", lambda cache: cache.tiers[1]._files.wipe(0)),
         ("X5", lambda cache: setattr(cache.block_pool, "lower_tiers", None)),
         ("X6", queue_a_foreign_block),

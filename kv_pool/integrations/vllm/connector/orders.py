@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from kv_pool.ids import BlockHashWithGroupId, BlockId, RequestId
-from kv_pool.tiers.tier_stack import TierStep
+from kv_pool.tiers.tier import TierStep
 
 KeyedBlock = tuple[BlockHashWithGroupId, BlockId]
 """A block of the GPU pool, and the key of its content."""

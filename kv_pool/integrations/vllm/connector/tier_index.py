@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from kv_pool.core.kv_events import MEDIUM_CPU, MEDIUM_STORAGE
 from kv_pool.ids import BlockHashWithGroupId
 from kv_pool.integrations.vllm.connector.orders import KeyedBlock, StoreOrder
-from kv_pool.tiers.tier import Tier
-from kv_pool.tiers.tier_stack import TierStack, TierStep
+from kv_pool.tiers.tier import Tier, TierStack, TierStep
 
 
 class TierIndex(TierStack):

@@ -19,8 +19,8 @@ from kv_pool.integrations.vllm.connector.orders import (
     WorkerReport,
 )
 from kv_pool.integrations.vllm.connector.tier_index import TierIndex
+from kv_pool.tiers.tier import TierListener
 from kv_pool.tiers.tier_prefixes import GroupKeys, Rows, TierPrefixes
-from kv_pool.tiers.tier_stack import TierListener
 
 _logger = logging.getLogger("vllm.kv_pool")
 

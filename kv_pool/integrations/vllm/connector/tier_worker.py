@@ -22,7 +22,7 @@ from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.tiers.disk_tier import DiskTier
 from kv_pool.tiers.host_tier import HostTier
 from kv_pool.tiers.order_thread import OrderThread
-from kv_pool.tiers.tier_stack import TierStack, TierStep
+from kv_pool.tiers.tier import TierStack, TierStep
 
 _logger = logging.getLogger("vllm.kv_pool")
 
@@ -122,7 +122,7 @@ class TierWorker:
     def _copy_up(self, order: LoadOrder) -> list[KeyedBlock]:
         """Execute a load. Return the blocks that could not be loaded; their content is undefined."""
         keys, block_ids = [key for key, _ in order.blocks], [block_id for _, block_id in order.blocks]
-        failed = set(self.stack.load(keys, self._storage, block_ids))
+        failed = set(self.stack.load_into(self._storage, keys, block_ids))
         return [block for block in order.blocks if block[0] in failed]
 
     def _store(self, order: StoreOrder, mark: Mark) -> None:
