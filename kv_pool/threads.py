@@ -84,6 +84,11 @@ class Workers:
                     raise
         return future
 
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until all submitted work has been run or cancelled. Return False after `timeout_s` seconds."""
+        with self._condition:
+            return self._condition.wait_for(self._is_idle, timeout_s)
+
     def stop(self) -> None:
         """Cancel the work that has not started; work in progress continues."""
         with self._condition:
@@ -100,10 +105,15 @@ class Workers:
         for thread in threads:
             thread.join()
 
+    def _is_idle(self) -> bool:
+        return not self._waiting and self._num_idle == len(self._threads)
+
     def _run(self) -> None:
         while True:
             with self._condition:
                 self._num_idle += 1
+                if self._is_idle():
+                    self._condition.notify_all()  # `wait`
                 is_woken = self._condition.wait_for(lambda: self._waiting or self._is_stopped, _IDLE_S)
                 self._num_idle -= 1
                 if not is_woken or not self._waiting:

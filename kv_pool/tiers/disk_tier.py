@@ -1,23 +1,36 @@
-"""`DiskTier`: blocks in a folder on disk, available again after a restart."""
+"""`DiskTier`: blocks in a folder on disk, kept over restarts; `Prefetcher`: reads them in the background."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from kv_pool.core.kv_events import MEDIUM_STORAGE
-from kv_pool.errors import InvalidArgumentError, TierError
-from kv_pool.ids import BlockHashWithGroupId, BlockId, SlotId
+from kv_pool.errors import InvalidArgumentError, OutOfThreadsError, TierError
+from kv_pool.ids import BlockHashWithGroupId, BlockId, RequestId, SlotId
 from kv_pool.storage.block_layout import BlockLayout
 from kv_pool.storage.block_storage import BlockStorage
+from kv_pool.threads import Workers
 from kv_pool.tiers.disk_files import VERSION, Description, SlotFiles, SlotHeader, TierFolder, check_key
 from kv_pool.tiers.formats.block_format import BlockFormat
-from kv_pool.tiers.host_tier import RAW, ByteRows, RowBuffer, as_block_ids, skip_raw, view_rows, wrap_rows
+from kv_pool.tiers.host_tier import (
+    BUFFER_BYTES,
+    RAW,
+    ByteRows,
+    RowBuffer,
+    as_block_ids,
+    skip_raw,
+    view_rows,
+    wrap_rows,
+)
 from kv_pool.tiers.tier import Tier, TierRead
 
 _logger = logging.getLogger(__name__)
@@ -149,7 +162,7 @@ class DiskTier(Tier):
             if found:
                 self._buffer.rows[: len(found)] = self._format.decode(encoded[: len(found)])
         self._counts.num_read += len(found)
-        self.drop_unreadable(failed)
+        self._drop_unreadable(failed)
         return TierRead(found, self._buffer.storage, as_block_ids(range(len(found))), failed)
 
     def load(
@@ -165,12 +178,8 @@ class DiskTier(Tier):
             if not self._read_row(key, self._slot_of[key], rows[block_id])
         ]
         self._counts.num_read += len(keys) - len(failed)
-        self.drop_unreadable(failed)
+        self._drop_unreadable(failed)
         return failed
-
-    def get_slot(self, key: BlockHashWithGroupId) -> SlotId:
-        """Return the slot of a block that the tier has."""
-        return self._slot_of[key]
 
     def read_apart(self, keys: Sequence[BlockHashWithGroupId], slots: Sequence[SlotId]) -> TierRead:
         """Read blocks into newly allocated memory. Safe to call from any thread while the tier is in use.
@@ -189,9 +198,20 @@ class DiskTier(Tier):
         storage = wrap_rows(rows, self.layout.block_format) if found else None
         return TierRead(found, storage, as_block_ids(range(len(found))), failed)
 
-    def note_read(self, num_blocks: int) -> None:
-        """Count blocks that `read_apart` has read."""
-        self._counts.num_read += num_blocks
+    def accept(
+        self, keys: Sequence[BlockHashWithGroupId], slots: Sequence[SlotId], read: TierRead
+    ) -> TierRead:
+        """Return the part of a result of `read_apart` that is still true: blocks that are in these slots now.
+
+        Counts them as read. A block that could not be read is removed and counted, as by `read`.
+        """
+        there = {key for key, slot in zip(keys, slots, strict=True) if self._slot_of.get(key) == slot}
+        failed = [key for key in read.failed if key in there]
+        self._drop_unreadable(failed)
+        pairs = zip(read.keys, read.block_ids, strict=True)
+        good = {key: block_id for key, block_id in pairs if key in there}
+        self._counts.num_read += len(good)
+        return TierRead(list(good), read.storage, list(good.values()), failed)
 
     def _read_rows(
         self, keys: Sequence[BlockHashWithGroupId], slots: Sequence[SlotId], rows: ByteRows
@@ -212,7 +232,7 @@ class DiskTier(Tier):
             return False
         return header is not None and header.key == key
 
-    def drop_unreadable(self, keys: Sequence[BlockHashWithGroupId]) -> None:
+    def _drop_unreadable(self, keys: Sequence[BlockHashWithGroupId]) -> None:
         """Remove blocks that could not be read, and count them."""
         self._counts.num_read_errors += len(keys)
         self.remove(keys)
@@ -341,3 +361,86 @@ class DiskTier(Tier):
         self._num_slots = max(taken, default=-1) + 1
         self._free_slots = [SlotId(slot) for slot in range(self._num_slots - 1, -1, -1) if slot not in taken]
         return Reopened(len(newest), num_dropped)
+
+
+class _Batch(NamedTuple):
+    """Blocks that are read for a request, with their slots at the time of the call."""
+
+    owner: RequestId
+    keys: list[BlockHashWithGroupId]
+    slots: list[SlotId]
+    reading: Future[TierRead]
+
+
+class Prefetcher:
+    """Reads batches of blocks of a disk tier in a background thread.
+
+    Args:
+        tier: the tier to read. The thread only reads its files.
+        max_blocks: maximum number of blocks that are waiting, being read, or read and not yet taken, beside
+            a batch that was cancelled while it was read.
+
+    Only `wait` and `close` block; all other methods return at once.
+    """
+
+    def __init__(self, tier: DiskTier, max_blocks: int) -> None:
+        self.tier = tier
+        self._max_blocks = max_blocks
+        self._batch = max(1, BUFFER_BYTES // tier.layout.block_bytes)
+        self._thread = Workers("kv_pool prefetch", 1)
+        self._batches: deque[_Batch] = deque()  # oldest first, until they are taken or cancelled
+
+    def count_asked(self, owner: RequestId) -> int:
+        """Return how many blocks are waiting, being read, or read for this owner."""
+        return sum(len(batch.keys) for batch in self._batches if batch.owner == owner)
+
+    def ask(self, owner: RequestId, keys: Iterable[BlockHashWithGroupId]) -> None:
+        """Queue blocks for reading. Skips blocks already queued, not on disk, or beyond `max_blocks`."""
+        asked = {key for batch in self._batches for key in batch.keys}
+        slot_of = self.tier._slot_of
+        new = [key for key in keys if key in slot_of and key not in asked]
+        new = new[: max(0, self._max_blocks - len(asked))]
+        for start in range(0, len(new), self._batch):
+            some = new[start : start + self._batch]
+            slots = [slot_of[key] for key in some]
+            try:
+                reading = self._thread.submit(partial(self.tier.read_apart, some, slots))
+            except OutOfThreadsError as error:
+                # Prefetching is optional: the blocks are read when they are needed.
+                _logger.warning("%d blocks were not prefetched: %s", len(new) - start, error)
+                return
+            self._batches.append(_Batch(owner, some, slots, reading))
+
+    def cancel(self, owner: RequestId | None = None) -> None:
+        """Cancel the reads of this owner, by default of all owners, and drop what was read for it."""
+        kept: deque[_Batch] = deque()
+        for batch in self._batches:
+            if owner in (None, batch.owner):
+                batch.reading.cancel()
+            else:
+                kept.append(batch)
+        self._batches = kept
+
+    def take_done(self) -> Iterator[TierRead]:
+        """Yield what was read since the last call, oldest first; valid for good.
+
+        Blocks that have left their slot by then are left out. See `DiskTier.accept`.
+        """
+        while self._batches and self._batches[0].reading.done():
+            batch = self._batches.popleft()
+            error = batch.reading.exception()
+            if error is None:
+                yield self.tier.accept(batch.keys, batch.slots, batch.reading.result())
+            else:  # such as MemoryError: the blocks are read when they are needed
+                _logger.warning("%d blocks were not prefetched: %r", len(batch.keys), error)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until all queued blocks have been read. Return False after `timeout_s` seconds."""
+        return self._thread.wait(timeout_s)
+
+    def close(self) -> None:
+        """Stop the thread and wait for it, at most until the current batch has been read."""
+        self._max_blocks = 0
+        self.cancel()
+        self._thread.stop()
+        self._thread.join()

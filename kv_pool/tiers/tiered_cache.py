@@ -15,8 +15,7 @@ from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import CopyFailedError, InvalidArgumentError, TierError
 from kv_pool.ids import BlockHash, BlockHashWithGroupId, BlockId, GroupId, RequestId
 from kv_pool.storage.block_storage import BlockStorage
-from kv_pool.tiers.disk_tier import DiskTier
-from kv_pool.tiers.prefetcher import Prefetcher
+from kv_pool.tiers.disk_tier import DiskTier, Prefetcher
 from kv_pool.tiers.tier import Tier, TierStack, TierStatistics
 from kv_pool.tiers.tier_events import TierEvents
 
@@ -346,9 +345,7 @@ class TieredCache(TierStack):
             return len(moving)
         if self._prefetcher is None:
             return 0
-        disk = self._prefetcher.tier
-        on_disk = [(key, disk.get_slot(key)) for key in keys if key in disk and self.find_tier(key) != 0]
-        self._prefetcher.ask(owner, on_disk)
+        self._prefetcher.ask(owner, [key for key in keys if self.find_tier(key) != 0])
         return self._prefetcher.count_asked(owner)
 
     def cancel_prefetch(self, owner: RequestId) -> None:
@@ -362,20 +359,10 @@ class TieredCache(TierStack):
 
     def _take_prefetched(self) -> None:
         """Store prefetched blocks in the top tier, if they are still in their slots on disk."""
-        if self._prefetcher is None:
-            return
-        disk = self._prefetcher.tier
-        for batch in self._prefetcher.take_done():
-            if batch.read is not None:
-                slot_of = dict(zip(batch.keys, batch.slots, strict=True))
-                there = {key for key in batch.keys if key in disk and disk.get_slot(key) == slot_of[key]}
-                unreadable = [key for key in batch.read.failed if key in there]
-                disk.drop_unreadable(unreadable)
-                self.announce_removed(disk, unreadable)
-                id_of = dict(zip(batch.read.keys, batch.read.block_ids, strict=True))
-                good = [key for key in batch.read.keys if key in there]
-                disk.note_read(len(good))
-                self._store(good, batch.read.storage, [id_of[key] for key in good])
+        if self._prefetcher is not None:
+            for read in self._prefetcher.take_done():
+                self.announce_removed(self._prefetcher.tier, read.failed)
+                self._store(read.keys, read.storage, read.block_ids)
 
     def load(
         self, keys: Sequence[BlockHashWithGroupId], block_ids: Sequence[BlockId]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from kv_pool.errors import TierError
+from kv_pool.errors import OutOfThreadsError, TierError
 from kv_pool.ids import BlockHashWithGroupId, BlockId, RequestId
 from kv_pool.integrations.vllm.connector.orders import (
     KeyedBlock,
@@ -19,9 +20,9 @@ from kv_pool.integrations.vllm.connector.orders import (
     WorkerReport,
 )
 from kv_pool.storage.block_storage import BlockStorage
+from kv_pool.threads import Workers
 from kv_pool.tiers.disk_tier import DiskTier
 from kv_pool.tiers.host_tier import HostTier
-from kv_pool.tiers.order_thread import OrderThread
 from kv_pool.tiers.tier import TierStack, TierStep
 
 _logger = logging.getLogger("vllm.kv_pool")
@@ -53,25 +54,25 @@ class TierWorker:
         self._failed: dict[RequestId, list[BlockId]] = {}
         self._report = WorkerReport(reopened=None if disk is None else disk.list_keys())
         self._is_closed = False
-        self._thread = OrderThread("kv_pool transfers")
-        self._thread.start()
+        self._thread = Workers("kv_pool transfers", 1)
+        self._urgent: deque[Callable[[], None]] = deque()  # orders that have not begun
+        self._others: deque[Callable[[], None]] = deque()
 
     def start_loads(self, orders: StepOrders) -> None:
         """Start a step's loads. They write after the engine's work that is queued on the device by now."""
         if orders.loads:
             mark = self._device_order.mark()
-            self._thread.add([partial(self._load, order, mark) for order in orders.loads], is_urgent=True)
+            for order in orders.loads:
+                self._start(self._urgent, partial(self._load, order, mark))
 
     def start_stores(self, orders: StepOrders) -> None:
         """Start a step's removals and stores; call it after the work that writes the step's blocks."""
-        tasks: list[Callable[[], None]] = []
         if orders.clears or orders.forgotten:
-            tasks.append(partial(self._remove, orders))
+            self._start(self._others, partial(self._remove, orders))
         if orders.stores:
             mark = self._device_order.mark()
-            tasks += [partial(self._store, order, mark) for order in orders.stores]
-        if tasks:
-            self._thread.add(tasks)
+            for order in orders.stores:
+                self._start(self._others, partial(self._store, order, mark))
 
     def take_loaded(self) -> set[RequestId]:
         """Return the requests whose loads have ended since the last call, failed ones included."""
@@ -101,12 +102,27 @@ class TierWorker:
 
     def close(self) -> None:
         """Finish the current order, drop the others, and close the tiers. No-op on a second call."""
-        self._thread.close()
+        self._thread.stop()
+        self._thread.join()
         if not self._is_closed:
             self._is_closed = True
             self.stack.close()
 
     # ---- inside ----------------------------------------------------------------------------------
+
+    def _start(self, orders: deque[Callable[[], None]], order: Callable[[], None]) -> None:
+        orders.append(order)
+        try:
+            self._thread.submit(self._run_next)
+        except OutOfThreadsError as error:
+            _logger.warning("kv_pool copies blocks in the engine's thread: %s", error)
+            self._run_next()
+
+    def _run_next(self) -> None:
+        try:
+            (self._urgent or self._others).popleft()()
+        except Exception:
+            _logger.exception("kv_pool could not execute an order")
 
     def _load(self, order: LoadOrder, mark: Mark) -> None:
         try:
