@@ -273,6 +273,9 @@ class TierStep(NamedTuple):
     evicted: Sequence[BlockHashWithGroupId] = ()
 
 
+NO_IDS: Mapping[BlockHashWithGroupId, BlockId] = {}
+
+
 class TierListener(Protocol):
     """Learns which keys enter and leave tiers, in order."""
 
@@ -351,7 +354,7 @@ class TierStack:
 
     # ---- moving down -----------------------------------------------------------------------------
 
-    def plan(self, level: int, keys: Sequence[BlockHashWithGroupId]) -> Iterator[TierStep]:
+    def plan(self, level: int, keys: Iterable[BlockHashWithGroupId]) -> Iterator[TierStep]:
         """Yield the steps that store keys in a tier as most recently used, those of lower tiers first.
 
         Apply each step before the next one is planned. Keys that the tier has are only marked as used.
@@ -379,12 +382,15 @@ class TierStack:
             yield TierStep(level, [], evicted)
 
     def apply(
-        self, step: TierStep, storage: BlockStorage | None = None, block_ids: Sequence[BlockId] = ()
+        self,
+        step: TierStep,
+        storage: BlockStorage | None = None,
+        id_of: Mapping[BlockHashWithGroupId, BlockId] = NO_IDS,
     ) -> list[BlockHashWithGroupId]:
         """Execute a step that this stack has planned.
 
         Args:
-            storage, block_ids: the source of the bytes for the first tier, one block for each stored key.
+            storage, id_of: the source of the bytes for the first tier, and the block of each stored key.
         Returns:
             The keys that could not be stored.
         """
@@ -401,7 +407,7 @@ class TierStack:
         for start in range(0, len(keys), size):
             some = keys[start : start + size]
             if source is None:
-                read = TierRead(some, storage, block_ids[start : start + size])
+                read = TierRead(some, storage, [id_of[key] for key in some])
             else:
                 read = source.read(some)
                 self.announce_removed(source, read.failed)
@@ -416,7 +422,10 @@ class TierStack:
         return [key for key in keys if key not in there]
 
     def apply_elsewhere(
-        self, step: TierStep, storage: BlockStorage | None = None, block_ids: Sequence[BlockId] = ()
+        self,
+        step: TierStep,
+        storage: BlockStorage | None = None,
+        id_of: Mapping[BlockHashWithGroupId, BlockId] = NO_IDS,
     ) -> list[BlockHashWithGroupId]:
         """Execute a step that another stack has planned, otherwise like `apply`.
 
@@ -431,32 +440,27 @@ class TierStack:
         tier = self.tiers[step.level]
         self._remove(tier, step.evicted)
         new = tier.touch(step.stored)
-        id_of = dict(zip(step.stored, block_ids, strict=True)) if block_ids else {}
         lost: list[BlockHashWithGroupId] = []
         if step.level:
             source = self.tiers[step.level - 1]
             lost = [key for key in new if key not in source]
             new = [key for key in new if key in source]
         evicted = tier.list_next_evicted(len(tier) + len(new) - tier.capacity)
-        sources = [id_of[key] for key in new] if id_of else ()
-        return [*lost, *evicted, *self.apply(TierStep(step.level, new, evicted), storage, sources)]
+        return [*lost, *evicted, *self.apply(TierStep(step.level, new, evicted), storage, id_of)]
 
     # ---- moving up -------------------------------------------------------------------------------
 
     def load_into(
-        self, storage: BlockStorage | None, keys: Sequence[BlockHashWithGroupId], block_ids: Sequence[BlockId]
+        self, storage: BlockStorage | None, target_of: Mapping[BlockHashWithGroupId, BlockId]
     ) -> list[BlockHashWithGroupId]:
         """Copy blocks into blocks of a storage, each from the fastest tier that has it.
 
-        Args:
-            keys: distinct keys, one for each block id.
         Returns:
             The keys that no tier has or could read. The content of their target blocks is undefined.
         Raises:
             CopyFailedError: copying into the storage failed. The content of all target blocks is undefined.
         """
-        target_of = dict(zip(keys, block_ids, strict=True))
-        left = list(keys)
+        left = list(target_of)
         for tier in self.tiers:
             index = tier.index
             here = [key for key in left if key in index]

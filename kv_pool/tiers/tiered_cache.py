@@ -16,7 +16,7 @@ from kv_pool.errors import CopyFailedError, InvalidArgumentError, TierError
 from kv_pool.ids import BlockHash, BlockHashWithGroupId, BlockId, GroupId, RequestId
 from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.tiers.disk_tier import DiskTier, Prefetcher
-from kv_pool.tiers.tier import Tier, TierStack, TierStatistics
+from kv_pool.tiers.tier import NO_IDS, Tier, TierStack, TierStatistics
 from kv_pool.tiers.tier_events import TierEvents
 
 _logger = logging.getLogger(__name__)
@@ -362,7 +362,7 @@ class TieredCache(TierStack):
         if self._prefetcher is not None:
             for read in self._prefetcher.take_done():
                 self.announce_removed(self._prefetcher.tier, read.failed)
-                self._store(read.keys, read.storage, read.block_ids)
+                self._store(read.keys, read.storage, dict(zip(read.keys, read.block_ids, strict=True)))
 
     def load(
         self, keys: Sequence[BlockHashWithGroupId], block_ids: Sequence[BlockId]
@@ -382,7 +382,7 @@ class TieredCache(TierStack):
         self._begin()
         self.flush_evicted()
         try:
-            failed = self.load_into(self.storage, keys, block_ids)
+            failed = self.load_into(self.storage, dict(zip(keys, block_ids, strict=True)))
         except CopyFailedError:
             self.block_pool.is_changing = False
             raise
@@ -446,25 +446,21 @@ class TieredCache(TierStack):
         """Offload device blocks to the top tier, under these keys."""
         copies = {key: block.block_id for key, block in blocks}
         if copies:
-            self._store(list(copies), self.storage, list(copies.values()))
+            self._store(copies, self.storage, copies)
 
     def _store(
         self,
-        keys: Sequence[BlockHashWithGroupId],
+        keys: Iterable[BlockHashWithGroupId],
         storage: BlockStorage | None = None,
-        block_ids: Sequence[BlockId] = (),
+        id_of: Mapping[BlockHashWithGroupId, BlockId] = NO_IDS,
     ) -> None:
         """Store blocks in the top tier as most recently used; evicted blocks move to the next tier.
 
         Args:
-            storage, block_ids: the source of the bytes; None and empty without bytes.
+            storage, id_of: the source of the bytes; None and empty without bytes.
         """
         was_changing = self.block_pool.is_changing
         self.block_pool.is_changing = True
-        id_of = dict(zip(keys, block_ids, strict=True)) if storage is not None else {}
         for step in self.plan(0, keys):
-            if step.level == 0 and storage is not None:
-                self.apply(step, storage, [id_of[key] for key in step.stored])
-            else:
-                self.apply(step)
+            self.apply(step, storage, id_of)
         self.block_pool.is_changing = was_changing

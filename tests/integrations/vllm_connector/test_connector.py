@@ -325,7 +325,7 @@ def test_a_handler_follows_requests(make_engine, monkeypatch, host):
     from kv_pool.integrations.vllm.connector import vllm_connector
 
     handler = NotingHandler()
-    monkeypatch.setattr(vllm_connector, "make_request_handler", lambda config, settings: handler)
+    monkeypatch.setattr(vllm_connector, "ConnectorOptions", lambda: handler)
     engine = make_engine(host)
     answers = []
     update = engine.scheduler.update_from_output

@@ -111,12 +111,11 @@ def test_loads_overtake_stores(make_halves, monkeypatch):
     run(halves, "a", 3)
     gate = Gate(monkeypatch, halves.workers[0])
     order = []
-    for name in ("_copy_down", "_copy_up"):
-        method = getattr(halves.workers[0], name)
+    worker = halves.workers[0]
+    for one, name in ((worker, "_copy_down"), (worker.stack, "load_into")):
+        method = getattr(one, name)
         monkeypatch.setattr(
-            halves.workers[0],
-            name,
-            lambda one, name=name, method=method: [order.append(name), method(one)][1],
+            one, name, lambda *args, name=name, method=method: [order.append(name), method(*args)][1]
         )
     for name in ("b", "c"):
         request = halves.make_request(name, hashes(name, 2))
@@ -130,7 +129,7 @@ def test_loads_overtake_stores(make_halves, monkeypatch):
     halves.send()
     gate.opened.set()
     assert halves.collect() == {"again": False}
-    assert order == ["_copy_down", "_copy_up", "_copy_down"]
+    assert order == ["_copy_down", "load_into", "_copy_down"]
 
 
 def test_held_blocks_are_not_evicted_before_a_load(make_halves):
@@ -263,7 +262,7 @@ def test_nothing_is_loaded_into_the_null_block(make_halves):
     block_id = halves.pool.get_new_blocks(1)[0].block_id
     halves.scheduler.plan_load(again, [[0, 0, block_id]], 12)
     (load,) = halves.scheduler.take_orders([]).loads
-    assert [where for _, where in load.blocks] == [block_id]
+    assert list(load.blocks.values()) == [block_id]
 
 
 def test_a_copy_that_fails_is_lost_and_not_found(make_halves, monkeypatch):
@@ -360,7 +359,7 @@ def test_closing_drops_waiting_orders(make_halves, monkeypatch):
     closing.join(TIMEOUT_S)
     assert not closing.is_alive()
     assert halves.workers[0].take_report().stored == {1: 1}
-    halves.workers[0].start_stores(StepOrders(stores=[StoreOrder(9, [])]))
+    halves.workers[0].start_stores(StepOrders(stores=[StoreOrder(9, {})]))
     halves.close()
 
 

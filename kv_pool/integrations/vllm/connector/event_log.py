@@ -44,7 +44,7 @@ class TierEventLog:
         return events
 
     def on_planned(self, request: Any, group: GroupKeys, position: int, key: BlockHashWithGroupId) -> None:
-        """See `StoreListener`."""
+        """Note the content of a block whose store is planned; `position` is that in the block table."""
         if len(self._labels) > self._num_to_sweep_at:
             self._labels = {key: label for key, label in self._labels.items() if self._index.knows(key)}
         start = position * group.block_size

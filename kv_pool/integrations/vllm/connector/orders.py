@@ -8,9 +8,6 @@ from dataclasses import dataclass, field
 from kv_pool.ids import BlockHashWithGroupId, BlockId, RequestId
 from kv_pool.tiers.tier import TierStep
 
-KeyedBlock = tuple[BlockHashWithGroupId, BlockId]
-"""A block of the GPU pool, and the key of its content."""
-
 
 @dataclass
 class StoreOrder:
@@ -18,12 +15,12 @@ class StoreOrder:
 
     Attributes:
         order_id: grows by 1 with each order.
-        blocks: the blocks to copy.
+        blocks: the blocks to copy, by the keys of their content.
         steps: what makes room for them: evictions from both tiers, and copies from host memory to disk.
     """
 
     order_id: int
-    blocks: list[KeyedBlock]
+    blocks: dict[BlockHashWithGroupId, BlockId]
     steps: list[TierStep] = field(default_factory=list)
 
     def list_demoted(self) -> list[BlockHashWithGroupId]:
@@ -37,11 +34,11 @@ class LoadOrder:
 
     Attributes:
         request_id: the request that waits for them; it has one load at a time.
-        blocks: the target blocks, with the keys of their content.
+        blocks: the target blocks, by the keys of their content.
     """
 
     request_id: RequestId
-    blocks: list[KeyedBlock]
+    blocks: dict[BlockHashWithGroupId, BlockId]
 
 
 @dataclass

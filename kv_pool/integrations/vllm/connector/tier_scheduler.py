@@ -6,21 +6,18 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from kv_pool.core.holds import Hold
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.ids import BlockHashWithGroupId, BlockId, RequestId
-from kv_pool.integrations.vllm.connector.orders import (
-    KeyedBlock,
-    LoadOrder,
-    StepOrders,
-    StoreOrder,
-    WorkerReport,
-)
+from kv_pool.integrations.vllm.connector.orders import LoadOrder, StepOrders, StoreOrder, WorkerReport
 from kv_pool.integrations.vllm.connector.tier_index import TierIndex
-from kv_pool.tiers.tier import TierListener
 from kv_pool.tiers.tier_prefixes import GroupKeys, Rows, TierPrefixes
+
+if TYPE_CHECKING:  # it imports vLLM
+    from kv_pool.integrations.vllm.connector.event_log import TierEventLog
+
 
 _logger = logging.getLogger("vllm.kv_pool")
 
@@ -86,13 +83,6 @@ class RunningStore:
     used_after: list[BlockHashWithGroupId] = field(default_factory=list)
 
 
-class StoreListener(TierListener, Protocol):
-    """Learns also which stores are planned, for the events of their keys."""
-
-    def on_planned(self, request: Any, group: GroupKeys, position: int, key: BlockHashWithGroupId) -> None:
-        """A store of a request's block is planned; `position` is that in the block table."""
-
-
 class TierScheduler:
     """The scheduler half of the tiers. One per engine; called from the scheduler's thread.
 
@@ -121,7 +111,7 @@ class TierScheduler:
         num_ranks: int = 1,
         drops_last_block: bool = False,
         lease_s: float = 300.0,
-        listener: StoreListener | None = None,
+        listener: TierEventLog | None = None,
     ) -> None:
         self.index = index
         index.listener = listener
@@ -189,12 +179,12 @@ class TierScheduler:
             self.index.release(hit.list_keys())
             hit = shorter
         null_id = self.block_pool.null_block.block_id
-        blocks = [
-            (key, table[position])
+        blocks = {
+            key: table[position]
             for row, table in zip(hit.rows, block_ids, strict=True)
             for position, key in row.items()
             if table[position] != null_id
-        ]
+        }
         self._loading[request_id] = hit
         self._orders.loads.append(LoadOrder(request_id, blocks))
 
@@ -258,8 +248,8 @@ class TierScheduler:
 
     def apply_report(self, report: WorkerReport) -> None:
         """Apply what the workers report: finished stores, losses, and the blocks found on disk."""
-        if report.has_lost_disk:
-            self.index.drop_disk()
+        if report.has_lost_disk and self.index.disk is not None:
+            self.index.drop_last_tier()
         if report.reopened is not None:
             left_out = self.index.add_reopened(report.reopened)
             self._orders.forgotten += left_out
@@ -287,7 +277,7 @@ class TierScheduler:
         return any(
             blocks[block_id].ref_cnt == 1
             for store in self._storing.values()
-            for _, block_id in store.order.blocks
+            for block_id in store.order.blocks.values()
         )
 
     def reset(self) -> bool:
@@ -371,7 +361,7 @@ class TierScheduler:
 
     def _order_store(self, group: GroupKeys, request: Any, found: list[tuple[int, Any]]) -> int:
         """Order the store of blocks, given with their positions. Return how many of them are stored."""
-        blocks: list[KeyedBlock] = [(block.block_hash, block.block_id) for _, block in found]
+        blocks = {block.block_hash: block.block_id for _, block in found}
         order = self.index.plan_store(blocks, self._max_reading - self._num_reading)
         if order is None:
             return 0
@@ -422,7 +412,7 @@ class TierScheduler:
                 len(order.blocks),
                 self._lease_s,
             )
-            self._forget([key for key, _ in order.blocks])
+            self._forget(list(order.blocks))
 
     def _forget(self, keys: Sequence[BlockHashWithGroupId]) -> None:
         """Remove keys from the index, and order their removal from the tiers."""
