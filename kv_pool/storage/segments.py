@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import gcd
@@ -75,11 +76,6 @@ class SegmentTable:
         return table
 
     @classmethod
-    def of_adjacent(cls, address: int, block_bytes: int, num_blocks: int, owner: Any) -> SegmentTable:
-        """Return a table of blocks that follow each other without gaps, each in one span."""
-        return cls.from_segments([Segment(address, block_bytes, block_bytes, owner)], num_blocks)
-
-    @classmethod
     def overlay(cls, tables: Sequence[SegmentTable]) -> SegmentTable:
         """Return one table over the bytes of several groups that share block ids, and possibly memory.
 
@@ -108,6 +104,12 @@ class SegmentTable:
                 self.bases.tolist(), self.strides.tolist(), self.spans.tolist(), self.owners, strict=True
             )
         ]
+
+    def view_row(self, row: int) -> npt.NDArray[np.uint8]:
+        """Return a view of one span of every block in host memory: (num_blocks, span) uint8."""
+        stride, span = int(self.strides[row]), int(self.spans[row])
+        memory = (ctypes.c_ubyte * ((self.num_blocks - 1) * stride + span)).from_address(int(self.bases[row]))
+        return np.ndarray((self.num_blocks, span), np.uint8, memoryview(memory), strides=(stride, 1))
 
     def __len__(self) -> int:
         return len(self.bases)

@@ -29,7 +29,6 @@ from kv_pool.tiers.host_tier import (
     as_block_ids,
     skip_raw,
     view_rows,
-    wrap_rows,
 )
 from kv_pool.tiers.tier import Tier, TierRead
 
@@ -195,7 +194,7 @@ class DiskTier(Tier):
         rows = rows[: len(found)]
         if self._format is not None:
             rows = self._format.decode(rows)
-        storage = wrap_rows(rows, self.layout.block_format) if found else None
+        storage = BlockStorage.wrap_state([rows], block_format=self.layout.block_format) if found else None
         return TierRead(found, storage, as_block_ids(range(len(found))), failed)
 
     def accept(
