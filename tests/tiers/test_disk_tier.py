@@ -75,7 +75,7 @@ def test_restart_restores_blocks_and_lru_order(tmp_path, device):
 def test_flipped_bytes_are_detected_on_open_or_read(tmp_path, device, verifies):
     tier = DiskTier(tmp_path, 8, device.layout)
     put(tier, device, 0, 1, 2)
-    slot = tier.get_slot(KEYS[1])
+    slot = tier._slot_of[KEYS[1]]
     tier.close()
     with open(tmp_path / "blocks", "r+b") as file:
         file.seek(slot * 4096 + BLOCK_BYTES - 1)

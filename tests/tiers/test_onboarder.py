@@ -132,7 +132,7 @@ def test_commit_is_refused_after_invalidation(tmp_path):
 
 def damage(engine, key):
     """Flip a byte of a block on disk."""
-    slot = engine.cache.tiers[1].get_slot(key)
+    slot = engine.cache.tiers[1]._slot_of[key]
     with open(engine.folder / "blocks", "r+b") as file:
         file.seek(slot * 4096)
         first = file.read(1)
