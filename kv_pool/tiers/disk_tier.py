@@ -7,6 +7,7 @@ import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from kv_pool.ids import BlockHashWithGroupId, BlockId, RequestId, SlotId
 from kv_pool.storage.block_layout import BlockLayout
 from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.threads import Workers
-from kv_pool.tiers.disk_files import VERSION, Description, SlotFiles, SlotHeader, TierFolder, check_key
+from kv_pool.tiers.disk_files import VERSION, Description, SlotFiles, SlotHeader, check_key
 from kv_pool.tiers.formats.block_format import BlockFormat
 from kv_pool.tiers.host_tier import (
     BUFFER_BYTES,
@@ -67,7 +68,7 @@ class DiskTier(Tier):
 
     Raises:
         TierError: the folder cannot be used: no permission, in use, not a tier's folder, or writable by other
-            users, itself or its files; see `TierFolder`.
+            users, itself or its files; see `SlotFiles`.
         LayoutMismatchError: its blocks have another layout or meaning. The folder is unchanged.
 
     A block that cannot be written is counted and not stored; a block that cannot be read is counted and
@@ -101,17 +102,19 @@ class DiskTier(Tier):
         self._use = 0
         self._touched: set[BlockHashWithGroupId] = set()
         self._has_warned = False
-        self._is_open = False
         # Slots whose header on disk could not be wiped, with the header's key: a restart would find them.
         self._unwiped: dict[SlotId, BlockHashWithGroupId] = {}
         name = RAW if self._format is None else self._format.name
-        self._folder = TierFolder(Path(folder), Description(VERSION, layout, name, self._encoded_bytes))
+        self._is_open = True
         try:
-            self._files = SlotFiles(self._folder.descriptor, self._encoded_bytes)
-            self._is_open = True
-            self.reopened = self._reopen(verifies)
+            self._files = SlotFiles(Path(folder), Description(VERSION, layout, name, self._encoded_bytes))
+            with ExitStack() as closing:
+                closing.callback(self._files.close)
+                self.reopened = self._reopen(verifies)
+                closing.pop_all()
+        except TierError:
+            raise
         except OSError as error:
-            self.close()
             raise TierError(f"{folder} cannot be used as a tier: {error}") from error
 
     # ---- writing and reading ---------------------------------------------------------------------
@@ -288,7 +291,6 @@ class DiskTier(Tier):
             except OSError as error:
                 self._warn("put in order", error)
             self._files.close()
-        self._folder.close()
 
     # ---- inside ----------------------------------------------------------------------------------
 
@@ -320,7 +322,7 @@ class DiskTier(Tier):
 
     def _make_error(self, what: str, error: OSError) -> TierError:
         return TierError(
-            f"{what} in {self._folder.path} could not be wiped and may be found after a restart: "
+            f"{what} in {self._files.path} could not be wiped and may be found after a restart: "
             f"{error.strerror}. Remove the folder before it is opened again, or call forget() again"
         )
 
@@ -328,7 +330,7 @@ class DiskTier(Tier):
         """Log the first disk failure. Later ones are only counted."""
         if not self._has_warned:
             self._has_warned = True
-            _logger.warning("a block in %s could not be %s: %s", self._folder.path, what, error)
+            _logger.warning("a block in %s could not be %s: %s", self._files.path, what, error)
 
     def _write_order(self) -> None:
         """Renumber the blocks that were used since they were written, in the order of their last use."""
