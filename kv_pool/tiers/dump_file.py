@@ -11,8 +11,8 @@ import os
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import IntEnum
+from io import BufferedReader
 from pathlib import Path
 from struct import Struct
 from typing import BinaryIO
@@ -136,21 +136,6 @@ class PoolDumpHeader(msgspec.Struct, frozen=True):
     random_seed: str = ""
 
 
-@dataclass
-class DumpedBlocks:
-    """The cached blocks of a pool dump.
-
-    Attributes:
-        rows: the blocks, the next to be evicted first.
-        copies: the keys that several blocks carry.
-        stores: the events published about the blocks.
-    """
-
-    rows: CachedRows
-    copies: list[KeyCopies]
-    stores: list[BlockStored]
-
-
 @contextmanager
 def open_dump(path: str | os.PathLike[str]) -> Iterator[DumpReader]:
     """Open a dump and read its header. Raises PoolDumpError if that fails."""
@@ -170,7 +155,7 @@ class DumpReader:
             damaged.
     """
 
-    def __init__(self, file: BinaryIO, path: str) -> None:
+    def __init__(self, file: BufferedReader, path: str) -> None:
         self._file = file
         self._path = path
         self._num_left = os.fstat(file.fileno()).st_size
@@ -196,17 +181,16 @@ class DumpReader:
         if least < 0 or min(header.hash_block_size, header.num_blocks) < 1:
             raise self._make_error("its header has a negative count")
 
-    def read_blocks(self) -> DumpedBlocks:
-        """Read everything except the bytes of the blocks."""
+    def read_blocks(self) -> tuple[CachedRows, list[BlockStored]]:
+        """Return the blocks, and the events published about them: everything except the blocks' bytes."""
         rows = CachedRows()
-        copies: list[KeyCopies] = []
         stores: list[BlockStored] = []
         try:
             while self._kind == RecordKind.ROWS:
                 decode_rows(self._take_payload(), rows)
             while self._kind == RecordKind.COPIES:
-                copies += msgspec.msgpack.decode(self._take_payload(), type=list[KeyCopies])
-            check_rows(rows, copies, self.header.num_blocks, self.header.num_cached)
+                rows.copies += msgspec.msgpack.decode(self._take_payload(), type=list[KeyCopies])
+            check_rows(rows, self.header.num_blocks, self.header.num_cached)
             while self._kind == RecordKind.EVENTS:
                 events = _EVENTS.decode(self._take_payload())
                 stores += [event for event in events if isinstance(event, BlockStored)]
@@ -214,7 +198,7 @@ class DumpReader:
             raise
         except UNDECODABLE as error:
             raise self._make_error(str(error)) from error
-        return DumpedBlocks(rows, copies, stores)
+        return rows, stores
 
     def read_bytes(self, storage: BlockStorage, targets: Sequence[BlockId | None]) -> None:
         """Copy the bytes of each row to its target block in the storage; skip rows with target None."""
@@ -266,13 +250,9 @@ class DumpReader:
 
     def _take_payload_into(self, buffer: memoryview) -> None:
         """Read the payload of the current record, of this size, into `buffer`; advance to the next record."""
-        num_read = 0
-        while num_read < buffer.nbytes:
-            num_more = self._file.readinto(buffer[num_read:])  # type: ignore[attr-defined] # a buffered file has it
-            if not num_more:
-                raise self._make_error("it is truncated")
-            num_read += num_more
-        self._num_left -= num_read
+        if self._file.readinto(buffer) < buffer.nbytes:
+            raise self._make_error("it is truncated")
+        self._num_left -= buffer.nbytes
         self._check_payload(buffer)
         self._read_frame()
 

@@ -44,11 +44,8 @@ class RowsRecord(msgspec.Struct, array_like=True):
     parents: bytes = b""
 
 
-class KeyCopies(msgspec.Struct, array_like=True):
-    """A key that several blocks carry, with their rows; a look-up returns the first row's block."""
-
-    key: BlockHashWithGroupId
-    rows: list[int]
+KeyCopies = tuple[BlockHashWithGroupId, list[int]]
+"""A key that several blocks carry, with their rows; a look-up returns the first row's block."""
 
 
 @dataclass
@@ -60,12 +57,14 @@ class CachedRows:
         num_tokens: number of tokens that each primary key covers; -1 if not known.
         keys: the keys of each block, the primary one first.
         parents: `KVCacheBlock.parent` of each block.
+        copies: the keys that several blocks carry.
     """
 
     ids: list[BlockId] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
     keys: list[list[BlockHashWithGroupId]] = field(default_factory=list)
     parents: list[bytes | None] = field(default_factory=list)
+    copies: list[KeyCopies] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -87,6 +86,10 @@ def collect_rows(pool: BlockPoolCore) -> CachedRows:
     for block in pool.free_block_queue.get_all_free_blocks() + in_use:
         if block.block_hash is not None and block.pool is pool:
             _collect_row(pool, block, rows)
+    entries = pool.cached_block_hash_to_block.entries
+    row_of = {block_id: row for row, block_id in enumerate(rows.ids)}
+    for key in _find_shared(rows):
+        rows.copies.append((key, [row_of[block_id] for block_id in entries[key] if block_id in row_of]))
     return rows
 
 
@@ -157,19 +160,7 @@ def decode_rows(payload: bytes, rows: CachedRows) -> None:
         first += count
 
 
-def list_copies(pool: BlockPoolCore, rows: CachedRows) -> list[KeyCopies]:
-    """Return the keys that several rows carry."""
-    carriers = _find_carriers(rows)
-    entries = pool.cached_block_hash_to_block.entries
-    row_of = {block_id: row for row, block_id in enumerate(rows.ids)}
-    return [
-        KeyCopies(key, [row_of[block_id] for block_id in entries[key] if block_id in row_of])
-        for key, places in carriers.items()
-        if len(places) > 1
-    ]
-
-
-def check_rows(rows: CachedRows, copies: list[KeyCopies], num_blocks: int, num_cached: int) -> None:
+def check_rows(rows: CachedRows, num_blocks: int, num_cached: int) -> None:
     """Raise ValueError unless these rows fit a pool of `num_blocks` blocks, `num_cached` of them cached."""
     if len(rows) != num_cached:
         raise ValueError(f"it has {len(rows)} of {num_cached} blocks")
@@ -180,18 +171,15 @@ def check_rows(rows: CachedRows, copies: list[KeyCopies], num_blocks: int, num_c
             raise ValueError(f"block {rows.ids[row]} has invalid or duplicate keys")
     if min(rows.num_tokens, default=0) < UNKNOWN:
         raise ValueError("a key covers a negative number of tokens")
-    listed = {shared.key: sorted(shared.rows) for shared in copies}
-    carriers = _find_carriers(rows)
-    if len(listed) != len(copies) or listed != {
-        key: places for key, places in carriers.items() if len(places) > 1
-    }:
+    listed = {key: sorted(places) for key, places in rows.copies}
+    if len(listed) != len(rows.copies) or listed != _find_shared(rows):
         raise ValueError("its list of shared keys does not match the keys of its blocks")
 
 
-def _find_carriers(rows: CachedRows) -> dict[BlockHashWithGroupId, list[int]]:
-    """Return, for each key, the rows that carry it, ascending."""
+def _find_shared(rows: CachedRows) -> dict[BlockHashWithGroupId, list[int]]:
+    """Return the keys that several rows carry, with these rows, ascending."""
     carriers: dict[BlockHashWithGroupId, list[int]] = {}
     for row, keys in enumerate(rows.keys):
         for key in keys:
             carriers.setdefault(key, []).append(row)
-    return carriers
+    return {key: places for key, places in carriers.items() if len(places) > 1}
