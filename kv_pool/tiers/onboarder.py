@@ -12,7 +12,7 @@ from kv_pool.core.arguments import as_count
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.kv_events import MEDIUM_GPU
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError
-from kv_pool.ids import BlockId, RequestId
+from kv_pool.ids import RequestId
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.freeing import release_hold
 from kv_pool.manager.kv_cache_manager import KVCacheManager
@@ -327,10 +327,6 @@ class TierOnboarder:
         """Return the plans that are neither committed nor aborted, oldest first."""
         return list(self._plans.by_request.values())
 
-    def list_device_ids_in_flight(self) -> list[BlockId]:
-        """Return the ids of the device blocks of open plans; the plans hold them (`BlockPool.holds`)."""
-        return [block.block_id for plan in self.list_open_plans() for block in plan.list_blocks()]
-
     def get_statistics(self) -> OnboardStatistics:
         """Return a copy of the current counts."""
         counts = self._statistics
@@ -377,25 +373,22 @@ class TierOnboarder:
             num_left = request.num_tokens - num_found
             num_new = num_left if num_new_tokens is None else min(num_new_tokens, num_left)
             if not hit.num_tokens:
-                if (
-                    self.manager.allocate_slots(
-                        request, num_new, prefix, delay_cache_blocks=delay_cache_blocks, **options
-                    )
-                    is None
-                ):
+                taken = self.manager.allocate_slots(
+                    request, num_new, prefix, delay_cache_blocks=delay_cache_blocks, **options
+                )
+                if taken is None:
                     return None
                 self.note_started(prefix)
-                request.num_computed_tokens = num_found
                 break
             plan = self.plan_onboard(request, hit, prefix, num_new_tokens=num_new, **options)
             if plan is None:
                 return None
             if plan.apply():
-                request.num_computed_tokens = num_found
-                if not delay_cache_blocks:
-                    # The plan has cached what it loaded; this caches the blocks to be computed as well.
-                    self.manager.allocate_slots(request, num_new, **options)
                 break
+        request.num_computed_tokens = num_found
+        if hit.num_tokens and not delay_cache_blocks:
+            # The plan has cached what it loaded; this caches the blocks to be computed as well.
+            self.manager.allocate_slots(request, num_new, **options)
         return {MEDIUM_GPU: prefix.num_tokens, **hit.num_tokens_by_medium}
 
     def plan_onboard(

@@ -215,7 +215,7 @@ class Life:
                 block = pool.blocks[self.random.randrange(1, pool.num_gpu_blocks)]
                 pool.evict_blocks([block.block_id])
                 plans = self.swapper.list_open_plans()
-                self.invalid.update(plan for plan in plans if block in plan._match.shared)
+                self.invalid.update(plan for plan in plans if block in plan._shared)
 
     def blunder(self):
         """Check that a call for a request on the other side is refused and changes nothing."""

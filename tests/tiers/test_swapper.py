@@ -435,12 +435,3 @@ def test_compaction_moves_no_block_of_an_open_swap_plan(direction, ends):
     getattr(plan, ends)()
     for one_pool in (pool, host_pool):
         assert one_pool.holds.list_holds() == []
-
-
-def test_device_ids_in_flight_are_listed():
-    engine = SwapEngine()
-    request = started(engine, "a", range(10))
-    plan = engine.swapper.swap_out(request)
-    assert sorted(engine.swapper.list_device_ids_in_flight()) == [1, 2, 3]
-    engine.run(plan)
-    assert engine.swapper.list_device_ids_in_flight() == []
