@@ -340,23 +340,20 @@ class KVStorage(BlockStorage):
 
     def _take_bits(self, name: str, tensor: Any) -> Any:
         """Return the caller's elements as integers of the same width, on this storage's device."""
+        is_array = isinstance(tensor, np.ndarray)
         dtype = find_dtype(tensor)
-        if isinstance(tensor, np.ndarray):
-            if dtype != self.dtype and tensor.dtype != numpy_dtype(self.dtype):
-                raise InvalidTypeError(f"{name} has dtype {tensor.dtype}; this storage has {self.dtype}")
-            bits = view_bits(tensor)
-            if self.device == "cpu":
-                return bits
+        if dtype != self.dtype and not (is_array and tensor.dtype == numpy_dtype(self.dtype)):
+            raise InvalidTypeError(f"{name} has dtype {dtype}; this storage has {self.dtype}")
+        bits = view_bits(tensor)
+        if self.device == "cpu":
+            return bits if is_array else bits.cpu().numpy()
+        if is_array:
             import torch
 
             return torch.from_numpy(np.ascontiguousarray(bits)).to(self.device)
-        if dtype != self.dtype:
-            raise InvalidTypeError(f"{name} has dtype {dtype}; this storage has {self.dtype}")
-        if self.device == "cpu":
-            return view_bits(tensor.cpu()).numpy()
         if str(tensor.device) != self.device:
             raise InvalidArgumentError(f"{name} is on {tensor.device}; this storage is on {self.device}")
-        return view_bits(tensor)
+        return bits
 
     def _from_bits(self, bits: Any) -> Any:
         """Return integers as elements of self.dtype, in the library of this storage's tensors."""

@@ -29,7 +29,7 @@ from kv_pool.errors import InvalidArgumentError, LayoutMismatchError, TierError
 from kv_pool.foreign_bytes import UNDECODABLE
 from kv_pool.ids import BlockHashWithGroupId, SlotId
 from kv_pool.regular_files import open_private, open_private_folder
-from kv_pool.storage.block_layout import BlockLayout
+from kv_pool.storage.block_layout import BlockLayout, check_alike
 from kv_pool.tiers.host_tier import ByteRows
 
 DESCRIPTION = "tier.json"
@@ -339,12 +339,7 @@ def _check_description(path: Path, description: Description, folder: int) -> Non
             "folder"
         )
     description.layout.check_same(found.layout, str(path))
-    for name in ("format", "encoded_bytes"):
-        if getattr(found, name) != getattr(description, name):
-            raise LayoutMismatchError(
-                f"blocks of {path} cannot be used here: {name} is {getattr(description, name)!r} "
-                f"here and {getattr(found, name)!r} there"
-            )
+    check_alike(f"blocks of {path}", ("format", "encoded_bytes"), description, found)
 
 
 def _write_description(description: Description, folder: int) -> None:

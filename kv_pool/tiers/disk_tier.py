@@ -156,13 +156,10 @@ class DiskTier(Tier):
 
     def read(self, keys: Sequence[BlockHashWithGroupId]) -> TierRead:
         slots = [self._slot_of[key] for key in keys]
-        if self._format is None:
-            found, failed = self._read_rows(keys, slots, self._buffer.rows)
-        else:
-            encoded = self._encoded.rows
-            found, failed = self._read_rows(keys, slots, encoded)
-            if found:
-                self._buffer.rows[: len(found)] = self._format.decode(encoded[: len(found)])
+        rows = (self._buffer if self._format is None else self._encoded).rows
+        found, failed = self._read_rows(keys, slots, rows)
+        if self._format is not None:
+            self._buffer.rows[: len(found)] = self._format.decode(rows[: len(found)])
         self._counts.num_read += len(found)
         self._drop_unreadable(failed)
         return TierRead(found, self._buffer.storage, as_block_ids(range(len(found))), failed)

@@ -160,7 +160,7 @@ class OnboardPlan(TwoPhasePlan):
         self._check_target(self._manager)
         self._plans.begin(self, PlanState.COMMITTED)
         self._attach()
-        for book, hold in self._holds:
+        for book, hold in self._holds.items():
             book.hand_over(hold)
         self._manager.block_pool.is_changing = False  # for a whole call, before tiers may evict the keys
         self._manager.cache_blocks(self._request, self.num_computed_tokens)
@@ -182,7 +182,7 @@ class OnboardPlan(TwoPhasePlan):
         """Abort: drop the references and release the keys."""
         self._plans.begin(self, PlanState.ABORTED)
         self._attach()
-        for _, hold in self._holds:
+        for hold in self._holds.values():
             release_hold(self._manager, hold)
         self._tiered_cache.release(self.keys)
         self._plans.end(self, PlanState.ABORTED)

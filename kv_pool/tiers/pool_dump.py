@@ -22,7 +22,7 @@ from kv_pool.errors import InvalidArgumentError, LayoutMismatchError, PoolDumpEr
 from kv_pool.events.event_publisher import ResidentState
 from kv_pool.events.stored_spans import slice_positions
 from kv_pool.ids import BlockHashWithGroupId, BlockId, ExternalBlockHash, GroupId
-from kv_pool.storage.block_layout import BlockLayout, describe_root
+from kv_pool.storage.block_layout import BlockLayout, check_alike, describe_root
 from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.tiers.dump_file import (
     BATCH_BYTES,
@@ -270,12 +270,7 @@ def _check_fits(
             f"{len(pool.cached_block_hash_to_block)} keys, and enable_caching is {pool.enable_caching}. "
             "Load into a new pool with caching enabled, before its first request"
         )
-    for what in ("hash_block_size", "num_hash_lookahead_tokens", "medium"):
-        here, there = getattr(pool, what), getattr(header, what)
-        if here != there:
-            raise LayoutMismatchError(
-                f"{name} cannot be used here: {what} is {here!r} here and {there!r} there"
-            )
+    check_alike(name, ("hash_block_size", "num_hash_lookahead_tokens", "medium"), pool, header)
     if layout is not None and header.layout is not None:
         layout.check_same(header.layout, name)
     elif layout is not header.layout:

@@ -203,9 +203,9 @@ class SwapPlan(TwoPhasePlan):
 
     def _end_holds(self, leaving: KVCacheManager, staying: KVCacheManager) -> None:
         """Drop the references to the blocks of one side; the tables own those of the other side now."""
-        holds = dict(self._holds)
-        staying.block_pool.holds.hand_over(holds[staying.block_pool.holds])
-        release_hold(leaving, holds[leaving.block_pool.holds])
+        book = staying.block_pool.holds
+        book.hand_over(self._holds[book])
+        release_hold(leaving, self._holds[leaving.block_pool.holds])
 
     def _change_tables(self) -> None:
         """Replace the tables' blocks by those of the target side. Can be repeated."""
