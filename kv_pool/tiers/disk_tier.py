@@ -131,14 +131,13 @@ class DiskTier(Tier):
             check_key(key)
         if not keys:
             return []
-        rows: Iterable[ByteRows]
         there = view_rows(storage)
-        if self._format is not None:
-            rows = self._format.encode(self._buffer.gather(storage, block_ids))
-        elif there is not None:
+        rows: Iterable[ByteRows]
+        if self._format is None and there is not None:
             rows = [there[block_id] for block_id in block_ids]
         else:
-            rows = self._buffer.gather(storage, block_ids)
+            gathered = self._buffer.gather(storage, block_ids)
+            rows = gathered if self._format is None else self._format.encode(gathered)
         stored: list[BlockHashWithGroupId] = []
         for key, row in zip(keys, rows, strict=True):
             (slot,) = self._list_next_slots(1)

@@ -34,30 +34,18 @@ def view_rows(storage: BlockStorage) -> ByteRows | None:
 
 
 class RowBuffer:
-    """A contiguous buffer for blocks in host memory, allocated on first use.
+    """A contiguous buffer for blocks in host memory. The operating system commits its pages on first use.
 
     Attributes:
         num_blocks: number of blocks that fit.
+        storage: the buffer as a storage.
+        rows: the buffer as an array, (num_blocks, block_bytes) uint8.
     """
 
     def __init__(self, block_bytes: int, block_format: str, num_bytes: int = BUFFER_BYTES) -> None:
         self.num_blocks = max(1, num_bytes // block_bytes)
-        self._block_bytes = block_bytes
-        self._block_format = block_format
-        self._storage: BlockStorage | None = None
-
-    @property
-    def storage(self) -> BlockStorage:
-        """The buffer as a storage."""
-        if self._storage is None:
-            self._storage = make_host_buffer(self._block_bytes, self.num_blocks, self._block_format)
-        return self._storage
-
-    @property
-    def rows(self) -> ByteRows:
-        """The buffer as an array, (num_blocks, block_bytes) uint8."""
-        rows: ByteRows = self.storage.segments.owners[0]
-        return rows
+        self.storage = make_host_buffer(block_bytes, self.num_blocks, block_format)
+        self.rows: ByteRows = self.storage.segments.owners[0]
 
     def gather(self, storage: BlockStorage, block_ids: Sequence[BlockId]) -> ByteRows:
         """Return the bytes of these blocks, (n, block_bytes) uint8.

@@ -56,11 +56,6 @@ class StepOrders:
     stores: list[StoreOrder] = field(default_factory=list)
     loads: list[LoadOrder] = field(default_factory=list)
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to do."""
-        return self == StepOrders()
-
 
 @dataclass
 class WorkerReport:
@@ -80,11 +75,6 @@ class WorkerReport:
     reopened: list[BlockHashWithGroupId] | None = None
     partly_reopened: set[BlockHashWithGroupId] = field(default_factory=set)
     has_lost_disk: bool = False
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing happened."""
-        return self == WorkerReport()
 
     def merge(self, other: WorkerReport) -> WorkerReport:
         """Return one report for both ranks."""

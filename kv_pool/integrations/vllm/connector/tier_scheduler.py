@@ -269,7 +269,7 @@ class TierScheduler:
 
     def has_work(self) -> bool:
         """Return True while stores or removals are not finished; the engine must go on stepping."""
-        return bool(self._storing) or not self._orders.is_empty
+        return bool(self._storing) or self._orders != StepOrders()
 
     def holds_freed_blocks(self) -> bool:
         """Return True if a finished store would free blocks. O(blocks being read)."""

@@ -85,10 +85,8 @@ class TierWorker:
     def take_report(self) -> WorkerReport | None:
         """Return what has happened since the last call; None if nothing."""
         with self._mutex:
-            if self._report.is_empty:
-                return None
             report, self._report = self._report, WorkerReport()
-            return report
+        return None if report == WorkerReport() else report
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until all orders have been executed. Return False after `timeout_s` seconds."""
