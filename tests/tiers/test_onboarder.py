@@ -163,16 +163,6 @@ def test_admit_with_an_unreadable_block_uses_those_before_it(tmp_path):
     invariants.check(engine.onboarder)
 
 
-def test_delayed_blocks_are_findable_after_cache_blocks(tmp_path):
-    engine = make_engine(tmp_path)
-    request = engine.make_request("a", range(9))
-    assert engine.onboarder.admit(request, delay_cache_blocks=True) == {"GPU": 0, "CPU": 0, "STORAGE": 0}
-    assert engine.where(request) == "--"
-    engine.schedule(request, 9)
-    engine.run()
-    assert engine.where(request) == "DD"
-
-
 @pytest.mark.parametrize("delays", [False, True])
 @pytest.mark.parametrize("num_new_tokens", [None, 8])
 @pytest.mark.parametrize("write", ["back", "through"])
@@ -352,29 +342,22 @@ def test_written_through_blocks_need_no_copy_on_eviction(tmp_path, groups):
     invariants.check(engine.onboarder)
 
 
-def test_written_blocks_reused_before_flush_are_offloaded(tmp_path):
+@pytest.mark.parametrize("is_reused", [True, False])
+def test_blocks_cached_after_their_step_are_stored(tmp_path, is_reused):
+    """By the next flush, or when they are reused before it."""
     engine = make_engine(tmp_path, num_host_blocks=30, write="through")
     request = engine.make_request("a", range(17))
     assert engine.manager.allocate_slots(request, 17, delay_cache_blocks=True) is not None
     engine.schedule(request, 17)
     engine.run()
-    engine.manager.free(request)
-    assert engine.start(engine.make_request("other", range(900, 931))) == (0, 0)
-    engine.run()
-    assert engine.where(request) == "HHHH"
+    if is_reused:
+        engine.manager.free(request)
+        engine.compute(engine.make_request("other", range(900, 931)))
+        assert engine.where(request) == "HHHH"
+    engine.cache.flush()
+    assert all(key in engine.cache.tiers[0] for key in engine.keys_of(request))
     engine.check_cached()
     invariants.check(engine.onboarder)
-
-
-def test_next_flush_writes_blocks_cached_after_their_step(tmp_path):
-    engine = make_engine(tmp_path, num_host_blocks=30, write="through")
-    request = engine.make_request("a", range(17))
-    assert engine.manager.allocate_slots(request, 17, delay_cache_blocks=True) is not None
-    engine.schedule(request, 17)
-    engine.run()
-    engine.cache.flush()
-    assert set(engine.cache.tiers[0].list_keys()) == set(engine.keys_of(request))
-    engine.check_cached()
 
 
 def test_blocks_reused_before_they_are_written_are_not_stored(tmp_path):

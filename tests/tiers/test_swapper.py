@@ -241,9 +241,6 @@ def test_a_dropped_request_leaves_its_prefix_on_the_host():
     assert state(engine.swapper.host_pool) == "free: 3 4 5 6 7 8 2 1"
 
 
-# ---- prefixes from the host ----------------------------------------------------------------------
-
-
 # ---- several groups ------------------------------------------------------------------------------
 
 

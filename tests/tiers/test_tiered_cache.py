@@ -239,6 +239,14 @@ def test_blocks_released_by_retention_are_offloaded():
     assert set(cache.tiers[0].list_keys()) == {block_hash + bytes(4) for block_hash in request.block_hashes}
 
 
+def make_filled_engine(folder, **options):
+    engine = TierEngine(folder, **options)
+    for first in range(4):
+        engine.compute(request := engine.make_request(f"r{first}", [first] * 17))
+        engine.manager.free(request)
+    return engine
+
+
 def queue_a_foreign_block(cache):
     block = KVCacheBlock(1)
     block.set_block_hash(bytes(36), 4)
@@ -260,10 +268,7 @@ def queue_a_foreign_block(cache):
     ],
 )
 def test_invariant_checks_name_the_damage(tmp_path, number, damage):
-    engine = TierEngine(tmp_path, num_host_blocks=2)
-    for first in range(4):
-        engine.compute(request := engine.make_request(f"r{first}", [first] * 17))
-        engine.manager.free(request)
+    engine = make_filled_engine(tmp_path, num_host_blocks=2)
     invariants.check(engine.onboarder)
     damage(engine.cache)
     with pytest.raises(AssertionError, match=number):
@@ -279,10 +284,7 @@ def test_invariant_checks_name_the_damage(tmp_path, number, damage):
     ],
 )
 def test_invariant_checks_name_a_damaged_plan(tmp_path, number, damage):
-    engine = TierEngine(tmp_path)
-    for first in range(4):
-        engine.compute(request := engine.make_request(f"r{first}", [first] * 17))
-        engine.manager.free(request)
+    engine = make_filled_engine(tmp_path)
     request = engine.make_request("again", [0] * 17)
     plan = engine.onboarder.plan_onboard(request, engine.onboarder.find_prefix(request))
     invariants.check(engine.onboarder)

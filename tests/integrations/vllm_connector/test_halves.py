@@ -26,6 +26,14 @@ def hashes(name, num_blocks):
     return [f"{name}{number}".encode() for number in range(num_blocks)]
 
 
+def start(halves, name, num_blocks, num_computed=None):
+    """Return a new request of which some blocks are computed, by default all."""
+    request = halves.make_request(name, hashes(name, num_blocks))
+    halves.admit(request)
+    halves.compute(request, num_blocks if num_computed is None else num_computed)
+    return request
+
+
 def run(halves, name, num_blocks, prefix=None):
     """Run a request to its end; return its tokens from tiers."""
     request = halves.make_request(name, hashes(prefix or name, num_blocks))
@@ -63,9 +71,7 @@ def host_of(halves, rank=0):
 def test_a_store_leases_its_blocks(make_halves, monkeypatch):
     halves = make_halves(num_blocks=12, host=20)
     gate = Gate(monkeypatch, halves.workers[0])
-    request = halves.make_request("a", hashes("a", 5))
-    halves.admit(request)
-    halves.compute(request, 5)
+    request = start(halves, "a", 5)
     halves.finish(request)
     halves.send()
     assert gate.reached.wait(TIMEOUT_S)
@@ -88,9 +94,7 @@ def test_a_store_leases_its_blocks(make_halves, monkeypatch):
 def test_what_a_late_store_has_read_is_dropped(make_halves, monkeypatch):
     halves = make_halves(num_blocks=12, lease_s=10)
     gate = Gate(monkeypatch, halves.workers[0])
-    request = halves.make_request("a", hashes("a", 5))
-    halves.admit(request)
-    halves.compute(request, 5)
+    request = start(halves, "a", 5)
     halves.finish(request)
     halves.send()
     halves.clock.now = 11
@@ -118,9 +122,7 @@ def test_loads_overtake_stores(make_halves, monkeypatch):
             one, name, lambda *args, name=name, method=method: [order.append(name), method(*args)][1]
         )
     for name in ("b", "c"):
-        request = halves.make_request(name, hashes(name, 2))
-        halves.admit(request)
-        halves.compute(request, 2)
+        request = start(halves, name, 2)
         halves.finish(request)
         halves.send()
     assert gate.reached.wait(TIMEOUT_S)
@@ -164,9 +166,7 @@ def test_a_hit_that_the_engine_shortens(make_halves):
 
 def test_a_block_that_was_in_a_window_is_stored(make_halves):
     halves = make_halves(4, num_blocks=40, host=30)
-    request = halves.make_request("a", hashes("a", 6))
-    halves.admit(request)
-    halves.compute(request, 6)
+    request = start(halves, "a", 6)
     table = halves.tables["a"][0]
     halves.pool.free_blocks(halves.pool.blocks[block_id] for block_id in table[:4])
     table[:4] = [halves.pool.null_block.block_id] * 4
@@ -177,9 +177,7 @@ def test_a_block_that_was_in_a_window_is_stored(make_halves):
 
 def test_blocks_without_a_place_are_stored_later(make_halves):
     halves = make_halves(num_blocks=40, host=4, disk=0)
-    request = halves.make_request("a", hashes("a", 6))
-    halves.admit(request)
-    halves.compute(request, 6)
+    request = start(halves, "a", 6)
     sizes = []
     for _ in range(3):
         halves.send(["a"])
@@ -202,9 +200,7 @@ def test_the_first_block_of_a_request_is_evicted_last(make_halves):
 
 def test_a_block_is_used_when_its_request_ends(make_halves):
     halves = make_halves(num_blocks=60, host=6, disk=0)
-    request = halves.make_request("a", hashes("a", 3))
-    halves.admit(request)
-    halves.compute(request, 3)
+    request = start(halves, "a", 3)
     halves.step(["a"])
     run(halves, "b", 3)
     halves.finish(request)
@@ -214,9 +210,7 @@ def test_a_block_is_used_when_its_request_ends(make_halves):
 def test_blocks_are_stored_at_multiples_of_the_alignment(make_halves):
     """An engine with several groups hashes a block only with those of the other groups."""
     halves = make_halves(num_blocks=60, host=20, alignment=8)
-    request = halves.make_request("a", hashes("a", 4))
-    halves.admit(request)
-    halves.compute(request, 2)
+    request = start(halves, "a", 4, 2)
     request.num_computed_tokens = 12
     halves.step(["a"])
     assert len(halves.index.host) == 2
@@ -229,9 +223,7 @@ def test_blocks_are_stored_at_multiples_of_the_alignment(make_halves):
 
 def test_tokens_in_flight_are_not_stored(make_halves):
     halves = make_halves(num_blocks=60, host=20)
-    request = halves.make_request("a", hashes("a", 3))
-    halves.admit(request)
-    halves.compute(request, 3)
+    request = start(halves, "a", 3)
     request.num_in_flight_tokens = 8
     halves.step(["a"])
     assert len(halves.index.host) == 1
@@ -243,9 +235,7 @@ def test_tokens_in_flight_are_not_stored(make_halves):
 
 def test_a_running_request_is_stored_again_after_a_reset(make_halves):
     halves = make_halves(num_blocks=60, host=20)
-    request = halves.make_request("a", hashes("a", 3))
-    halves.admit(request)
-    halves.compute(request, 2)
+    request = start(halves, "a", 3, 2)
     halves.step(["a"])
     assert halves.scheduler.reset()
     halves.step(["a"])
@@ -298,9 +288,7 @@ def test_a_load_that_fails_is_reported(make_halves, monkeypatch, error):
 def test_a_store_is_finished_when_all_ranks_have_finished(make_halves, monkeypatch):
     halves = make_halves(num_ranks=2)
     gate = Gate(monkeypatch, halves.workers[1])
-    request = halves.make_request("a", hashes("a", 2))
-    halves.admit(request)
-    halves.compute(request, 2)
+    request = start(halves, "a", 2)
     halves.finish(request)
     halves.send()
     assert halves.workers[0].wait(TIMEOUT_S)
@@ -347,9 +335,7 @@ def test_closing_drops_waiting_orders(make_halves, monkeypatch):
     halves = make_halves(num_blocks=60)
     gate = Gate(monkeypatch, halves.workers[0])
     for name in ("a", "b"):
-        request = halves.make_request(name, hashes(name, 2))
-        halves.admit(request)
-        halves.compute(request, 2)
+        request = start(halves, name, 2)
         halves.finish(request)
         halves.send()
     assert gate.reached.wait(TIMEOUT_S)
