@@ -12,6 +12,7 @@ from storage.made_storage import BLOCK_AXES
 from tiers.formats.made_blocks import (
     DTYPES,
     LOSSY,
+    check_low_rank,
     find_bound,
     make_storage,
     numbers_of,
@@ -31,16 +32,10 @@ SHAPE = (2, 2, 12, 3, 8)  # layers, K and V, slots, heads, elements: as `make_st
 
 
 def check(name, before, after, storage):
-    is_finite = np.isfinite(before)
     if name == "low_rank":
-        split = (*before.shape[:2], storage.num_blocks, storage.block_size, *before.shape[3:])
-        is_whole = is_finite.reshape(split).all((3, 5), keepdims=True)
-        is_finite = np.broadcast_to(is_whole, split).reshape(before.shape)
-        assert np.isnan(after[~is_finite]).all()
-        bound = find_bound(name, before, storage).reshape(split)[:, :, :, 0, :, 0]
-        off = np.where(is_finite, after, 0) - np.where(is_finite, before, 0)
-        assert (np.sqrt((off.reshape(split) ** 2).sum((3, 5))) <= bound).all()
+        check_low_rank(before, after, storage)
         return
+    is_finite = np.isfinite(before)
     if name == "int4":
         assert np.isnan(after[~is_finite]).all()
     else:
