@@ -317,13 +317,8 @@ class KVStorage(BlockStorage):
     def _split_slots(self, slots: Any) -> tuple[Any, Any]:
         """Return block ids and offsets, each (num_tokens,): NumPy on the CPU, else torch on self.device."""
         on_gpu = getattr(slots, "is_cuda", False)
-        if not on_gpu:
-            slots = np.asarray(slots)
-            if slots.size == 0:
-                slots = slots.astype(np.int64)
-            if slots.dtype.kind not in "iu":
-                raise InvalidTypeError(f"slots must be integers, not {slots.dtype}")
-        elif slots.is_floating_point():
+        slots = slots if on_gpu else np.asarray(slots)
+        if slots.is_floating_point() if on_gpu else slots.size and slots.dtype.kind not in "iu":
             raise InvalidTypeError(f"slots must be integers, not {slots.dtype}")
         if slots.ndim != 1:
             raise InvalidArgumentError(f"slots must have one axis, not shape {tuple(slots.shape)}")

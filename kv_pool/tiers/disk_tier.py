@@ -293,28 +293,29 @@ class DiskTier(Tier):
     def _empty_slot(self, slot: SlotId, key: BlockHashWithGroupId) -> None:
         super()._empty_slot(slot, key)
         self._touched.discard(key)
-        self._wipe(slot, key)
+        self._wipe_first(slot, key)
 
-    def _wipe(self, slot: SlotId, key: BlockHashWithGroupId) -> None:
-        """Wipe the header of a slot that had this key; on failure the slot is in `_unwiped`."""
+    def _wipe_first(self, slot: SlotId, key: BlockHashWithGroupId) -> None:
+        """Wipe the header of a slot that has this key; count and log a failure."""
+        error = self._wipe(slot, key)
+        if error is not None:
+            self._counts.num_write_errors += 1
+            self._warn("wiped", error)
+
+    def _wipe(self, slot: SlotId, key: BlockHashWithGroupId) -> OSError | None:
+        """Wipe the header of a slot that has this key; on failure the slot is in `_unwiped`."""
         try:
             self._files.wipe(slot)
         except OSError as error:
             self._unwiped[slot] = key
-            self._counts.num_write_errors += 1
-            self._warn("wiped", error)
+            return error
+        self._unwiped.pop(slot, None)
+        return None
 
     def _wipe_again(self) -> OSError | None:
-        """Retry the headers that could not be wiped before. Return the last error, or None."""
-        failure = None
-        for slot in list(self._unwiped):
-            try:
-                self._files.wipe(slot)
-            except OSError as error:
-                failure = error
-            else:
-                del self._unwiped[slot]
-        return failure
+        """Retry the headers that could not be wiped before. Return the first error, or None."""
+        errors = [self._wipe(slot, key) for slot, key in list(self._unwiped.items())]
+        return next(filter(None, errors), None)
 
     def _make_error(self, what: str, error: OSError) -> TierError:
         return TierError(
@@ -345,10 +346,10 @@ class DiskTier(Tier):
             self._use = max(self._use, header.use)
             if verifies and not self._read_row(header.key, slot, self._encoded.rows[0]):
                 num_dropped += 1
-                self._wipe(slot, header.key)
+                self._wipe_first(slot, header.key)
                 continue
             if header.key in newest:
-                self._wipe(newest.pop(header.key)[0], header.key)
+                self._wipe_first(newest.pop(header.key)[0], header.key)
             newest[header.key] = (slot, header)
         for key, (slot, header) in newest.items():
             self._slot_of[key] = slot

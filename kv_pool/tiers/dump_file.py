@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from io import BufferedReader
@@ -55,20 +55,14 @@ class RecordKind(IntEnum):
     END = 6
 
 
-class RecordWriter:
-    """A sequential writer of records."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._num_records = 0
-        file.write(_START.pack(MAGIC, VERSION))
-
-    def write(self, kind: RecordKind, payload: _Payload) -> None:
-        num_bytes = payload.nbytes if isinstance(payload, memoryview) else len(payload)
-        frame = _FRAME.pack(kind, self._num_records, num_bytes, xxhash.xxh3_64_intdigest(payload))
-        self._file.write(frame + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(frame)))
-        self._file.write(payload)
-        self._num_records += 1
+def write_records(file: BinaryIO, records: Iterable[tuple[RecordKind, _Payload]]) -> None:
+    """Write a dump with these records. A payload may be overwritten once the next record is requested."""
+    file.write(_START.pack(MAGIC, VERSION))
+    for number, (kind, payload) in enumerate(records):
+        checksum = xxhash.xxh3_64_intdigest(payload)
+        frame = _FRAME.pack(kind, number, memoryview(payload).nbytes, checksum)
+        file.write(frame + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(frame)))
+        file.write(payload)
 
 
 @contextmanager

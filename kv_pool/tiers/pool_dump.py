@@ -28,9 +28,9 @@ from kv_pool.tiers.dump_file import (
     BATCH_BYTES,
     PoolDumpHeader,
     RecordKind,
-    RecordWriter,
     open_dump,
     replace_file,
+    write_records,
 )
 from kv_pool.tiers.dump_rows import UNKNOWN, CachedRows, collect_rows, encode_rows
 from kv_pool.tiers.host_tier import RowBuffer
@@ -116,17 +116,7 @@ def dump_pool(
         _find_random_seed(layout, rows),
     )
     with replace_file(path) as file:
-        writer = RecordWriter(file)
-        writer.write(RecordKind.HEADER, msgspec.msgpack.encode(header))
-        for record in encode_rows(rows):
-            writer.write(RecordKind.ROWS, record)
-        writer.write(RecordKind.COPIES, msgspec.msgpack.encode(rows.copies))
-        for events in chunks:
-            writer.write(RecordKind.EVENTS, msgspec.msgpack.encode(events))
-        if storage is not None:
-            for row in _read_blocks(storage, rows.ids):
-                writer.write(RecordKind.DATA, row)
-        writer.write(RecordKind.END, b"")
+        write_records(file, _list_records(header, rows, chunks, storage))
     return header
 
 
@@ -246,13 +236,26 @@ def _find_random_seed(layout: BlockLayout | None, rows: CachedRows) -> str:
     return describe_root(root) if len(root) in sizes else ""
 
 
-def _read_blocks(storage: BlockStorage, block_ids: list[BlockId]) -> Iterator[memoryview]:
-    """Yield the bytes of these blocks, in order. Each view is valid until the next one is requested."""
-    buffer = RowBuffer(storage.block_bytes, storage.block_format, BATCH_BYTES)
-    storage.synchronize()
-    for start in range(0, len(block_ids), buffer.num_blocks):
-        for row in buffer.gather(storage, block_ids[start : start + buffer.num_blocks]):
-            yield row.data
+def _list_records(
+    header: PoolDumpHeader,
+    rows: CachedRows,
+    chunks: Iterable[list[KVCacheEvent]],
+    storage: BlockStorage | None,
+) -> Iterator[tuple[RecordKind, bytes | memoryview]]:
+    """Yield the records of a dump. The payload of a DATA record is valid until the next one is requested."""
+    yield RecordKind.HEADER, msgspec.msgpack.encode(header)
+    for record in encode_rows(rows):
+        yield RecordKind.ROWS, record
+    yield RecordKind.COPIES, msgspec.msgpack.encode(rows.copies)
+    for events in chunks:
+        yield RecordKind.EVENTS, msgspec.msgpack.encode(events)
+    if storage is not None:
+        buffer = RowBuffer(storage.block_bytes, storage.block_format, BATCH_BYTES)
+        storage.synchronize()
+        for start in range(0, len(rows), buffer.num_blocks):
+            for row in buffer.gather(storage, rows.ids[start : start + buffer.num_blocks]):
+                yield RecordKind.DATA, row.data
+    yield RecordKind.END, b""
 
 
 def _check_fits(

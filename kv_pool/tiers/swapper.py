@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from enum import Enum
+from itertools import zip_longest
 from typing import Any
 
 from kv_pool.core.arguments import as_count
@@ -501,12 +502,9 @@ class BlockSwapper:
             split_at_resets(side.take_events(), side.block_pool.cleared_type)
             for side in (self.manager, self._host)
         ]
-        events: list[KVCacheEvent] = []
-        for num_later in range(max(map(len, sides)), 0, -1):
-            for parts in sides:
-                if num_later <= len(parts):
-                    events += parts[-num_later]
-        return events
+        # Both have had the latest resets; one may have had more, of which the other's events were taken.
+        rounds = list(zip_longest(*map(reversed, sides), fillvalue=[]))
+        return [event for parts in reversed(rounds) for part in parts for event in part]
 
     # ---- internals -------------------------------------------------------------------------------
 

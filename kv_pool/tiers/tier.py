@@ -467,10 +467,8 @@ class TierStack:
             if here:
                 try:
                     failed = tier.load(here, storage, [target_of[key] for key in here])
-                except CopyFailedError:
-                    self.announce_removed(tier, [key for key in here if key not in tier])
-                    raise
-                self.announce_removed(tier, failed)
+                finally:
+                    self.announce_removed(tier, [key for key in here if key not in index])
                 loaded = set(here).difference(failed)
                 left = [key for key in left if key not in loaded]
         return left

@@ -130,7 +130,6 @@ class TierScheduler:
         self._hits: dict[RequestId, HeldHit] = {}
         self._loading: dict[RequestId, HeldHit] = {}
         self._storing: dict[int, RunningStore] = {}  # by order, oldest first
-        self._num_reading = 0
         self._orders = StepOrders()
 
     def bind(
@@ -362,13 +361,13 @@ class TierScheduler:
     def _order_store(self, group: GroupKeys, request: Any, found: list[tuple[int, Any]]) -> int:
         """Order the store of blocks, given with their positions. Return how many of them are stored."""
         blocks = {block.block_hash: block.block_id for _, block in found}
-        order = self.index.plan_store(blocks, self._max_reading - self._num_reading)
+        num_reading = sum(len(store.order.blocks) for store in self._storing.values())
+        order = self.index.plan_store(blocks, self._max_reading - num_reading)
         if order is None:
             return 0
         num_taken = len(order.blocks)
         taken = [block for _, block in found[:num_taken]]
         self._storing[order.order_id] = RunningStore(order, self._hold(taken, order.order_id))
-        self._num_reading += num_taken
         self._orders.stores.append(order)
         self._counts["demoted blocks"] += len(order.list_demoted())
         if self._listener is not None:
@@ -401,7 +400,6 @@ class TierScheduler:
 
     def _end_store(self, store: RunningStore) -> None:
         order = store.order
-        self._num_reading -= len(order.blocks)
         is_valid = self._release(store.hold)
         keys = self.index.finish_store(order, is_valid)
         self._counts["stored blocks"] += len(keys)
