@@ -49,7 +49,7 @@ def check(onboarder: TierOnboarder) -> None:
         for block in plan.list_blocks():
             if block.ref_cnt < 1:
                 raise CorruptedPoolError(f"X8: block {block.block_id} of {plan!r} is free")
-        check_targets(plan, plan._targets)
+        check_targets(plan, plan._target_of.values())
         held.update(plan.keys)
     for tier in onboarder.tiered_cache.tiers:
         if tier.held != held:
@@ -103,7 +103,7 @@ def check_open(plans: OpenPlans[Any]) -> None:
 def check_targets(plan: object, targets: Iterable[KVCacheBlock]) -> None:
     """Verify X8 for the blocks that an open plan copies into."""
     for block in targets:
-        if not block.is_null and (block.ref_cnt != 1 or block.block_hash is not None):
+        if block.ref_cnt != 1 or block.block_hash is not None:
             raise CorruptedPoolError(
                 f"X8: block {block.block_id} of {plan!r} has ref_cnt {block.ref_cnt} and hash "
                 f"{block.block_hash!r}"

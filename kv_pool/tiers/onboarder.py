@@ -12,7 +12,7 @@ from kv_pool.core.arguments import as_count
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.kv_events import MEDIUM_GPU
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError
-from kv_pool.ids import RequestId
+from kv_pool.ids import BlockHashWithGroupId, RequestId
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.freeing import release_hold
 from kv_pool.manager.kv_cache_manager import KVCacheManager
@@ -60,7 +60,7 @@ class OnboardPlan(TwoPhasePlan):
         self._tiered_cache = onboarder.tiered_cache
         self._rows = rows
         self._tables: list[BlockTable] = []
-        self._targets: list[KVCacheBlock] = []
+        self._target_of: dict[BlockHashWithGroupId, KVCacheBlock] = {}
 
     def open(self, allocate: Callable[[], object]) -> bool:
         """Hold the keys and take the device blocks by `allocate`; return False if the pool has too few."""
@@ -83,12 +83,14 @@ class OnboardPlan(TwoPhasePlan):
         for table, spec in zip(tables, self._manager.groups, strict=True):
             table.num_hits = -(-self.num_computed_tokens // spec.block_size)
         self._tables = tables
-        self._targets = [
-            table.blocks[position] for table, row in zip(tables, self._rows, strict=True) for position in row
-        ]
-        for block in self._targets:
-            if not block.is_null:
-                pool.origins.note_copy(block, None)
+        self._target_of = {
+            key: table.blocks[position]
+            for table, row in zip(tables, self._rows, strict=True)
+            for position, key in row.items()
+            if not table.blocks[position].is_null
+        }
+        for block in self._target_of.values():
+            pool.origins.note_copy(block, None)
         self._watch([block for table in tables for block in table.blocks])
         pool.holds.take_over(hold, self.list_blocks()[::-1])  # it drops its references last block first
         self._plans.end(self, PlanState.OPEN)
@@ -131,12 +133,8 @@ class OnboardPlan(TwoPhasePlan):
             CopyFailedError: copying to the device failed.
         """
         self._check_open()
-        wanted = {
-            key: block.block_id
-            for key, block in zip(self.keys, self._targets, strict=True)
-            if not block.is_null
-        }
-        failed = self._tiered_cache.load(list(wanted), list(wanted.values()))
+        block_ids = [block.block_id for block in self._target_of.values()]
+        failed = self._tiered_cache.load(list(self._target_of), block_ids)
         self.is_unreadable = bool(failed)
         self._is_loaded = not failed and not self._is_void()
         return self._is_loaded

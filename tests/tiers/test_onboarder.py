@@ -317,7 +317,7 @@ def test_a_plan_is_void_though_its_content_is_stored_again(tmp_path):
     prefix = engine.manager.get_computed_blocks(request)
     plan = engine.onboarder.plan_onboard(request, engine.onboarder.find_prefix(request, prefix), prefix)
     assert plan.load()
-    engine.manager.report_invalid_blocks([plan._targets[0].block_id])
+    engine.manager.report_invalid_blocks([plan.list_blocks()[-1].block_id])
     assert not any(key in engine.cache for key in plan.keys)
     engine.cache.tiers[0].put(plan.keys, engine.device, [1] * len(plan.keys))
     with pytest.raises(InvalidBlockError, match="abort the plan"):
