@@ -11,7 +11,6 @@ from kv_pool import (
     BlockPool,
     BlockRemoved,
     BlockStored,
-    BlockSwapper,
     InvalidArgumentError,
     KVCacheManager,
     Request,
@@ -346,32 +345,6 @@ def test_compaction_offloads_pending_blocks_first():
     assert pack(pool, storage.apply_moves)
     assert cache.list_pending() == []
     assert (len(cache.tiers[0]), cache.num_dropped) == (4, 0)
-    check_bytes(cache, cache.tiers[0])
-
-
-def test_swap_offloads_pending_blocks_first():
-    pool = BlockPool(9, True, 4)
-    host_pool = BlockPool(20, True, 4, medium="CPU")
-    content, storage = make_bytes(pool)
-    _, host_storage = make_bytes(host_pool)
-    cache = TieredCache(pool, storage, [HostTier(8, storage)])
-    manager = KVCacheManager(pool)
-    swapper = BlockSwapper(manager, host_pool)
-    swapped = Request("swapped", range(12), HASHER)
-    manager.allocate_slots(swapped, 12)
-    swapped.num_computed_tokens = 12
-    for block_id, block_hash in zip(manager.get_block_ids("swapped"), swapped.block_hashes, strict=True):
-        content[block_id] = np.frombuffer(block_hash, np.uint8)
-    swapper.swap_out(swapped).apply(lambda moves: storage.copy_to(host_storage, moves))
-    for number in range(3):
-        first = 100 * number + 100
-        _, blocks = cache_bytes(cache, content, f"r{number}", range(first, first + 32))
-        pool.free_blocks(blocks)
-    plan = swapper.swap_in(swapped)
-    assert cache.list_pending() == []
-    plan.apply(lambda moves: host_storage.copy_to(storage, moves))
-    cache.flush()
-    assert cache.num_dropped == 0
     check_bytes(cache, cache.tiers[0])
 
 
