@@ -139,18 +139,22 @@ class DiskTier(Tier):
             gathered = self._buffer.gather(storage, block_ids)
             rows = gathered if self._format is None else self._format.encode(gathered)
         stored: list[BlockHashWithGroupId] = []
-        for key, row in zip(keys, rows, strict=True):
-            (slot,) = self._list_next_slots(1)
-            self._use += 1
-            try:
-                self._files.write(slot, key, row, self._use, *self.parents.get(key, (None, 0)))
-            except OSError as error:
-                self._unwiped[slot] = key
-                self._counts.num_write_errors += 1
-                self._warn("written", error)
-            else:
-                self._unwiped.pop(slot, None)
-                stored += super().put([key])
+        slots = self._list_next_slots(len(keys))
+        try:
+            for key, row in zip(keys, rows, strict=True):
+                slot = slots[len(stored)]
+                self._use += 1
+                try:
+                    self._files.write(slot, key, row, self._use, *self.parents.get(key, (None, 0)))
+                except OSError as error:
+                    self._unwiped[slot] = key
+                    self._counts.num_write_errors += 1
+                    self._warn("written", error)
+                else:
+                    self._unwiped.pop(slot, None)
+                    stored.append(key)
+        finally:  # what is written has its slot, even after an interruption
+            super().put(stored)
         return stored
 
     def read(self, keys: Sequence[BlockHashWithGroupId]) -> TierRead:
