@@ -40,8 +40,7 @@ def copy_on_cpu(source: SegmentTable, target: SegmentTable, sources: IntArray, t
                 np.full(len(sources), span),
             )
         else:
-            element = np.dtype((np.void, span))  # NumPy copies opaque elements faster than rows
-            from_rows, to_rows = (table.view_row(row).view(element)[:, 0] for table in (source, target))
+            from_rows, to_rows = source.view_row(row), target.view_row(row)
             step = max(1, _BUFFER_BYTES // span)
             for start in range(0, len(sources), step):
                 to_rows[targets[start : start + step]] = from_rows[sources[start : start + step]]

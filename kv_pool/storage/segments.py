@@ -105,11 +105,12 @@ class SegmentTable:
             )
         ]
 
-    def view_row(self, row: int) -> npt.NDArray[np.uint8]:
-        """Return a view of one span of every block in host memory: (num_blocks, span) uint8."""
+    def view_row(self, row: int) -> npt.NDArray[np.void]:
+        """Return a view of one span of every block in host memory: (num_blocks,) elements of its bytes."""
         stride, span = int(self.strides[row]), int(self.spans[row])
         memory = (ctypes.c_ubyte * ((self.num_blocks - 1) * stride + span)).from_address(int(self.bases[row]))
-        return np.ndarray((self.num_blocks, span), np.uint8, memoryview(memory), strides=(stride, 1))
+        element = np.dtype((np.void, span))
+        return np.ndarray((self.num_blocks,), element, memoryview(memory), strides=(stride,))
 
     def __len__(self) -> int:
         return len(self.bases)

@@ -30,7 +30,7 @@ def view_rows(storage: BlockStorage) -> ByteRows | None:
     table = storage.segments
     if storage.device != "cpu" or len(table) != 1:
         return None
-    return table.view_row(0)
+    return table.view_row(0)[:, None].view(np.uint8)
 
 
 class RowBuffer:
