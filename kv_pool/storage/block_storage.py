@@ -11,8 +11,7 @@ from kv_pool.errors import CopyFailedError, InvalidArgumentError
 from kv_pool.ids import BlockId
 from kv_pool.storage.copy_cpu import copy_on_cpu
 from kv_pool.storage.move_plan import Moves, parse_moves, split_rounds
-from kv_pool.storage.segments import IntArray, Segment, SegmentTable, split_alike
-from kv_pool.storage.spans import make_block_ids
+from kv_pool.storage.segments import IntArray, Segment, SegmentTable, make_block_ids, split_alike
 from kv_pool.storage.tensors import find_device, find_dtype, find_memory, find_strides_bytes
 
 CopyBlocks = Callable[[SegmentTable, SegmentTable, IntArray, IntArray], None]

@@ -4,8 +4,7 @@ import ctypes
 
 import numpy as np
 
-from kv_pool.storage.segments import IntArray, SegmentTable
-from kv_pool.storage.spans import find_runs
+from kv_pool.storage.segments import IntArray, SegmentTable, find_runs
 
 # Below this size, a memmove call per row costs more than the copy, so NumPy copies many rows per call.
 _ROW_BYTES = 16 * 1024

@@ -26,13 +26,16 @@ from kv_pool.storage.block_layout import BlockLayout, check_alike, describe_root
 from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.tiers.dump_file import (
     BATCH_BYTES,
+    UNKNOWN,
+    CachedRows,
     PoolDumpHeader,
     RecordKind,
+    collect_rows,
+    encode_rows,
     open_dump,
     replace_file,
     write_records,
 )
-from kv_pool.tiers.dump_rows import UNKNOWN, CachedRows, collect_rows, encode_rows
 from kv_pool.tiers.host_tier import RowBuffer
 
 
