@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -200,21 +201,6 @@ class DiskTier(Tier):
         storage = BlockStorage.wrap_state([rows], block_format=self.layout.block_format) if found else None
         return TierRead(found, storage, as_block_ids(range(len(found))), failed)
 
-    def accept(
-        self, keys: Sequence[BlockHashWithGroupId], slots: Sequence[SlotId], read: TierRead
-    ) -> TierRead:
-        """Return the part of a result of `read_apart` that is still true: blocks that are in these slots now.
-
-        Counts them as read. A block that could not be read is removed and counted, as by `read`.
-        """
-        there = {key for key, slot in zip(keys, slots, strict=True) if self._slot_of.get(key) == slot}
-        failed = [key for key in read.failed if key in there]
-        self._drop_unreadable(failed)
-        pairs = zip(read.keys, read.block_ids, strict=True)
-        good = {key: block_id for key, block_id in pairs if key in there}
-        self._counts.num_read += len(good)
-        return TierRead(list(good), read.storage, list(good.values()), failed)
-
     def _read_rows(
         self, keys: Sequence[BlockHashWithGroupId], slots: Sequence[SlotId], rows: ByteRows
     ) -> tuple[list[BlockHashWithGroupId], list[BlockHashWithGroupId]]:
@@ -365,7 +351,8 @@ class DiskTier(Tier):
         return Reopened(len(newest), num_dropped)
 
 
-class _Batch(NamedTuple):
+@dataclass(eq=False)
+class _Batch:
     """Blocks that are read for a request, with their slots at the time of the call."""
 
     owner: RequestId
@@ -415,24 +402,31 @@ class Prefetcher:
 
     def cancel(self, owner: RequestId | None = None) -> None:
         """Cancel the reads of this owner, by default of all owners, and drop what was read for it."""
-        kept: deque[_Batch] = deque()
-        for batch in self._batches:
-            if owner in (None, batch.owner):
-                batch.reading.cancel()
-            else:
-                kept.append(batch)
-        self._batches = kept
+        cancelled = [batch for batch in self._batches if owner in (None, batch.owner)]
+        for batch in cancelled:
+            batch.reading.cancel()
+            self._batches.remove(batch)
 
     def take_done(self) -> Iterator[TierRead]:
         """Yield what was read since the last call, oldest first; valid for good.
 
-        Blocks that have left their slot by then are left out. See `DiskTier.accept`.
+        Blocks that have left their slot by then are left out; the others are counted as read. A block that
+        could not be read is removed from the tier and counted.
         """
+        tier = self.tier
         while self._batches and self._batches[0].reading.done():
             batch = self._batches.popleft()
             error = batch.reading.exception()
             if error is None:
-                yield self.tier.accept(batch.keys, batch.slots, batch.reading.result())
+                read = batch.reading.result()
+                slots = zip(batch.keys, batch.slots, strict=True)
+                there = {key for key, slot in slots if tier._slot_of.get(key) == slot}
+                failed = [key for key in read.failed if key in there]
+                tier._drop_unreadable(failed)
+                pairs = zip(read.keys, read.block_ids, strict=True)
+                good = {key: block_id for key, block_id in pairs if key in there}
+                tier._counts.num_read += len(good)
+                yield TierRead(list(good), read.storage, list(good.values()), failed)
             else:  # such as MemoryError: the blocks are read when they are needed
                 _logger.warning("%d blocks were not prefetched: %r", len(batch.keys), error)
 
