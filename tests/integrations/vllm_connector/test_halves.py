@@ -4,6 +4,7 @@ import threading
 
 import pytest
 from integrations.vllm_connector.made_halves import BLOCK_SIZE, TIMEOUT_S, Halves, make_content
+from made_threads import no_new_threads
 
 from kv_pool.errors import CopyFailedError, TierError
 from kv_pool.integrations.vllm.connector.orders import StepOrders, StoreOrder
@@ -347,6 +348,28 @@ def test_closing_drops_waiting_orders(make_halves, monkeypatch):
     assert halves.workers[0].take_report().stored == {1: 1}
     halves.workers[0].start_stores(StepOrders(stores=[StoreOrder(9, {})]))
     halves.close()
+
+
+def test_blocks_are_copied_without_a_thread_of_their_own(make_halves, caplog):
+    halves = make_halves()
+    with no_new_threads():
+        run(halves, "a", 3)
+        assert run(halves, "again", 3, "a") == 12
+    assert "copies blocks in the engine's thread" in caplog.text
+
+
+def test_an_order_that_fails_is_logged_and_the_next_one_runs(make_halves, monkeypatch, caplog):
+    halves = make_halves()
+    run(halves, "a", 3)
+
+    def fail(keys):
+        raise RuntimeError("no removal")
+
+    monkeypatch.setattr(halves.workers[0].stack, "remove", fail)
+    halves.workers[0].start_stores(StepOrders(forgotten=[b"a0"]))
+    run(halves, "b", 3)
+    assert len(halves.index.host) == 6
+    assert [record.name for record in caplog.records if record.exc_info] == ["vllm.kv_pool"]
 
 
 def test_hits_are_aligned(make_halves):
