@@ -26,7 +26,7 @@ from kv_pool.manager.requests.request import Request
 from kv_pool.storage.kv_storage import KVStorage
 from kv_pool.tiers.formats import BlockFormat, make_format
 from kv_pool.tiers.formats.block_format import BlockAxes, read_axes
-from kv_pool.tiers.formats.scaled import make_int8_format
+from kv_pool.tiers.formats.scaled import INT8, ScaledFormat
 
 CONTEXT, CONTINUATION = 448, 64
 WINDOW = CONTEXT + CONTINUATION
@@ -235,7 +235,7 @@ def list_makers(low_rank: tuple[str, ...]) -> dict[str, Callable[[KVStorage], Bl
     for name in ("raw", "int8", "fp8", *low_rank):
         makers[name] = lambda storage, name=name: make_format(name, storage)  # type: ignore[misc]
     for name, groups in SHARED_SCALES.items():
-        makers[name] = lambda storage, groups=groups: make_int8_format(read_axes(storage), *groups)  # type: ignore[misc]
+        makers[name] = lambda storage, groups=groups: ScaledFormat("int8", read_axes(storage), INT8, *groups)  # type: ignore[misc]
     return makers
 
 

@@ -55,7 +55,11 @@ class Workers:
     def __init__(self, name: str, max_threads: int) -> None:
         self._name = name
         self._max_threads = max_threads
-        self._condition = threading.Condition()
+        # Locked directly: an exception in `Condition.__enter__` would leave the lock held.
+        self._mutex = threading.RLock()
+        self._condition = threading.Condition(self._mutex)
+        # Apart, because `submit` wakes one waiting thread, which has to be a worker.
+        self._became_idle = threading.Condition(self._mutex)
         self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._threads: set[threading.Thread] = set()
         self._num_idle = 0
@@ -68,7 +72,7 @@ class Workers:
             OutOfThreadsError: no thread is running, and the system cannot start one. `work` will not run.
         """
         future: Future[Result] = Future()
-        with self._condition:
+        with self._mutex:
             if self._is_stopped:
                 future.cancel()
                 return future
@@ -84,9 +88,14 @@ class Workers:
                     raise
         return future
 
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until all submitted work has been run or cancelled. Return False after `timeout_s` seconds."""
+        with self._mutex:
+            return self._became_idle.wait_for(self._is_idle, timeout_s)
+
     def stop(self) -> None:
         """Cancel the work that has not started; work in progress continues."""
-        with self._condition:
+        with self._mutex:
             self._is_stopped = True
             for future, _ in self._waiting:
                 future.cancel()
@@ -95,15 +104,20 @@ class Workers:
 
     def join(self) -> None:
         """Wait for the work in progress, after `stop`."""
-        with self._condition:
+        with self._mutex:
             threads = list(self._threads)
         for thread in threads:
             thread.join()
+
+    def _is_idle(self) -> bool:
+        return not self._waiting and self._num_idle == len(self._threads)
 
     def _run(self) -> None:
         while True:
             with self._condition:
                 self._num_idle += 1
+                if self._is_idle():
+                    self._became_idle.notify_all()
                 is_woken = self._condition.wait_for(lambda: self._waiting or self._is_stopped, _IDLE_S)
                 self._num_idle -= 1
                 if not is_woken or not self._waiting:

@@ -115,3 +115,17 @@ def test_work_waits_for_a_busy_thread_if_none_can_start():
     assert second.result(PATIENCE_S) == 2
     assert first.result(PATIENCE_S)
     workers.stop()
+
+
+def test_waiting_ends_when_all_work_is_done_or_too_late():
+    workers = Workers("a test", 1)
+    gate = threading.Event()
+    done = []
+    workers.submit(gate.wait)
+    workers.submit(lambda: done.append(1))
+    assert not workers.wait(0)
+    gate.set()
+    assert workers.wait(60)
+    assert done == [1]
+    workers.stop()
+    assert workers.wait(60)

@@ -78,17 +78,27 @@ class BlockLayout(msgspec.Struct, frozen=True):
         Args:
             there: the owner of the other layout, for the error message.
         """
-        different = self.describe_differences(other)
-        if different:
-            raise LayoutMismatchError(f"blocks of {there} cannot be used here: {different}")
+        check_alike(f"blocks of {there}", self.__struct_fields__, self, other)
 
     def describe_differences(self, other: BlockLayout) -> str:
         """Describe how another layout, "there", differs from this one; "" if they are equal."""
-        return "; ".join(
-            f"{name} is {getattr(self, name)!r} here and {getattr(other, name)!r} there"
-            for name in self.__struct_fields__
-            if getattr(self, name) != getattr(other, name)
-        )
+        return describe_differences(self.__struct_fields__, self, other)
+
+
+def describe_differences(names: Sequence[str], here: object, there: object) -> str:
+    """Describe how these attributes of two objects differ; "" if they are equal."""
+    return "; ".join(
+        f"{name} is {getattr(here, name)!r} here and {getattr(there, name)!r} there"
+        for name in names
+        if getattr(here, name) != getattr(there, name)
+    )
+
+
+def check_alike(what: str, names: Sequence[str], here: object, there: object) -> None:
+    """Raise LayoutMismatchError unless these attributes are equal, so that `what` can be used here."""
+    different = describe_differences(names, here, there)
+    if different:
+        raise LayoutMismatchError(f"{what} cannot be used here: {different}")
 
 
 def describe_root(root: BlockHash | None) -> str:

@@ -11,8 +11,7 @@ from kv_pool.errors import CopyFailedError, InvalidArgumentError
 from kv_pool.ids import BlockId
 from kv_pool.storage.copy_cpu import copy_on_cpu
 from kv_pool.storage.move_plan import Moves, parse_moves, split_rounds
-from kv_pool.storage.segments import IntArray, Segment, SegmentTable, split_alike
-from kv_pool.storage.spans import make_block_ids
+from kv_pool.storage.segments import IntArray, Segment, SegmentTable, make_block_ids, split_alike
 from kv_pool.storage.tensors import find_device, find_dtype, find_memory, find_strides_bytes
 
 CopyBlocks = Callable[[SegmentTable, SegmentTable, IntArray, IntArray], None]
@@ -57,13 +56,16 @@ class BlockStorage:
         self._engine_streams: tuple[Any, ...] = ()
 
     @classmethod
-    def wrap_state(cls, tensors: Sequence[Any], copy: CopyBlocks | None = None) -> BlockStorage:
+    def wrap_state(
+        cls, tensors: Sequence[Any], copy: CopyBlocks | None = None, *, block_format: str | None = None
+    ) -> BlockStorage:
         """Return a storage over tensors of any types and shapes whose first axis is the block.
 
         Args:
             tensors: arrays or tensors, (num_blocks, ...) each, on one device. The part of one block must be
                 contiguous in each tensor; there may be gaps between blocks.
             copy: see the class.
+            block_format: see the class; None for the types and shapes of the tensors.
         Raises:
             InvalidArgumentError: no tensors, different numbers of blocks, several devices, or a part that is
                 not contiguous.
@@ -89,7 +91,8 @@ class BlockStorage:
             address, owner = find_memory(tensor, owners)
             segments.append(Segment(address, stride, span, owner))
             formats.append(f"{find_dtype(tensor)}{list(tensor.shape[1:])}")
-        return cls(SegmentTable.from_segments(segments, counts[0]), devices[0], " ".join(formats), copy)
+        made = " ".join(formats) if block_format is None else block_format
+        return cls(SegmentTable.from_segments(segments, counts[0]), devices[0], made, copy)
 
     @property
     def num_blocks(self) -> int:
@@ -257,7 +260,7 @@ class BlockStorage:
         if array.nbytes != self.block_bytes:
             raise InvalidArgumentError(f"data has {array.nbytes} bytes; a block has {self.block_bytes}")
         host = make_host_buffer(self.block_bytes, 1, self.block_format)
-        host.segments.owners[0][:] = array
+        host.segments.owners[0][0] = array
         host.copy_to(self, [(0, block_id)])
 
     def synchronize(self) -> None:
@@ -284,24 +287,30 @@ def find_copy(device: str) -> CopyBlocks:
 
 
 def make_host_buffer(block_bytes: int, num_blocks: int, block_format: str) -> BlockStorage:
-    """Return a storage of adjacent blocks in host memory; its only segment's owner is a flat uint8 array."""
-    array = np.empty(num_blocks * block_bytes, np.uint8)
-    table = SegmentTable.of_adjacent(array.ctypes.data, block_bytes, num_blocks, array)
-    return BlockStorage(table, "cpu", block_format)
+    """Return a storage of adjacent blocks in host memory.
+
+    Its only segment's owner is an array, (num_blocks, block_bytes) uint8.
+    """
+    memory = np.empty((num_blocks, block_bytes), np.uint8)
+    return BlockStorage.wrap_state([memory], block_format=block_format)
 
 
-def make_buffer_beside(storage: BlockStorage, num_blocks: int) -> BlockStorage:
+def make_buffer_beside(storage: BlockStorage, num_blocks: int, *, is_on_host: bool = False) -> BlockStorage:
     """Return a storage of adjacent blocks like those of another storage, on its device.
 
-    Its only segment's owner is a flat uint8 array, or tensor on a GPU.
+    Its only segment's owner is (num_blocks, block_bytes) uint8, an array, or a tensor beside a GPU.
+
+    Args:
+        is_on_host: beside a GPU, allocate pinned memory of the host.
     """
     if storage.device == "cpu":
         return make_host_buffer(storage.block_bytes, num_blocks, storage.block_format)
     import torch
 
-    tensor = torch.empty(num_blocks * storage.block_bytes, dtype=torch.uint8, device=storage.device)
-    table = SegmentTable.of_adjacent(tensor.data_ptr(), storage.block_bytes, num_blocks, tensor)
-    return BlockStorage(table, storage.device, storage.block_format, storage._copy)
+    place: Any = {"pin_memory": True} if is_on_host else {"device": storage.device}
+    memory = torch.empty((num_blocks, storage.block_bytes), dtype=torch.uint8, **place)
+    copy = None if is_on_host else storage._copy
+    return BlockStorage.wrap_state([memory], copy, block_format=storage.block_format)
 
 
 def make_scratch(storage: BlockStorage, num_blocks: int) -> SegmentTable:
@@ -341,7 +350,6 @@ def copy_through_buffers(
         some = slice(start, start + step)
         places = np.arange(len(sources[some]), dtype=np.int64)
         source._copy(*split_alike(source.segments, gathered.segments), sources[some], places)
-        num_bytes = len(places) * source.block_bytes
-        to_tensor[:num_bytes].copy_(from_tensor[:num_bytes])
+        to_tensor[: len(places)].copy_(from_tensor[: len(places)])
         target._copy(*split_alike(scattered.segments, target.segments), places, targets[some])
     target.synchronize()

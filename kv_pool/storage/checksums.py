@@ -10,8 +10,7 @@ import xxhash
 
 from kv_pool.ids import BlockId
 from kv_pool.storage.block_storage import BlockStorage, make_host_buffer
-from kv_pool.storage.segments import IntArray
-from kv_pool.storage.spans import HostSpans, make_block_ids
+from kv_pool.storage.segments import HostSpans, IntArray, make_block_ids
 
 # Host buffer for blocks of a GPU: large enough to keep the bus busy.
 _BUFFER_BYTES = 16 * 1024 * 1024

@@ -3,10 +3,8 @@
 import ctypes
 
 import numpy as np
-import numpy.typing as npt
 
-from kv_pool.storage.segments import IntArray, SegmentTable
-from kv_pool.storage.spans import find_runs
+from kv_pool.storage.segments import IntArray, SegmentTable, find_runs
 
 # Below this size, a memmove call per row costs more than the copy, so NumPy copies many rows per call.
 _ROW_BYTES = 16 * 1024
@@ -41,7 +39,10 @@ def copy_on_cpu(source: SegmentTable, target: SegmentTable, sources: IntArray, t
                 np.full(len(sources), span),
             )
         else:
-            _copy_small_rows(_view_row(source, row), _view_row(target, row), sources, targets)
+            from_rows, to_rows = source.view_row(row), target.view_row(row)
+            step = max(1, _BUFFER_BYTES // span)
+            for start in range(0, len(sources), step):
+                to_rows[targets[start : start + step]] = from_rows[sources[start : start + step]]
 
 
 def _copy_spans(from_addresses: IntArray, to_addresses: IntArray, num_bytes: IntArray) -> None:
@@ -50,18 +51,3 @@ def _copy_spans(from_addresses: IntArray, to_addresses: IntArray, num_bytes: Int
         from_addresses.tolist(), to_addresses.tolist(), num_bytes.tolist(), strict=True
     ):
         memmove(to_address, from_address, count)
-
-
-def _copy_small_rows(
-    from_rows: npt.NDArray[np.void], to_rows: npt.NDArray[np.void], sources: IntArray, targets: IntArray
-) -> None:
-    step = max(1, _BUFFER_BYTES // from_rows.itemsize)
-    for start in range(0, len(sources), step):
-        to_rows[targets[start : start + step]] = from_rows[sources[start : start + step]]
-
-
-def _view_row(table: SegmentTable, row: int) -> npt.NDArray[np.void]:
-    """Return a view of one span of every block as an array of opaque elements: (num_blocks,)."""
-    stride, span = int(table.strides[row]), int(table.spans[row])
-    memory = (ctypes.c_ubyte * ((table.num_blocks - 1) * stride + span)).from_address(int(table.bases[row]))
-    return np.ndarray((table.num_blocks,), np.dtype((np.void, span)), memoryview(memory), strides=(stride,))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, Literal
 
@@ -11,7 +11,6 @@ import numpy as np
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError, InvalidTypeError
 from kv_pool.storage.block_storage import BlockStorage, CopyBlocks
 from kv_pool.storage.layouts import (
-    Axis,
     TensorLayout,
     find_segments,
     find_sizes,
@@ -87,17 +86,11 @@ class KVStorage(BlockStorage):
         device = find_device(tensors[0])
         block_format = f"{dtype} " + " ".join(f"{letter}={sizes[letter]}" for letter in order)
         super().__init__(SegmentTable.from_segments(segments, sizes["B"]), device, block_format, copy)
-        axes = described[0][2]
-        self._places = [
-            [
-                (find_tensor(layout.lists, sizes, {"L": layer, "2": which}), axes, {"L": layer, "2": which})
-                for which in range(2 if layout.has_values else 1)
-            ]
-            for layer in range(self.num_layers)
-        ]
+        self._lists, self._sizes, self._axes = layout.lists, sizes, described[0][2]
+        parts = range(2 if layout.has_values else 1)
         self._views = [
-            tuple(_view_tokens(_view_bits(tensors[number]), axes, at) for number, axes, at in places)
-            for places in self._places
+            tuple(self._view_tokens(layer, which, _view_bits) for which in parts)
+            for layer in range(self.num_layers)
         ]
 
     @classmethod
@@ -272,11 +265,11 @@ class KVStorage(BlockStorage):
         """
         import torch
 
-        self._get_views(layer)
-        found = []
-        for number, axes, at in self._places[layer]:
-            tensor = torch.as_tensor(self.tensors[number])
-            found.append(_view_tokens(tensor.view(getattr(torch, self.dtype)), axes, at))
+        dtype = getattr(torch, self.dtype)
+        found = [
+            self._view_tokens(layer, which, lambda tensor: torch.as_tensor(tensor).view(dtype))
+            for which in range(len(self._get_views(layer)))
+        ]
         return found[0], found[1] if self.has_values else None
 
     def resize(self, num_blocks: int) -> None:
@@ -306,8 +299,27 @@ class KVStorage(BlockStorage):
         kept = np.arange(min(num_blocks, self.num_blocks))
         self.copy_to(made, np.stack([kept, kept], axis=1))
         self.tensors, self.segments = made.tensors, made.segments
-        self._views, self._places = made._views, made._places
+        self._views, self._axes = made._views, made._axes
         self._scratch = None
+
+    def _view_tokens(self, layer: int, which: int, convert: Callable[[Any], Any]) -> Any:
+        """Return a view of one layer's K or V: (num_blocks, block_size, num_kv_heads, head_size).
+
+        Args:
+            which: 0 for K, 1 for V.
+            convert: returns the view of a tensor of which it is a part.
+        """
+        at = {"L": layer, "2": which}
+        view = convert(self.tensors[find_tensor(self._lists, self._sizes, at)])
+        view = view.reshape([axis.size for axis in self._axes])
+        letters = [axis.letter for axis in self._axes]
+        view = view[tuple(at.get(letter, slice(None)) for letter in letters)]
+        letters = [letter for letter in letters if letter not in at]
+        if "H" not in letters:
+            view = view[..., None]
+            letters.append("H")
+        order = [letters.index(letter) for letter in "BNHD"]
+        return view.transpose(order) if isinstance(view, np.ndarray) else view.permute(order)
 
     def _get_views(self, layer: int) -> tuple[Any, ...]:
         if not 0 <= layer < self.num_layers:
@@ -317,13 +329,8 @@ class KVStorage(BlockStorage):
     def _split_slots(self, slots: Any) -> tuple[Any, Any]:
         """Return block ids and offsets, each (num_tokens,): NumPy on the CPU, else torch on self.device."""
         on_gpu = getattr(slots, "is_cuda", False)
-        if not on_gpu:
-            slots = np.asarray(slots)
-            if slots.size == 0:
-                slots = slots.astype(np.int64)
-            if slots.dtype.kind not in "iu":
-                raise InvalidTypeError(f"slots must be integers, not {slots.dtype}")
-        elif slots.is_floating_point():
+        slots = slots if on_gpu else np.asarray(slots)
+        if slots.is_floating_point() if on_gpu else slots.size and slots.dtype.kind not in "iu":
             raise InvalidTypeError(f"slots must be integers, not {slots.dtype}")
         if slots.ndim != 1:
             raise InvalidArgumentError(f"slots must have one axis, not shape {tuple(slots.shape)}")
@@ -340,23 +347,20 @@ class KVStorage(BlockStorage):
 
     def _take_bits(self, name: str, tensor: Any) -> Any:
         """Return the caller's elements as integers of the same width, on this storage's device."""
+        is_array = isinstance(tensor, np.ndarray)
         dtype = find_dtype(tensor)
-        if isinstance(tensor, np.ndarray):
-            if dtype != self.dtype and tensor.dtype != numpy_dtype(self.dtype):
-                raise InvalidTypeError(f"{name} has dtype {tensor.dtype}; this storage has {self.dtype}")
-            bits = view_bits(tensor)
-            if self.device == "cpu":
-                return bits
+        if dtype != self.dtype and not (is_array and tensor.dtype == numpy_dtype(self.dtype)):
+            raise InvalidTypeError(f"{name} has dtype {dtype}; this storage has {self.dtype}")
+        bits = view_bits(tensor)
+        if self.device == "cpu":
+            return bits if is_array else bits.cpu().numpy()
+        if is_array:
             import torch
 
             return torch.from_numpy(np.ascontiguousarray(bits)).to(self.device)
-        if dtype != self.dtype:
-            raise InvalidTypeError(f"{name} has dtype {dtype}; this storage has {self.dtype}")
-        if self.device == "cpu":
-            return view_bits(tensor.cpu()).numpy()
         if str(tensor.device) != self.device:
             raise InvalidArgumentError(f"{name} is on {tensor.device}; this storage is on {self.device}")
-        return view_bits(tensor)
+        return bits
 
     def _from_bits(self, bits: Any) -> Any:
         """Return integers as elements of self.dtype, in the library of this storage's tensors."""
@@ -374,16 +378,3 @@ def _view_bits(tensor: Any) -> Any:
     if not isinstance(bits, np.ndarray) and bits.device.type == "cpu":
         bits = bits.numpy()
     return bits
-
-
-def _view_tokens(tensor: Any, axes: Sequence[Axis], at: dict[str, int]) -> Any:
-    """Return a view of one layer's K or V: (num_blocks, block_size, num_kv_heads, head_size)."""
-    view = tensor.reshape([axis.size for axis in axes])
-    letters = [axis.letter for axis in axes]
-    view = view[tuple(at[letter] if letter in at else slice(None) for letter in letters)]
-    letters = [letter for letter in letters if letter not in at]
-    if "H" not in letters:
-        view = view[..., None]
-        letters.append("H")
-    order = [letters.index(letter) for letter in "BNHD"]
-    return view.transpose(order) if isinstance(view, np.ndarray) else view.permute(order)

@@ -1,4 +1,4 @@
-"""The files of a disk tier: `TierFolder`, locked and described; `SlotFiles`, the blocks and their headers.
+"""`SlotFiles`: the files of a disk tier, in a folder that is locked and described.
 
     headers   | header 0 | header 1 | ...      128 bytes each; zeros for a slot without a block
     blocks    |  slot 0    |  slot 1    | ...  the bytes of a block, padded to a multiple of 4096
@@ -29,7 +29,7 @@ from kv_pool.errors import InvalidArgumentError, LayoutMismatchError, TierError
 from kv_pool.foreign_bytes import UNDECODABLE
 from kv_pool.ids import BlockHashWithGroupId, SlotId
 from kv_pool.regular_files import open_private, open_private_folder
-from kv_pool.storage.block_layout import BlockLayout
+from kv_pool.storage.block_layout import BlockLayout, check_alike
 from kv_pool.tiers.host_tier import ByteRows
 
 DESCRIPTION = "tier.json"
@@ -55,112 +55,6 @@ class Description(msgspec.Struct, frozen=True):
     layout: BlockLayout
     format: str
     encoded_bytes: int
-
-
-class TierFolder:
-    """A tier's folder, opened or created, and locked until `close`.
-
-    Only this user can write to the folder and open its files; all of them are regular files with a single
-    link. Files left by an earlier, failed attempt to create the folder are replaced.
-
-    Attributes:
-        path: the folder's path.
-        descriptor: file descriptor of the folder, for opening files in it.
-
-    Raises:
-        LayoutMismatchError: its blocks have another layout, format or version. The folder is unchanged.
-        TierError: the folder cannot be created, read or written; is in use by another tier; contains other
-            files; or is writable by other users.
-    """
-
-    def __init__(self, path: Path, description: Description) -> None:
-        self.path = path
-        self.descriptor = -1
-        self._lock = -1
-        with ExitStack() as closing:
-            closing.callback(self.close)
-            try:
-                self._open(description)
-            except TierError:
-                raise
-            except OSError as error:
-                raise TierError(f"{path} cannot be used as a tier: {error}") from error
-            closing.pop_all()
-
-    def close(self) -> None:
-        """Unlock the folder."""
-        for descriptor in (self._lock, self.descriptor):
-            if descriptor >= 0:
-                os.close(descriptor)
-        self._lock = self.descriptor = -1
-
-    def _open(self, description: Description) -> None:
-        path = self.path
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.descriptor = open_private_folder(path)
-        names = set(os.listdir(self.descriptor))
-        others = sorted(names - {LOCK, _DRAFT})
-        if DESCRIPTION not in names and others:
-            raise TierError(
-                f"{path} is not a tier's folder: it has no {DESCRIPTION}, but {', '.join(others[:5])}. "
-                "Use an empty or a new folder"
-            )
-        self._lock = open_private(LOCK, os.O_RDWR | os.O_CREAT, self.descriptor)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise TierError(
-                f"{path} is in use by another tier, in this process or another; close that tier, or use "
-                "another folder"
-            ) from None
-        if DESCRIPTION in os.listdir(self.descriptor):
-            self._check(description)
-        else:
-            self._write_description(description)
-
-    def _check(self, description: Description) -> None:
-        file = self.path / DESCRIPTION
-        with open(open_private(DESCRIPTION, os.O_RDONLY, self.descriptor), "rb") as opened:
-            content = opened.read(_MAX_DESCRIPTION_BYTES)
-        try:
-            found = msgspec.json.decode(content, type=Description)
-        except UNDECODABLE as error:
-            raise TierError(
-                f"{file} does not describe a tier: {error}. Use another folder, or remove this one"
-            ) from error
-        if found.version not in _READ_VERSIONS:
-            raise LayoutMismatchError(
-                f"blocks of {self.path} cannot be used here: they were written in format version "
-                f"{found.version}; supported versions are {', '.join(map(str, _READ_VERSIONS))}. Use another "
-                "folder"
-            )
-        description.layout.check_same(found.layout, str(self.path))
-        for name in ("format", "encoded_bytes"):
-            if getattr(found, name) != getattr(description, name):
-                raise LayoutMismatchError(
-                    f"blocks of {self.path} cannot be used here: {name} is {getattr(description, name)!r} "
-                    f"here and {getattr(found, name)!r} there"
-                )
-
-    def _write_description(self, description: Description) -> None:
-        """Write the description atomically: after a crash it is either complete or absent."""
-        content = memoryview(msgspec.json.format(msgspec.json.encode(description)))
-        with suppress(FileNotFoundError):
-            os.unlink(_DRAFT, dir_fd=self.descriptor)
-        try:
-            file = open_private(_DRAFT, os.O_WRONLY | os.O_CREAT | os.O_EXCL, self.descriptor)
-            try:
-                while content:
-                    content = content[os.write(file, content) :]
-                os.fsync(file)
-            finally:
-                os.close(file)
-            os.replace(_DRAFT, DESCRIPTION, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
-            os.fsync(self.descriptor)
-        except OSError:
-            with suppress(OSError):
-                os.unlink(_DRAFT, dir_fd=self.descriptor)
-            raise
 
 
 MAGIC = b"kvb1"
@@ -196,28 +90,39 @@ class SlotHeader(NamedTuple):
 
 
 class SlotFiles:
-    """The two files of a disk tier, opened or created in a folder that this process has locked.
+    """The files of a disk tier, in a folder that is opened or created, and locked until `close`.
 
-    Args:
-        folder: file descriptor of the folder.
+    Only this user can write to the folder and open its files; all of them are regular files with a single
+    link.
+
+    Attributes:
+        path: the folder.
         block_bytes: size of an encoded block.
+
+    Raises:
+        LayoutMismatchError: its blocks have another layout, format or version. The folder is unchanged.
+        TierError: the folder is in use by another tier, or contains other files.
+        OSError: the folder cannot be created, read or written, or is accessible to other users.
 
     Reads take no lock and change nothing. Threads may read while another thread writes; a read from a slot
     that is being written returns no block.
     Methods raise OSError if the operating system fails.
     """
 
-    def __init__(self, folder: int, block_bytes: int) -> None:
-        self.block_bytes = block_bytes
+    def __init__(self, path: Path, description: Description) -> None:
+        self.path = path
+        self.block_bytes = description.encoded_bytes
         # False: headers may not be on the disk yet, including those written by an earlier process.
         self._is_synced = False
         self._must_rewrite = False
-        self._stride = -(-block_bytes // _ALIGNMENT) * _ALIGNMENT
-        self._headers = open_private("headers", os.O_RDWR | os.O_CREAT, folder)
-        with ExitStack() as closing:
-            closing.callback(os.close, self._headers)
+        self._stride = -(-self.block_bytes // _ALIGNMENT) * _ALIGNMENT
+        with ExitStack() as opened:
+            folder = _open_folder(path, description, opened)
+            self._headers = open_private("headers", os.O_RDWR | os.O_CREAT, folder)
+            opened.callback(os.close, self._headers)
             self._blocks = open_private("blocks", os.O_RDWR | os.O_CREAT, folder)
-            closing.pop_all()
+            opened.callback(os.close, self._blocks)
+            self._opened = opened.pop_all()
 
     def write(
         self,
@@ -341,9 +246,8 @@ class SlotFiles:
         return found, num_bad
 
     def close(self) -> None:
-        """Close both files."""
-        os.close(self._headers)
-        os.close(self._blocks)
+        """Close all files and unlock the folder. No-op on a second call."""
+        self._opened.close()
 
     def _parse(self, packed: bytes) -> SlotHeader | None:
         try:
@@ -386,3 +290,65 @@ def _write_all(file: int, content: memoryview, offset: int) -> None:
         num_written = os.pwrite(file, content, offset)
         content = content[num_written:]
         offset += num_written
+
+
+def _open_folder(path: Path, description: Description, opened: ExitStack) -> int:
+    """Open or create a tier's folder, and lock it until `opened` is closed. Return its descriptor.
+
+    Files left by an earlier, failed attempt to create the folder are replaced.
+    """
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder = open_private_folder(path)
+    opened.callback(os.close, folder)
+    names = set(os.listdir(folder))
+    others = sorted(names - {LOCK, _DRAFT})
+    if DESCRIPTION not in names and others:
+        raise TierError(
+            f"{path} is not a tier's folder: it has no {DESCRIPTION}, but {', '.join(others[:5])}. "
+            "Use an empty or a new folder"
+        )
+    lock = open_private(LOCK, os.O_RDWR | os.O_CREAT, folder)
+    opened.callback(os.close, lock)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise TierError(
+            f"{path} is in use by another tier, in this process or another; close that tier, or use "
+            "another folder"
+        ) from None
+    if DESCRIPTION in os.listdir(folder):
+        _check_description(path, description, folder)
+    else:
+        _write_description(description, folder)
+    return folder
+
+
+def _check_description(path: Path, description: Description, folder: int) -> None:
+    with open(open_private(DESCRIPTION, os.O_RDONLY, folder), "rb") as file:
+        content = file.read(_MAX_DESCRIPTION_BYTES)
+    try:
+        found = msgspec.json.decode(content, type=Description)
+    except UNDECODABLE as error:
+        raise TierError(
+            f"{path / DESCRIPTION} does not describe a tier: {error}. Use another folder, or remove this one"
+        ) from error
+    if found.version not in _READ_VERSIONS:
+        raise LayoutMismatchError(
+            f"blocks of {path} cannot be used here: they were written in format version "
+            f"{found.version}; supported versions are {', '.join(map(str, _READ_VERSIONS))}. Use another "
+            "folder"
+        )
+    description.layout.check_same(found.layout, str(path))
+    check_alike(f"blocks of {path}", ("format", "encoded_bytes"), description, found)
+
+
+def _write_description(description: Description, folder: int) -> None:
+    """Write the description atomically: after a crash it is either complete or absent."""
+    with suppress(FileNotFoundError):
+        os.unlink(_DRAFT, dir_fd=folder)
+    with open(open_private(_DRAFT, os.O_WRONLY | os.O_CREAT | os.O_EXCL, folder), "wb") as file:
+        file.write(msgspec.json.format(msgspec.json.encode(description)))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(_DRAFT, DESCRIPTION, src_dir_fd=folder, dst_dir_fd=folder)
+    os.fsync(folder)

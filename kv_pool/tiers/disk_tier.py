@@ -1,23 +1,37 @@
-"""`DiskTier`: blocks in a folder on disk, available again after a restart."""
+"""`DiskTier`: blocks in a folder on disk, kept over restarts; `Prefetcher`: reads them in the background."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from kv_pool.core.kv_events import MEDIUM_STORAGE
-from kv_pool.errors import InvalidArgumentError, TierError
-from kv_pool.ids import BlockHashWithGroupId, BlockId, SlotId
+from kv_pool.errors import InvalidArgumentError, OutOfThreadsError, TierError
+from kv_pool.ids import BlockHashWithGroupId, BlockId, RequestId, SlotId
 from kv_pool.storage.block_layout import BlockLayout
 from kv_pool.storage.block_storage import BlockStorage
-from kv_pool.tiers.disk_files import VERSION, Description, SlotFiles, SlotHeader, TierFolder, check_key
+from kv_pool.threads import Workers
+from kv_pool.tiers.disk_files import VERSION, Description, SlotFiles, SlotHeader, check_key
 from kv_pool.tiers.formats.block_format import BlockFormat
-from kv_pool.tiers.host_tier import RAW, ByteRows, RowBuffer, as_block_ids, skip_raw, view_rows, wrap_rows
+from kv_pool.tiers.host_tier import (
+    BUFFER_BYTES,
+    RAW,
+    ByteRows,
+    RowBuffer,
+    as_block_ids,
+    skip_raw,
+    view_rows,
+)
 from kv_pool.tiers.tier import Tier, TierRead
 
 _logger = logging.getLogger(__name__)
@@ -55,7 +69,7 @@ class DiskTier(Tier):
 
     Raises:
         TierError: the folder cannot be used: no permission, in use, not a tier's folder, or writable by other
-            users, itself or its files; see `TierFolder`.
+            users, itself or its files; see `SlotFiles`.
         LayoutMismatchError: its blocks have another layout or meaning. The folder is unchanged.
 
     A block that cannot be written is counted and not stored; a block that cannot be read is counted and
@@ -89,17 +103,19 @@ class DiskTier(Tier):
         self._use = 0
         self._touched: set[BlockHashWithGroupId] = set()
         self._has_warned = False
-        self._is_open = False
         # Slots whose header on disk could not be wiped, with the header's key: a restart would find them.
         self._unwiped: dict[SlotId, BlockHashWithGroupId] = {}
         name = RAW if self._format is None else self._format.name
-        self._folder = TierFolder(Path(folder), Description(VERSION, layout, name, self._encoded_bytes))
+        self._is_open = True
         try:
-            self._files = SlotFiles(self._folder.descriptor, self._encoded_bytes)
-            self._is_open = True
-            self.reopened = self._reopen(verifies)
+            self._files = SlotFiles(Path(folder), Description(VERSION, layout, name, self._encoded_bytes))
+            with ExitStack() as closing:
+                closing.callback(self._files.close)
+                self.reopened = self._reopen(verifies)
+                closing.pop_all()
+        except TierError:
+            raise
         except OSError as error:
-            self.close()
             raise TierError(f"{folder} cannot be used as a tier: {error}") from error
 
     # ---- writing and reading ---------------------------------------------------------------------
@@ -116,43 +132,40 @@ class DiskTier(Tier):
             check_key(key)
         if not keys:
             return []
-        rows: Iterable[ByteRows]
         there = view_rows(storage)
-        if self._format is not None:
-            rows = self._format.encode(self._buffer.gather(storage, block_ids))
-        elif there is not None:
+        rows: Iterable[ByteRows]
+        if self._format is None and there is not None:
             rows = [there[block_id] for block_id in block_ids]
         else:
-            rows = self._buffer.gather(storage, block_ids)
+            gathered = self._buffer.gather(storage, block_ids)
+            rows = gathered if self._format is None else self._format.encode(gathered)
         stored: list[BlockHashWithGroupId] = []
-        counts = self._counts
-        for key, row in zip(keys, rows, strict=True):
-            (slot,) = self._slots.list_next(1)
-            self._use += 1
-            try:
-                self._files.write(slot, key, row, self._use, *self.parents.get(key, (None, 0)))
-            except OSError as error:
-                self._unwiped[slot] = key
-                counts.num_write_errors += 1
-                self._warn("written", error)
-            else:
-                self._slots.add(key)
-                self._unwiped.pop(slot, None)
-                counts.num_stored += 1
-                stored.append(key)
+        slots = self._list_next_slots(len(keys))
+        try:
+            for key, row in zip(keys, rows, strict=True):
+                slot = slots[len(stored)]
+                self._use += 1
+                try:
+                    self._files.write(slot, key, row, self._use, *self.parents.get(key, (None, 0)))
+                except OSError as error:
+                    self._unwiped[slot] = key
+                    self._counts.num_write_errors += 1
+                    self._warn("written", error)
+                else:
+                    self._unwiped.pop(slot, None)
+                    stored.append(key)
+        finally:  # what is written has its slot, even after an interruption
+            super().put(stored)
         return stored
 
     def read(self, keys: Sequence[BlockHashWithGroupId]) -> TierRead:
-        slots = [self._slots.slot_of[key] for key in keys]
-        if self._format is None:
-            found, failed = self._read_rows(keys, slots, self._buffer.rows)
-        else:
-            encoded = self._encoded.rows
-            found, failed = self._read_rows(keys, slots, encoded)
-            if found:
-                self._buffer.rows[: len(found)] = self._format.decode(encoded[: len(found)])
+        slots = [self._slot_of[key] for key in keys]
+        rows = (self._buffer if self._format is None else self._encoded).rows
+        found, failed = self._read_rows(keys, slots, rows)
+        if self._format is not None:
+            self._buffer.rows[: len(found)] = self._format.decode(rows[: len(found)])
         self._counts.num_read += len(found)
-        self.drop_unreadable(failed)
+        self._drop_unreadable(failed)
         return TierRead(found, self._buffer.storage, as_block_ids(range(len(found))), failed)
 
     def load(
@@ -165,15 +178,11 @@ class DiskTier(Tier):
         failed = [
             key
             for key, block_id in zip(keys, block_ids, strict=True)
-            if not self._read_row(key, self._slots.slot_of[key], rows[block_id])
+            if not self._read_row(key, self._slot_of[key], rows[block_id])
         ]
         self._counts.num_read += len(keys) - len(failed)
-        self.drop_unreadable(failed)
+        self._drop_unreadable(failed)
         return failed
-
-    def get_slot(self, key: BlockHashWithGroupId) -> SlotId:
-        """Return the slot of a block that the tier has."""
-        return self._slots.slot_of[key]
 
     def read_apart(self, keys: Sequence[BlockHashWithGroupId], slots: Sequence[SlotId]) -> TierRead:
         """Read blocks into newly allocated memory. Safe to call from any thread while the tier is in use.
@@ -189,12 +198,8 @@ class DiskTier(Tier):
         rows = rows[: len(found)]
         if self._format is not None:
             rows = self._format.decode(rows)
-        storage = wrap_rows(rows, self.layout.block_format) if found else None
+        storage = BlockStorage.wrap_state([rows], block_format=self.layout.block_format) if found else None
         return TierRead(found, storage, as_block_ids(range(len(found))), failed)
-
-    def note_read(self, num_blocks: int) -> None:
-        """Count blocks that `read_apart` has read."""
-        self._counts.num_read += num_blocks
 
     def _read_rows(
         self, keys: Sequence[BlockHashWithGroupId], slots: Sequence[SlotId], rows: ByteRows
@@ -215,7 +220,7 @@ class DiskTier(Tier):
             return False
         return header is not None and header.key == key
 
-    def drop_unreadable(self, keys: Sequence[BlockHashWithGroupId]) -> None:
+    def _drop_unreadable(self, keys: Sequence[BlockHashWithGroupId]) -> None:
         """Remove blocks that could not be read, and count them."""
         self._counts.num_read_errors += len(keys)
         self.remove(keys)
@@ -226,17 +231,6 @@ class DiskTier(Tier):
         listed = list(keys)
         self._touched.update(key for key in listed if key in self)
         return super().touch(listed)
-
-    def remove(self, keys: Iterable[BlockHashWithGroupId]) -> list[BlockHashWithGroupId]:
-        removed: list[BlockHashWithGroupId] = []
-        counts = self._counts
-        for key in keys:
-            if key in self._slots.slot_of:
-                self._wipe(self._slots.remove(key), key)
-                counts.num_removed += 1
-                self._touched.discard(key)
-                removed.append(key)
-        return removed
 
     def forget(self, keys: Iterable[BlockHashWithGroupId]) -> list[BlockHashWithGroupId]:
         """Remove blocks with wrong content for good, even across a power failure.
@@ -264,7 +258,7 @@ class DiskTier(Tier):
         Raises:
             TierError: as in `forget`.
         """
-        self._unwiped.update((slot, key) for key, slot in self._slots.slot_of.items())
+        self._unwiped.update((slot, key) for key, slot in self._slot_of.items())
         super().clear()
         self._touched.clear()
         try:
@@ -283,34 +277,39 @@ class DiskTier(Tier):
             except OSError as error:
                 self._warn("put in order", error)
             self._files.close()
-        self._folder.close()
 
     # ---- inside ----------------------------------------------------------------------------------
 
-    def _wipe(self, slot: SlotId, key: BlockHashWithGroupId) -> None:
-        """Wipe the header of a slot that had this key; on failure the slot is in `_unwiped`."""
+    def _empty_slot(self, slot: SlotId, key: BlockHashWithGroupId) -> None:
+        super()._empty_slot(slot, key)
+        self._touched.discard(key)
+        self._wipe_first(slot, key)
+
+    def _wipe_first(self, slot: SlotId, key: BlockHashWithGroupId) -> None:
+        """Wipe the header of a slot that has this key; count and log a failure."""
+        error = self._wipe(slot, key)
+        if error is not None:
+            self._counts.num_write_errors += 1
+            self._warn("wiped", error)
+
+    def _wipe(self, slot: SlotId, key: BlockHashWithGroupId) -> OSError | None:
+        """Wipe the header of a slot that has this key; on failure the slot is in `_unwiped`."""
         try:
             self._files.wipe(slot)
         except OSError as error:
             self._unwiped[slot] = key
-            self._counts.num_write_errors += 1
-            self._warn("wiped", error)
+            return error
+        self._unwiped.pop(slot, None)
+        return None
 
     def _wipe_again(self) -> OSError | None:
-        """Retry the headers that could not be wiped before. Return the last error, or None."""
-        failure = None
-        for slot in list(self._unwiped):
-            try:
-                self._files.wipe(slot)
-            except OSError as error:
-                failure = error
-            else:
-                del self._unwiped[slot]
-        return failure
+        """Retry the headers that could not be wiped before. Return the first error, or None."""
+        errors = [self._wipe(slot, key) for slot, key in list(self._unwiped.items())]
+        return next(filter(None, errors), None)
 
     def _make_error(self, what: str, error: OSError) -> TierError:
         return TierError(
-            f"{what} in {self._folder.path} could not be wiped and may be found after a restart: "
+            f"{what} in {self._files.path} could not be wiped and may be found after a restart: "
             f"{error.strerror}. Remove the folder before it is opened again, or call forget() again"
         )
 
@@ -318,11 +317,11 @@ class DiskTier(Tier):
         """Log the first disk failure. Later ones are only counted."""
         if not self._has_warned:
             self._has_warned = True
-            _logger.warning("a block in %s could not be %s: %s", self._folder.path, what, error)
+            _logger.warning("a block in %s could not be %s: %s", self._files.path, what, error)
 
     def _write_order(self) -> None:
         """Renumber the blocks that were used since they were written, in the order of their last use."""
-        for key, slot in self._slots.slot_of.items():
+        for key, slot in self._slot_of.items():
             if key in self._touched:
                 header = self._files.read_header(slot)
                 if header is not None:
@@ -337,13 +336,107 @@ class DiskTier(Tier):
             self._use = max(self._use, header.use)
             if verifies and not self._read_row(header.key, slot, self._encoded.rows[0]):
                 num_dropped += 1
-                self._wipe(slot, header.key)
+                self._wipe_first(slot, header.key)
                 continue
             if header.key in newest:
-                self._wipe(newest.pop(header.key)[0], header.key)
+                self._wipe_first(newest.pop(header.key)[0], header.key)
             newest[header.key] = (slot, header)
-        self._slots.restore((key, slot) for key, (slot, _) in newest.items())
-        for key, (_, header) in newest.items():
+        for key, (slot, header) in newest.items():
+            self._slot_of[key] = slot
             if header.parent is not None:
                 self.parents[key] = header.parent, header.num_tokens
+        taken = set(self._slot_of.values())
+        self._num_slots = max(taken, default=-1) + 1
+        self._free_slots = [SlotId(slot) for slot in range(self._num_slots - 1, -1, -1) if slot not in taken]
         return Reopened(len(newest), num_dropped)
+
+
+@dataclass(eq=False)
+class _Batch:
+    """Blocks that are read for a request, with their slots at the time of the call."""
+
+    owner: RequestId
+    keys: list[BlockHashWithGroupId]
+    slots: list[SlotId]
+    reading: Future[TierRead]
+
+
+class Prefetcher:
+    """Reads batches of blocks of a disk tier in a background thread.
+
+    Args:
+        tier: the tier to read. The thread only reads its files.
+        max_blocks: maximum number of blocks that are waiting, being read, or read and not yet taken, beside
+            a batch that was cancelled while it was read.
+
+    Only `wait` and `close` block; all other methods return at once.
+    """
+
+    def __init__(self, tier: DiskTier, max_blocks: int) -> None:
+        self.tier = tier
+        self._max_blocks = max_blocks
+        self._batch = max(1, BUFFER_BYTES // tier.layout.block_bytes)
+        self._thread = Workers("kv_pool prefetch", 1)
+        self._batches: deque[_Batch] = deque()  # oldest first, until they are taken or cancelled
+
+    def count_asked(self, owner: RequestId) -> int:
+        """Return how many blocks are waiting, being read, or read for this owner."""
+        return sum(len(batch.keys) for batch in self._batches if batch.owner == owner)
+
+    def ask(self, owner: RequestId, keys: Iterable[BlockHashWithGroupId]) -> None:
+        """Queue blocks for reading. Skips blocks already queued, not on disk, or beyond `max_blocks`."""
+        asked = {key for batch in self._batches for key in batch.keys}
+        slot_of = self.tier._slot_of
+        new = [key for key in keys if key in slot_of and key not in asked]
+        new = new[: max(0, self._max_blocks - len(asked))]
+        for start in range(0, len(new), self._batch):
+            some = new[start : start + self._batch]
+            slots = [slot_of[key] for key in some]
+            try:
+                reading = self._thread.submit(partial(self.tier.read_apart, some, slots))
+            except OutOfThreadsError as error:
+                # Prefetching is optional: the blocks are read when they are needed.
+                _logger.warning("%d blocks were not prefetched: %s", len(new) - start, error)
+                return
+            self._batches.append(_Batch(owner, some, slots, reading))
+
+    def cancel(self, owner: RequestId | None = None) -> None:
+        """Cancel the reads of this owner, by default of all owners, and drop what was read for it."""
+        cancelled = [batch for batch in self._batches if owner in (None, batch.owner)]
+        for batch in cancelled:
+            batch.reading.cancel()
+            self._batches.remove(batch)
+
+    def take_done(self) -> Iterator[TierRead]:
+        """Yield what was read since the last call, oldest first; valid for good.
+
+        Blocks that have left their slot by then are left out; the others are counted as read. A block that
+        could not be read is removed from the tier and counted.
+        """
+        tier = self.tier
+        while self._batches and self._batches[0].reading.done():
+            batch = self._batches.popleft()
+            error = batch.reading.exception()
+            if error is None:
+                read = batch.reading.result()
+                slots = zip(batch.keys, batch.slots, strict=True)
+                there = {key for key, slot in slots if tier._slot_of.get(key) == slot}
+                failed = [key for key in read.failed if key in there]
+                tier._drop_unreadable(failed)
+                pairs = zip(read.keys, read.block_ids, strict=True)
+                good = {key: block_id for key, block_id in pairs if key in there}
+                tier._counts.num_read += len(good)
+                yield TierRead(list(good), read.storage, list(good.values()), failed)
+            else:  # such as MemoryError: the blocks are read when they are needed
+                _logger.warning("%d blocks were not prefetched: %r", len(batch.keys), error)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until all queued blocks have been read. Return False after `timeout_s` seconds."""
+        return self._thread.wait(timeout_s)
+
+    def close(self) -> None:
+        """Stop the thread and wait for it, at most until the current batch has been read."""
+        self._max_blocks = 0
+        self.cancel()
+        self._thread.stop()
+        self._thread.join()

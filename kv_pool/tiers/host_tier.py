@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import cast
 
@@ -12,8 +11,7 @@ import numpy.typing as npt
 from kv_pool.core.kv_events import MEDIUM_CPU
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockHashWithGroupId, BlockId, is_run
-from kv_pool.storage.block_storage import BlockStorage, make_host_buffer
-from kv_pool.storage.segments import SegmentTable
+from kv_pool.storage.block_storage import BlockStorage, make_buffer_beside, make_host_buffer
 from kv_pool.tiers.formats.block_format import BlockFormat
 from kv_pool.tiers.tier import Tier, TierRead
 
@@ -32,43 +30,22 @@ def view_rows(storage: BlockStorage) -> ByteRows | None:
     table = storage.segments
     if storage.device != "cpu" or len(table) != 1:
         return None
-    stride, span = int(table.strides[0]), int(table.spans[0])
-    memory = (ctypes.c_ubyte * ((table.num_blocks - 1) * stride + span)).from_address(int(table.bases[0]))
-    return np.ndarray((table.num_blocks, span), np.uint8, memoryview(memory), strides=(stride, 1))
-
-
-def wrap_rows(rows: ByteRows, block_format: str) -> BlockStorage:
-    """Wrap contiguous rows, (n, block_bytes) uint8, as a storage of n blocks. Copies nothing."""
-    num_blocks, block_bytes = rows.shape
-    table = SegmentTable.of_adjacent(rows.ctypes.data, block_bytes, num_blocks, rows)
-    return BlockStorage(table, "cpu", block_format)
+    return table.view_row(0)[:, None].view(np.uint8)
 
 
 class RowBuffer:
-    """A contiguous buffer for blocks in host memory, allocated on first use.
+    """A contiguous buffer for blocks in host memory. The operating system commits its pages on first use.
 
     Attributes:
         num_blocks: number of blocks that fit.
+        storage: the buffer as a storage.
+        rows: the buffer as an array, (num_blocks, block_bytes) uint8.
     """
 
     def __init__(self, block_bytes: int, block_format: str, num_bytes: int = BUFFER_BYTES) -> None:
         self.num_blocks = max(1, num_bytes // block_bytes)
-        self._block_bytes = block_bytes
-        self._block_format = block_format
-        self._storage: BlockStorage | None = None
-
-    @property
-    def storage(self) -> BlockStorage:
-        """The buffer as a storage."""
-        if self._storage is None:
-            self._storage = make_host_buffer(self._block_bytes, self.num_blocks, self._block_format)
-        return self._storage
-
-    @property
-    def rows(self) -> ByteRows:
-        """The buffer as an array, (num_blocks, block_bytes) uint8."""
-        flat: ByteRows = self.storage.segments.owners[0]
-        return flat.reshape(self.num_blocks, self._block_bytes)
+        self.storage = make_host_buffer(block_bytes, self.num_blocks, block_format)
+        self.rows: ByteRows = self.storage.segments.owners[0]
 
     def gather(self, storage: BlockStorage, block_ids: Sequence[BlockId]) -> ByteRows:
         """Return the bytes of these blocks, (n, block_bytes) uint8.
@@ -124,7 +101,7 @@ class HostTier(Tier):
         self._storage: BlockStorage | None = None
         if self._format is None:
             self._counts.block_bytes = beside.block_bytes
-            self._storage = allocate_slab(capacity, beside)
+            self._storage = make_buffer_beside(beside, capacity, is_on_host=True)
             self._encoded: ByteRows = np.empty((0, 0), np.uint8)
         else:
             self._counts.block_bytes = self._format.encoded_bytes
@@ -144,7 +121,7 @@ class HostTier(Tier):
         """
         if storage is None or len(block_ids) != len(keys):
             raise InvalidArgumentError(f"{len(block_ids)} blocks for {len(keys)} keys")
-        slots = self._slots.list_next(len(keys))
+        slots = self._list_next_slots(len(keys))
         if self._storage is not None:
             storage.copy_to(self._storage, list(zip(block_ids, as_block_ids(slots), strict=True)))
         else:
@@ -153,21 +130,10 @@ class HostTier(Tier):
         return super().put(keys)
 
     def read(self, keys: Sequence[BlockHashWithGroupId]) -> TierRead:
-        slots = [self._slots.slot_of[key] for key in keys]
+        slots = [self._slot_of[key] for key in keys]
         self._counts.num_read += len(keys)
         if self._storage is not None:
             return TierRead(keys, self._storage, as_block_ids(slots))
         assert self._format is not None
         self._buffer.rows[: len(slots)] = self._format.decode(self._encoded[slots])
         return TierRead(keys, self._buffer.storage, as_block_ids(range(len(slots))))
-
-
-def allocate_slab(num_blocks: int, beside: BlockStorage) -> BlockStorage:
-    """Allocate a contiguous host storage for `num_blocks` blocks of `beside`; pinned if that is on a GPU."""
-    if beside.device == "cpu":
-        return make_host_buffer(beside.block_bytes, num_blocks, beside.block_format)
-    import torch
-
-    slab = torch.empty(num_blocks * beside.block_bytes, dtype=torch.uint8, pin_memory=True)
-    table = SegmentTable.of_adjacent(slab.data_ptr(), beside.block_bytes, num_blocks, slab)
-    return BlockStorage(table, "cpu", beside.block_format)

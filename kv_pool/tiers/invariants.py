@@ -31,11 +31,10 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.errors import CorruptedPoolError
 from kv_pool.ids import BlockHashWithGroupId, SlotId
 from kv_pool.manager import invariants as manager_invariants
-from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.tiers.disk_tier import DiskTier
 from kv_pool.tiers.onboarder import TierOnboarder
 from kv_pool.tiers.open_plans import OpenPlans, PlanState
-from kv_pool.tiers.swapper import BlockSwapper, SwapDirection, SwapPlan
+from kv_pool.tiers.swapper import BlockSwapper, SwapDirection
 from kv_pool.tiers.tier import Tier
 from kv_pool.tiers.tiered_cache import TieredCache
 
@@ -44,20 +43,29 @@ def check(onboarder: TierOnboarder) -> None:
     """Verify X1 to X9 and the pool's invariants. O(blocks). Raises CorruptedPoolError; changes nothing."""
     invariants.check(onboarder.manager.block_pool)  # type: ignore[arg-type]
     check_cache(onboarder.tiered_cache)
-    check_plans(onboarder)
+    check_open(onboarder._plans)
+    held: Counter[BlockHashWithGroupId] = Counter()
+    for plan in onboarder.list_open_plans():
+        for block in plan.list_blocks():
+            if block.ref_cnt < 1:
+                raise CorruptedPoolError(f"X8: block {block.block_id} of {plan!r} is free")
+        check_targets(plan, plan._target_of.values())
+        held.update(plan.keys)
+    for tier in onboarder.tiered_cache.tiers:
+        if tier.held != held:
+            raise CorruptedPoolError(f"X9: the tier for {tier.medium} holds {tier.held}, not {dict(held)}")
 
 
 def check_tier(tier: Tier) -> None:
     """Verify X1 to X4."""
-    slots = tier._slots
-    used = list(slots.slot_of.values())
+    used = list(tier._slot_of.values())
     if len(used) > tier.capacity:
         raise CorruptedPoolError(f"X1: a tier for {tier.capacity} blocks has {len(used)}")
     if len(set(used)) < len(used) or not all(0 <= slot < tier.capacity for slot in used):
         raise CorruptedPoolError(f"X2: slots {sorted(used)} are in use in a tier for {tier.capacity} blocks")
-    if sorted(used + slots.list_free()) != list(range(slots.num_slots)):
+    if sorted(used + tier._free_slots) != list(range(tier._num_slots)):
         raise CorruptedPoolError(
-            f"X3: of {slots.num_slots} slots {len(used)} are in use, {len(slots.list_free())} are free"
+            f"X3: of {tier._num_slots} slots {len(used)} are in use, {len(tier._free_slots)} are free"
         )
     if isinstance(tier, DiskTier):
         headers = {slot: tier._files.read_header(slot) for slot in map(SlotId, range(tier.capacity))}
@@ -66,8 +74,8 @@ def check_tier(tier: Tier) -> None:
             for slot, header in headers.items()
             if header is not None and tier._unwiped.get(slot) != header.key
         }
-        if written != dict(slots.slot_of):
-            wrong = written.items() ^ slots.slot_of.items()
+        if written != dict(tier._slot_of):
+            wrong = written.items() ^ tier._slot_of.items()
             raise CorruptedPoolError(f"X4: headers and index differ in {sorted(wrong)}")
 
 
@@ -85,21 +93,6 @@ def check_cache(tiered_cache: TieredCache) -> None:
                 raise CorruptedPoolError(f"{name} block {block.block_id} does not belong to the pool")
 
 
-def check_plans(onboarder: TierOnboarder) -> None:
-    """Verify X7 to X9."""
-    check_open(onboarder._plans)
-    held: Counter[BlockHashWithGroupId] = Counter()
-    for plan in onboarder.list_open_plans():
-        for block in plan.list_blocks():
-            if block.ref_cnt < 1:
-                raise CorruptedPoolError(f"X8: block {block.block_id} of {plan!r} is free")
-        check_targets(plan, plan._targets)
-        held.update(plan.keys)
-    for tier in onboarder.tiered_cache.tiers:
-        if tier.held != held:
-            raise CorruptedPoolError(f"X9: the tier for {tier.medium} holds {tier.held}, not {dict(held)}")
-
-
 def check_open(plans: OpenPlans[Any]) -> None:
     """Verify X7."""
     for request_id, plan in plans.by_request.items():
@@ -110,7 +103,7 @@ def check_open(plans: OpenPlans[Any]) -> None:
 def check_targets(plan: object, targets: Iterable[KVCacheBlock]) -> None:
     """Verify X8 for the blocks that an open plan copies into."""
     for block in targets:
-        if not block.is_null and (block.ref_cnt != 1 or block.block_hash is not None):
+        if block.ref_cnt != 1 or block.block_hash is not None:
             raise CorruptedPoolError(
                 f"X8: block {block.block_id} of {plan!r} has ref_cnt {block.ref_cnt} and hash "
                 f"{block.block_hash!r}"
@@ -122,31 +115,26 @@ def check_swapper(swapper: BlockSwapper) -> None:
     invariants.check(swapper.manager.block_pool)  # type: ignore[arg-type]
     invariants.check(swapper.host_pool)  # type: ignore[arg-type]
     check_open(swapper._plans)
-    check_places(swapper)
-    for side in (swapper.manager, swapper._host):
-        manager_invariants.check_references(side)
-        check_owners(swapper, side)
-    check_tables(swapper)
-    for plan in swapper.list_open_plans():
-        check_moves(swapper, plan)
-
-
-def check_places(swapper: BlockSwapper) -> None:
-    """Verify W1."""
-    plans = {plan.request_id for plan in swapper.list_open_plans()}
-    places = Counter([*swapper.manager.list_request_ids(), *swapper.list_swapped_out(), *plans])
+    plans = swapper.list_open_plans()
+    places = Counter([*swapper.manager.list_request_ids(), *swapper.list_swapped_out()])
+    places.update(plan.request_id for plan in plans)
     for request_id, num_places in places.items():
         # If a scheduler allocated for a request in a plan, closing the plan raises.
         if num_places > 1:
             raise CorruptedPoolError(f"W1: request {request_id!r} is in {num_places} places")
-
-
-def check_owners(swapper: BlockSwapper, side: KVCacheManager) -> None:
-    """Verify W2."""
-    for plan in swapper.list_open_plans():
-        for block in plan.list_blocks(side):
-            if side.block_pool.blocks[block.block_id] is not block:
-                raise CorruptedPoolError(f"W2: block {block.block_id} of {plan!r} is of another pool")
+    for side in (swapper.manager, swapper._host):
+        manager_invariants.check_references(side)
+        for plan in plans:
+            for block in plan.list_blocks(side):
+                if side.block_pool.blocks[block.block_id] is not block:
+                    raise CorruptedPoolError(f"W2: block {block.block_id} of {plan!r} is of another pool")
+    check_tables(swapper)
+    for plan in plans:
+        sources, targets = [move.source for move in plan.moves], [move.target for move in plan.moves]
+        if len(set(sources)) < len(sources) or len(set(targets)) < len(targets):
+            raise CorruptedPoolError(f"W4: a block occurs twice in {plan.moves}")
+        pool = swapper.host_pool if plan.direction is SwapDirection.OUT else swapper.manager.block_pool
+        check_targets(plan, [pool.blocks[block_id] for block_id in targets])
 
 
 def check_tables(swapper: BlockSwapper) -> None:
@@ -162,13 +150,3 @@ def check_tables(swapper: BlockSwapper) -> None:
                     f"W3: {table.num_cached_blocks} blocks of request {request_id!r} count as cached, but "
                     f"{num_computed} tokens are computed"
                 )
-
-
-def check_moves(swapper: BlockSwapper, plan: SwapPlan) -> None:
-    """Verify W4 and X8."""
-    sources = [move.source for move in plan.moves]
-    targets = [move.target for move in plan.moves]
-    if len(set(sources)) < len(sources) or len(set(targets)) < len(targets):
-        raise CorruptedPoolError(f"W4: a block occurs twice in {plan.moves}")
-    pool = swapper.host_pool if plan.direction is SwapDirection.OUT else swapper.manager.block_pool
-    check_targets(plan, [pool.blocks[block_id] for block_id in targets])

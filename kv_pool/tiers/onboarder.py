@@ -12,7 +12,7 @@ from kv_pool.core.arguments import as_count
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.kv_events import MEDIUM_GPU
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError
-from kv_pool.ids import BlockId, RequestId
+from kv_pool.ids import BlockHashWithGroupId, RequestId
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.freeing import release_hold
 from kv_pool.manager.kv_cache_manager import KVCacheManager
@@ -60,7 +60,7 @@ class OnboardPlan(TwoPhasePlan):
         self._tiered_cache = onboarder.tiered_cache
         self._rows = rows
         self._tables: list[BlockTable] = []
-        self._targets: list[KVCacheBlock] = []
+        self._target_of: dict[BlockHashWithGroupId, KVCacheBlock] = {}
 
     def open(self, allocate: Callable[[], object]) -> bool:
         """Hold the keys and take the device blocks by `allocate`; return False if the pool has too few."""
@@ -83,12 +83,14 @@ class OnboardPlan(TwoPhasePlan):
         for table, spec in zip(tables, self._manager.groups, strict=True):
             table.num_hits = -(-self.num_computed_tokens // spec.block_size)
         self._tables = tables
-        self._targets = [
-            table.blocks[position] for table, row in zip(tables, self._rows, strict=True) for position in row
-        ]
-        for block in self._targets:
-            if not block.is_null:
-                pool.origins.note_copy(block, None)
+        self._target_of = {
+            key: table.blocks[position]
+            for table, row in zip(tables, self._rows, strict=True)
+            for position, key in row.items()
+            if not table.blocks[position].is_null
+        }
+        for block in self._target_of.values():
+            pool.origins.note_copy(block, None)
         self._watch([block for table in tables for block in table.blocks])
         pool.holds.take_over(hold, self.list_blocks()[::-1])  # it drops its references last block first
         self._plans.end(self, PlanState.OPEN)
@@ -131,12 +133,8 @@ class OnboardPlan(TwoPhasePlan):
             CopyFailedError: copying to the device failed.
         """
         self._check_open()
-        wanted = {
-            key: block.block_id
-            for key, block in zip(self.keys, self._targets, strict=True)
-            if not block.is_null
-        }
-        failed = self._tiered_cache.load(list(wanted), list(wanted.values()))
+        block_ids = [block.block_id for block in self._target_of.values()]
+        failed = self._tiered_cache.load(list(self._target_of), block_ids)
         self.is_unreadable = bool(failed)
         self._is_loaded = not failed and not self._is_void()
         return self._is_loaded
@@ -160,7 +158,7 @@ class OnboardPlan(TwoPhasePlan):
         self._check_target(self._manager)
         self._plans.begin(self, PlanState.COMMITTED)
         self._attach()
-        for book, hold in self._holds:
+        for book, hold in self._holds.items():
             book.hand_over(hold)
         self._manager.block_pool.is_changing = False  # for a whole call, before tiers may evict the keys
         self._manager.cache_blocks(self._request, self.num_computed_tokens)
@@ -182,7 +180,7 @@ class OnboardPlan(TwoPhasePlan):
         """Abort: drop the references and release the keys."""
         self._plans.begin(self, PlanState.ABORTED)
         self._attach()
-        for _, hold in self._holds:
+        for hold in self._holds.values():
             release_hold(self._manager, hold)
         self._tiered_cache.release(self.keys)
         self._plans.end(self, PlanState.ABORTED)
@@ -327,10 +325,6 @@ class TierOnboarder:
         """Return the plans that are neither committed nor aborted, oldest first."""
         return list(self._plans.by_request.values())
 
-    def list_device_ids_in_flight(self) -> list[BlockId]:
-        """Return the ids of the device blocks of open plans; the plans hold them (`BlockPool.holds`)."""
-        return [block.block_id for plan in self.list_open_plans() for block in plan.list_blocks()]
-
     def get_statistics(self) -> OnboardStatistics:
         """Return a copy of the current counts."""
         counts = self._statistics
@@ -377,25 +371,22 @@ class TierOnboarder:
             num_left = request.num_tokens - num_found
             num_new = num_left if num_new_tokens is None else min(num_new_tokens, num_left)
             if not hit.num_tokens:
-                if (
-                    self.manager.allocate_slots(
-                        request, num_new, prefix, delay_cache_blocks=delay_cache_blocks, **options
-                    )
-                    is None
-                ):
+                taken = self.manager.allocate_slots(
+                    request, num_new, prefix, delay_cache_blocks=delay_cache_blocks, **options
+                )
+                if taken is None:
                     return None
                 self.note_started(prefix)
-                request.num_computed_tokens = num_found
                 break
             plan = self.plan_onboard(request, hit, prefix, num_new_tokens=num_new, **options)
             if plan is None:
                 return None
             if plan.apply():
-                request.num_computed_tokens = num_found
-                if not delay_cache_blocks:
-                    # The plan has cached what it loaded; this caches the blocks to be computed as well.
-                    self.manager.allocate_slots(request, num_new, **options)
                 break
+        request.num_computed_tokens = num_found
+        if hit.num_tokens and not delay_cache_blocks:
+            # The plan has cached what it loaded; this caches the blocks to be computed as well.
+            self.manager.allocate_slots(request, num_new, **options)
         return {MEDIUM_GPU: prefix.num_tokens, **hit.num_tokens_by_medium}
 
     def plan_onboard(

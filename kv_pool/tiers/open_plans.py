@@ -50,13 +50,13 @@ class TwoPhasePlan(ABC):
         self._request = request
         self._plans = plans
         self._purpose = purpose
-        self._holds: list[tuple[BlockHolds, Hold]] = []
+        self._holds: dict[BlockHolds, Hold] = {}
         self._watched: list[tuple[KVCacheBlock, int]] = []
 
     def _open_hold(self, pool: BlockPoolCore) -> Hold:
         """Open an empty hold, in which a repair finds the references that the plan takes."""
         hold = pool.holds.adopt([], f"in an open plan to {self._purpose}")
-        self._holds.append((pool.holds, hold))
+        self._holds[pool.holds] = hold
         return hold
 
     def _check_open(self) -> None:
@@ -91,7 +91,7 @@ class TwoPhasePlan(ABC):
     def repair(self) -> None:
         """Close the plan, of which a call was interrupted. References are counted again afterwards."""
         self._attach()
-        for book, hold in self._holds:
+        for book, hold in self._holds.items():
             if not hold.is_released:
                 hold.forget()
                 book.end(hold, HoldState.RELEASED)

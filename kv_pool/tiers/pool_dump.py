@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -23,18 +22,20 @@ from kv_pool.errors import InvalidArgumentError, LayoutMismatchError, PoolDumpEr
 from kv_pool.events.event_publisher import ResidentState
 from kv_pool.events.stored_spans import slice_positions
 from kv_pool.ids import BlockHashWithGroupId, BlockId, ExternalBlockHash, GroupId
-from kv_pool.storage.block_layout import BlockLayout, describe_root
+from kv_pool.storage.block_layout import BlockLayout, check_alike, describe_root
 from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.tiers.dump_file import (
     BATCH_BYTES,
-    DumpedBlocks,
+    UNKNOWN,
+    CachedRows,
     PoolDumpHeader,
     RecordKind,
-    RecordWriter,
+    collect_rows,
+    encode_rows,
     open_dump,
     replace_file,
+    write_records,
 )
-from kv_pool.tiers.dump_rows import UNKNOWN, CachedRows, collect_rows, encode_rows, list_copies
 from kv_pool.tiers.host_tier import RowBuffer
 
 
@@ -118,17 +119,7 @@ def dump_pool(
         _find_random_seed(layout, rows),
     )
     with replace_file(path) as file:
-        writer = RecordWriter(file)
-        writer.write(RecordKind.HEADER, msgspec.msgpack.encode(header))
-        for record in encode_rows(rows):
-            writer.write(RecordKind.ROWS, record)
-        writer.write(RecordKind.COPIES, msgspec.msgpack.encode(list_copies(pool, rows)))
-        for events in chunks:
-            writer.write(RecordKind.EVENTS, msgspec.msgpack.encode(events))
-        if storage is not None:
-            for row in _read_blocks(storage, rows.ids):
-                writer.write(RecordKind.DATA, row)
-        writer.write(RecordKind.END, b"")
+        write_records(file, _list_records(header, rows, chunks, storage))
     return header
 
 
@@ -194,27 +185,27 @@ def load_pool(
                 RuntimeWarning,
                 stacklevel=2,
             )
-        dumped = dump.read_blocks()
-        num_dropped = max(0, len(dumped.rows) - pool.get_num_free_blocks())
-        new_ids = _choose_ids(dumped.rows.ids[num_dropped:], pool.num_gpu_blocks)
+        rows, stores = dump.read_blocks()
+        num_dropped = max(0, len(rows) - pool.get_num_free_blocks())
+        new_ids = _choose_ids(rows.ids[num_dropped:], pool.num_gpu_blocks)
         if storage is not None:
             dump.read_bytes(storage, [*[None] * num_dropped, *new_ids])
         dump.check_end()
     pool.is_changing = True
-    _insert(pool, new_ids, dumped, num_dropped)
+    _insert(pool, new_ids, rows, num_dropped)
     pool.num_evictions += header.num_evictions
     if pool.enable_kv_cache_events:
-        keys = [key for block_keys in dumped.rows.keys[num_dropped:] for key in block_keys]
-        cleared, *stored = make_events(pool, keys, dumped.stores)
+        keys = [key for block_keys in rows.keys[num_dropped:] for key in block_keys]
+        cleared, *stored = make_events(pool, keys, stores)
         pool.kv_event_queue.insert(0, cleared)  # events queued before, from tiers, are still true
         pool.kv_event_queue.extend(stored)
     pool.is_changing = False
     if pool.lower_tiers is not None:
-        labels = split_events(pool, dumped.stores) if pool.enable_kv_cache_events else {}
+        labels = split_events(pool, stores) if pool.enable_kv_cache_events else {}
         for block in (pool.blocks[block_id] for block_id in new_ids):
             event = labels.get(name_key(pool, block.block_hash))
             pool.lower_tiers.on_block_arrived(block, None, event)
-    old_ids = np.array(dumped.rows.ids[num_dropped:], np.int64)
+    old_ids = np.array(rows.ids[num_dropped:], np.int64)
     return LoadedPool(header, old_ids, np.array(new_ids, np.int64), num_dropped)
 
 
@@ -248,13 +239,26 @@ def _find_random_seed(layout: BlockLayout | None, rows: CachedRows) -> str:
     return describe_root(root) if len(root) in sizes else ""
 
 
-def _read_blocks(storage: BlockStorage, block_ids: list[BlockId]) -> Iterator[memoryview]:
-    """Yield the bytes of these blocks, in order. Each view is valid until the next one is requested."""
-    buffer = RowBuffer(storage.block_bytes, storage.block_format, BATCH_BYTES)
-    storage.synchronize()
-    for start in range(0, len(block_ids), buffer.num_blocks):
-        for row in buffer.gather(storage, block_ids[start : start + buffer.num_blocks]):
-            yield row.data
+def _list_records(
+    header: PoolDumpHeader,
+    rows: CachedRows,
+    chunks: Iterable[list[KVCacheEvent]],
+    storage: BlockStorage | None,
+) -> Iterator[tuple[RecordKind, bytes | memoryview]]:
+    """Yield the records of a dump. The payload of a DATA record is valid until the next one is requested."""
+    yield RecordKind.HEADER, msgspec.msgpack.encode(header)
+    for record in encode_rows(rows):
+        yield RecordKind.ROWS, record
+    yield RecordKind.COPIES, msgspec.msgpack.encode(rows.copies)
+    for events in chunks:
+        yield RecordKind.EVENTS, msgspec.msgpack.encode(events)
+    if storage is not None:
+        buffer = RowBuffer(storage.block_bytes, storage.block_format, BATCH_BYTES)
+        storage.synchronize()
+        for start in range(0, len(rows), buffer.num_blocks):
+            for row in buffer.gather(storage, rows.ids[start : start + buffer.num_blocks]):
+                yield RecordKind.DATA, row.data
+    yield RecordKind.END, b""
 
 
 def _check_fits(
@@ -272,12 +276,7 @@ def _check_fits(
             f"{len(pool.cached_block_hash_to_block)} keys, and enable_caching is {pool.enable_caching}. "
             "Load into a new pool with caching enabled, before its first request"
         )
-    for what in ("hash_block_size", "num_hash_lookahead_tokens", "medium"):
-        here, there = getattr(pool, what), getattr(header, what)
-        if here != there:
-            raise LayoutMismatchError(
-                f"{name} cannot be used here: {what} is {here!r} here and {there!r} there"
-            )
+    check_alike(name, ("hash_block_size", "num_hash_lookahead_tokens", "medium"), pool, header)
     if layout is not None and header.layout is not None:
         layout.check_same(header.layout, name)
     elif layout is not header.layout:
@@ -301,42 +300,31 @@ def _choose_ids(old_ids: list[BlockId], num_blocks: int) -> list[BlockId]:
     return new_ids[::-1]
 
 
-def _insert(pool: BlockPoolCore, new_ids: list[BlockId], dumped: DumpedBlocks, num_dropped: int) -> None:
+def _insert(pool: BlockPoolCore, new_ids: list[BlockId], rows: CachedRows, num_dropped: int) -> None:
     """Assign the keys of the rows from `num_dropped` on to these free, empty blocks, in order."""
     blocks = [pool.blocks[block_id] for block_id in new_ids]
     take_listed(pool, blocks)
     prefix_map = pool.cached_block_hash_to_block
-    shared = {copies.key for copies in dumped.copies}
+    shared = {key for key, _ in rows.copies}
     for row, block in enumerate(blocks, start=num_dropped):
-        num_tokens, keys = dumped.rows.num_tokens[row], dumped.rows.keys[row]
+        num_tokens, keys = rows.num_tokens[row], rows.keys[row]
         block.set_block_hash(keys[0], None if num_tokens == UNKNOWN else num_tokens)
-        block.parent = dumped.rows.parents[row]
+        block.parent = rows.parents[row]
         pool.origins.note_copy(block, None)
         if len(keys) > 1:
             pool.cached_block_hashes_by_block[block.block_id] = dict.fromkeys(keys[1:])
         for key in keys:
             if key not in shared:
                 prefix_map.insert(key, block)
-    for copies in dumped.copies:
-        for row in copies.rows:
+    for key, places in rows.copies:
+        for row in places:
             if row >= num_dropped:
-                prefix_map.insert(copies.key, blocks[row - num_dropped])
+                prefix_map.insert(key, blocks[row - num_dropped])
     free_listed(pool, blocks)
 
 
 EventKey = tuple[ExternalBlockHash, GroupId]
 """A hash in the form that events use, and its KV cache group."""
-_COMMON_FIELDS = [
-    "block_hashes",
-    "parent_block_hash",
-    "token_ids",
-    "block_size",
-    "lora_id",
-    "medium",
-    "lora_name",
-    "extra_keys",
-    "group_idx",
-]
 
 
 def make_events(
@@ -376,8 +364,11 @@ def make_events(
             [block_hash], None, [], pool.hash_block_size, None, pool.medium, None, group_idx=group_id
         )
         again += [bare] * count
-    make_stored: Callable[..., Any] = pool.stored_type
-    return [pool.cleared_type(), *(_convert(event, make_stored) for event in stores + again)]
+    stores += again
+    if pool.stored_type is not BlockStored:  # the engine's class; it may lack some of the fields
+        names = [name for name in BlockStored.__struct_fields__ if name in pool.stored_type.__struct_fields__]
+        stores = [pool.stored_type(**{name: getattr(one, name) for name in names}) for one in stores]
+    return [pool.cleared_type(), *stores]
 
 
 def split_events(pool: BlockPoolCore, snapshot: Sequence[BlockStored]) -> dict[EventKey, BlockStored]:
@@ -399,14 +390,3 @@ def name_key(pool: BlockPoolCore, key: BlockHashWithGroupId) -> EventKey:
 def _is_of(pool: BlockPoolCore, event: BlockStored) -> bool:
     """Return True if the event is about blocks in the pool's own memory."""
     return (event.medium, event.locality, event.ownership) == (pool.medium, None, None)
-
-
-def _convert(event: BlockStored, make_stored: Callable[..., Any]) -> Any:
-    """Convert an event to the engine's event class, copying the fields that all such classes have."""
-    if make_stored is BlockStored:
-        return event
-    made = make_stored(**{name: getattr(event, name) for name in _COMMON_FIELDS})
-    for name in ("kv_cache_spec_kind", "kv_cache_spec_sliding_window"):
-        if getattr(event, name) is not None:
-            setattr(made, name, getattr(event, name))
-    return made

@@ -5,7 +5,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Any, NamedTuple
+from itertools import zip_longest
+from typing import Any
 
 from kv_pool.core.arguments import as_count
 from kv_pool.core.block import KVCacheBlock
@@ -60,7 +61,7 @@ class SwapPlan(TwoPhasePlan):
 
     Args:
         tables: the source side's tables, which the plan detaches.
-        match: the blocks that the target side already has.
+        found: what the target side already has: from `match_tables`.
     """
 
     def __init__(
@@ -69,13 +70,15 @@ class SwapPlan(TwoPhasePlan):
         direction: SwapDirection,
         request: SchedulableRequest,
         tables: list[BlockTable],
-        match: Match,
+        found: FoundBlocks,
     ) -> None:
         purpose = f"swap request {request.request_id!r} {direction.value}"
         super().__init__(request, request.num_computed_tokens, swapper._plans, purpose)
         self.direction = direction
         self.moves: list[BlockMove] = []
-        self.num_shared_blocks = len(match.shared)
+        self._found = found
+        self._shared = list_shared(found)
+        self.num_shared_blocks = len(self._shared)
         self._groups = swapper._groups
         self._swapper = swapper
         # The managers of the two sides; the rules of each for taking and freeing apply there.
@@ -83,7 +86,6 @@ class SwapPlan(TwoPhasePlan):
         if direction is SwapDirection.IN:
             self._source, self._target = self._target, self._source
         self._tables = tables
-        self._match = match
         self._sources = [table.blocks for table in tables]
         # For each group, the blocks that replace the sources; the null block for an entry without a block.
         self._targets: list[list[KVCacheBlock]] = []
@@ -164,16 +166,14 @@ class SwapPlan(TwoPhasePlan):
         pool = self._target.block_pool
         source_hold = self._open_hold(self._source.block_pool)
         target_hold = self._open_hold(pool)
-        self._watch(self._match.shared)
+        self._watch(self._shared)
         # Touch the found blocks first: until then they may be among the blocks that are taken.
-        touch_listed(pool, self._match.shared)
-        taken = iter(take(pool, self._match.num_new))
-        self._targets = [
-            [next(taken) if block is None else block for block in row] for row in self._match.rows
-        ]
+        touch_listed(pool, self._shared)
+        taken = iter(take(pool, count_missing(self._found)))
+        self._targets = [[next(taken) if block is None else block for block in row] for row in self._found]
         self.moves = [
             BlockMove(before.block_id, after.block_id)
-            for row, targets, found in zip(self._sources, self._targets, self._match.rows, strict=True)
+            for row, targets, found in zip(self._sources, self._targets, self._found, strict=True)
             for before, after, there in zip(row, targets, found, strict=True)
             if there is None
         ]
@@ -204,15 +204,15 @@ class SwapPlan(TwoPhasePlan):
 
     def _end_holds(self, leaving: KVCacheManager, staying: KVCacheManager) -> None:
         """Drop the references to the blocks of one side; the tables own those of the other side now."""
-        holds = dict(self._holds)
-        staying.block_pool.holds.hand_over(holds[staying.block_pool.holds])
-        release_hold(leaving, holds[leaving.block_pool.holds])
+        book = staying.block_pool.holds
+        book.hand_over(self._holds[book])
+        release_hold(leaving, self._holds[leaving.block_pool.holds])
 
     def _change_tables(self) -> None:
         """Replace the tables' blocks by those of the target side. Can be repeated."""
         origins = self._source.block_pool.origins
         for group, table, found, sources, row in zip(
-            self._groups, self._tables, self._match.rows, self._sources, self._targets, strict=True
+            self._groups, self._tables, self._found, self._sources, self._targets, strict=True
         ):
             for position, (there, before, after) in enumerate(zip(found, sources, row, strict=True)):
                 if there is None:
@@ -235,7 +235,7 @@ class SwapPlan(TwoPhasePlan):
         if not pool.enable_caching:
             return
         for group, table, found, row in zip(
-            self._groups, self._tables, self._match.rows, self._targets, strict=True
+            self._groups, self._tables, self._found, self._targets, strict=True
         ):
             first = 0
             for position, there in enumerate([*found, pool.null_block]):
@@ -253,19 +253,19 @@ class SwapPlan(TwoPhasePlan):
 # ---- what the other side has ------------------------------------------------------------------------------
 
 
-class Match(NamedTuple):
-    """A request's tables, matched against the cached blocks of the other side.
+FoundBlocks = list[list[KVCacheBlock | None]]
+"""For each group and table entry, the block on the other side with the same prefix; the null block if the
+entry needs none; None for a block to take and to copy into."""
 
-    Attributes:
-        rows: for each group and table entry, the block on the other side with the same prefix; the null block
-            if the entry needs none; None for a block to take and to copy into.
-        shared: the blocks found.
-        num_new: blocks to take.
-    """
 
-    rows: list[list[KVCacheBlock | None]]
-    shared: list[KVCacheBlock]
-    num_new: int
+def list_shared(rows: FoundBlocks) -> list[KVCacheBlock]:
+    """Return the blocks that were found."""
+    return [block for row in rows for block in row if block is not None and not block.is_null]
+
+
+def count_missing(rows: FoundBlocks) -> int:
+    """Return the number of blocks to take."""
+    return sum(row.count(None) for row in rows)
 
 
 def find_key(
@@ -293,29 +293,21 @@ def match_tables(
     groups: Sequence[BlockGroup],
     tables: Sequence[BlockTable],
     target: BlockPoolCore,
-) -> Match:
+) -> FoundBlocks:
     """Look up every block of the tables in the target pool. Changes nothing. O(blocks)."""
     num_computed_tokens = request.num_computed_tokens
-    rows: list[list[KVCacheBlock | None]] = []
-    shared: list[KVCacheBlock] = []
-    num_new = 0
+    rows: FoundBlocks = []
     for group, table in zip(groups, tables, strict=True):
         first = count_skipped_blocks(group, table, num_computed_tokens)
         row: list[KVCacheBlock | None] = [target.null_block] * len(table.blocks)
         for position in range(first, len(table.blocks)):
             if table.blocks[position].is_null:
                 continue
-            block = None
             key = find_key(request, group, table, position, num_computed_tokens)
-            if key is not None:
-                block = target.cached_block_hash_to_block.get_one_block(key)
-            row[position] = block
-            if block is None:
-                num_new += 1
-            else:
-                shared.append(block)
+            found = None if key is None else target.cached_block_hash_to_block.get_one_block(key)
+            row[position] = found
         rows.append(row)
-    return Match(rows, shared, num_new)
+    return rows
 
 
 def count_skipped_blocks(group: BlockGroup, table: BlockTable, num_computed_tokens: int) -> int:
@@ -391,10 +383,6 @@ class BlockSwapper:
     def list_open_plans(self) -> list[SwapPlan]:
         """Return the plans that are neither committed nor aborted, oldest first."""
         return list(self._plans.by_request.values())
-
-    def list_device_ids_in_flight(self) -> list[BlockId]:
-        """Return the ids of the device blocks of open plans, which hold them in place (`BlockPool.holds`)."""
-        return [block.block_id for plan in self.list_open_plans() for block in plan.list_blocks(self.manager)]
 
     def get_host_block_ids(self, request_id: RequestId, group_id: GroupId = GroupId(0)) -> list[BlockId]:
         """Return the block table of a swapped-out request: ids of the host pool; 0 where there is no block.
@@ -514,21 +502,18 @@ class BlockSwapper:
             split_at_resets(side.take_events(), side.block_pool.cleared_type)
             for side in (self.manager, self._host)
         ]
-        events: list[KVCacheEvent] = []
-        for num_later in range(max(map(len, sides)), 0, -1):
-            for parts in sides:
-                if num_later <= len(parts):
-                    events += parts[-num_later]
-        return events
+        # Both have had the latest resets; one may have had more, of which the other's events were taken.
+        rounds = list(zip_longest(*map(reversed, sides), fillvalue=[]))
+        return [event for parts in reversed(rounds) for part in parts for event in part]
 
     # ---- internals -------------------------------------------------------------------------------
 
     def _plan(self, direction: SwapDirection, request: SchedulableRequest, *more: Any) -> SwapPlan | None:
         """Open a plan, or return None; the arguments are those of `_judge`."""
-        status, tables, match = self._judge(direction, request, *more)
+        status, tables, found = self._judge(direction, request, *more)
         if status is not AllocStatus.OK:
             return None
-        plan = SwapPlan(self, direction, request, tables, match)
+        plan = SwapPlan(self, direction, request, tables, found)
         plan.open()
         return plan
 
@@ -538,34 +523,31 @@ class BlockSwapper:
         request: SchedulableRequest,
         num_new_tokens: int | None = None,
         num_lookahead_tokens: int = 0,
-    ) -> tuple[AllocStatus, list[BlockTable], Match]:
+    ) -> tuple[AllocStatus, list[BlockTable], FoundBlocks]:
         """Match the request's tables with the other side, and return whether its free blocks suffice.
 
         Args:
             num_new_tokens, num_lookahead_tokens: those of the next step after a swap in, see `can_swap_in`.
         """
-        num_to_leave = num_more = num_pinned = 0
-        if direction is SwapDirection.OUT:
-            side = self._host
-            tables = self._check_swap_out(request)
-            match = match_tables(request, self._groups, tables, side.block_pool)
-        else:
-            side = self.manager
-            tables = self._check_swap_in(request)
-            num_more = self._count_more_blocks(request, tables, num_new_tokens, num_lookahead_tokens)
-            match = match_tables(request, self._groups, tables, side.block_pool)
-            num_pinned = len(list_lasting_pins(side, None, match.shared))
+        is_out = direction is SwapDirection.OUT
+        side = self._host if is_out else self.manager
+        tables = self._check_swap_out(request) if is_out else self._check_swap_in(request)
+        found = match_tables(request, self._groups, tables, side.block_pool)
+        shared = list_shared(found)
+        num_new, num_to_leave, num_pinned = count_missing(found), 0, 0
+        if not is_out:
+            num_new += self._count_more_blocks(request, tables, num_new_tokens, num_lookahead_tokens)
+            num_pinned = len(list_lasting_pins(side, None, shared))
             # The watermark, as for any request without blocks, applies while other requests hold blocks.
             num_to_leave = side.watermark_blocks if side.list_request_ids() else 0
-        num_usable = side.block_pool.num_gpu_blocks - 1 - num_pinned
-        if match.num_new + len(match.shared) + num_more > num_usable:
-            return AllocStatus.NEVER, tables, match
+        if num_new + len(shared) > side.block_pool.num_gpu_blocks - 1 - num_pinned:
+            return AllocStatus.NEVER, tables, found
         if side.retention is not None:
             side.retention.expire()
-        num_free = sum(block.ref_cnt == 0 for block in match.shared)  # sharing them takes them, too
-        if match.num_new + num_free + num_more > side.get_num_free_blocks() - num_to_leave:
-            return AllocStatus.LATER, tables, match
-        return AllocStatus.OK, tables, match
+        num_free = sum(block.ref_cnt == 0 for block in shared)  # sharing them takes them, too
+        if num_new + num_free > side.get_num_free_blocks() - num_to_leave:
+            return AllocStatus.LATER, tables, found
+        return AllocStatus.OK, tables, found
 
     def _count_more_blocks(
         self,

@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, cast
 
 from kv_pool.core.block_keys import group_suffix
 from kv_pool.ids import BlockHash, BlockHashWithGroupId, GroupId, RequestId
+from kv_pool.manager.requests.request import SchedulableRequest
 
 Rows = list[dict[int, BlockHashWithGroupId]]
 """For each group, keys by position in the block table."""
@@ -28,13 +29,6 @@ class TierHit(NamedTuple):
     num_tokens_by_medium: dict[str, int]
 
 
-class HashedRequest(Protocol):
-    """A request with block hashes."""
-
-    @property
-    def block_hashes(self) -> Sequence[BlockHash]: ...
-
-
 @dataclass(frozen=True)
 class GroupKeys:
     """The keys of a KV cache group's blocks, and which of them a hit needs.
@@ -54,16 +48,16 @@ class GroupKeys:
     skip: Callable[[int], int] | None = None
     is_cacheable: bool = True
 
-    def count_blocks(self, request: HashedRequest, num_tokens: int) -> int:
+    def count_blocks(self, request: SchedulableRequest, num_tokens: int) -> int:
         """Return the number of full blocks of the first `num_tokens` tokens that have a hash."""
         return min(num_tokens // self.block_size, len(request.block_hashes) // self.stride)
 
-    def list_hashes(self, request: HashedRequest, start: int, end: int) -> Sequence[BlockHash]:
+    def list_hashes(self, request: SchedulableRequest, start: int, end: int) -> Sequence[BlockHash]:
         """Return the hashes of blocks [start, end) of a request, as far as it has them."""
         hashes, stride = request.block_hashes, self.stride
         return hashes[start:end] if stride == 1 else hashes[(start + 1) * stride - 1 : end * stride : stride]
 
-    def list_keys(self, request: HashedRequest, start: int, end: int) -> list[BlockHashWithGroupId]:
+    def list_keys(self, request: SchedulableRequest, start: int, end: int) -> list[BlockHashWithGroupId]:
         """Return the keys of blocks [start, end) of a request. All of them must have a hash."""
         suffix = group_suffix(self.group_id)
         keys = [block_hash + suffix for block_hash in self.list_hashes(request, start, end)]
@@ -96,7 +90,7 @@ class TierPrefixes:
         self._full = [group for group in groups if group.is_cacheable and group.skip is None]
         self._partial = [group for group in groups if group.is_cacheable and group.skip is not None]
 
-    def count_tokens(self, request: HashedRequest, num_device_tokens: int, max_num_tokens: int) -> int:
+    def count_tokens(self, request: SchedulableRequest, num_device_tokens: int, max_num_tokens: int) -> int:
         """Return how many tokens after the first `num_device_tokens` the tiers have for the request.
 
         The result is a multiple of the alignment; `num_device_tokens` must be one, too. A group with a window
@@ -120,7 +114,7 @@ class TierPrefixes:
             num_tokens = self._align(missing)
         return 0
 
-    def list_blocks(self, request: HashedRequest, start: int, end: int) -> Rows:
+    def list_blocks(self, request: SchedulableRequest, start: int, end: int) -> Rows:
         """Return the keys of the blocks for tokens `[start, end)`, whether in a tier or not.
 
         Leaves out blocks to which no token from `end` on attends.
@@ -149,7 +143,7 @@ class TierPrefixes:
             counts[tier] = counts.get(tier, 0) + min(step, end - start - place * step)
         return counts
 
-    def _count_stored(self, request: HashedRequest, group: GroupKeys, wanted: range) -> int:
+    def _count_stored(self, request: SchedulableRequest, group: GroupKeys, wanted: range) -> int:
         """Return how many of these blocks the tiers have, up to the first that they do not."""
         suffix = group_suffix(group.group_id)
         indexes = self._list_indexes()
@@ -162,7 +156,7 @@ class TierPrefixes:
                 return number
         return len(wanted)
 
-    def _find_missing(self, request: HashedRequest, start: int, end: int) -> int | None:
+    def _find_missing(self, request: SchedulableRequest, start: int, end: int) -> int | None:
         """Return the first token of the first block that a hit of `end` tokens needs and no tier has.
 
         Every length between that token and `end` needs the block, too, because a shorter hit's needed range

@@ -1,32 +1,33 @@
-"""`TieredCache`: offloads blocks that a pool evicts to lower tiers, and loads them back."""
+"""`TieredCache`: offloads blocks that a pool evicts to lower tiers, and loads them back; `TierEvents`."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+import msgspec
 
 from kv_pool.core.arguments import as_count
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.block_keys import get_group_id
+from kv_pool.core.block_keys import get_block_hash, get_group_id
 from kv_pool.core.extra_keys import CacheableRequest
-from kv_pool.core.kv_events import BlockStored
+from kv_pool.core.kv_events import BlockRemoved, BlockStored
 from kv_pool.core.pool_core import BlockPoolCore
+from kv_pool.core.stored_events import hashes_of, make_external_hash, make_stored
 from kv_pool.errors import CopyFailedError, InvalidArgumentError, TierError
-from kv_pool.ids import BlockHash, BlockHashWithGroupId, BlockId, GroupId, RequestId
+from kv_pool.events.stored_spans import slice_positions
+from kv_pool.ids import BlockHash, BlockHashWithGroupId, BlockId, ExternalBlockHash, GroupId, RequestId
 from kv_pool.storage.block_storage import BlockStorage
-from kv_pool.tiers.disk_tier import DiskTier
-from kv_pool.tiers.prefetcher import Prefetcher
-from kv_pool.tiers.tier import Tier, TierStatistics
-from kv_pool.tiers.tier_events import TierEvents
-from kv_pool.tiers.tier_stack import TierStack
+from kv_pool.tiers.disk_tier import DiskTier, Prefetcher
+from kv_pool.tiers.tier import NO_IDS, Tier, TierStack, TierStatistics
 
 _logger = logging.getLogger(__name__)
 
 WRITES = ("back", "through")
 
 
-class TieredCache:
+class TieredCache(TierStack):
     """The lower tiers of a pool, fastest first.
 
         >>> from kv_pool import BlockHasher, BlockPool, Request
@@ -116,7 +117,7 @@ class TieredCache:
         # the step. By block, since two may have a key, of which one is never written.
         self._through: dict[KVCacheBlock, tuple[BlockHashWithGroupId, int, bool]] = {}
         self._events = TierEvents(block_pool) if enable_events else None
-        self._stack = TierStack(tiers, self._events)
+        super().__init__(tiers, self._events)
         # Shared with the tiers: see `LowerTiers.list_parents`.
         self._parents: dict[BlockHashWithGroupId, tuple[bytes | None, int]] = {}
         self._num_to_sweep_at = 2 * (block_pool.num_gpu_blocks + sum(tier.capacity for tier in tiers))
@@ -131,32 +132,21 @@ class TieredCache:
             tier.parents = self._parents
         block_pool.lower_tiers = self
         for tier in tiers:
-            self._stack.announce_stored(tier, tier.list_keys())
-
-    @property
-    def tiers(self) -> tuple[Tier, ...]:
-        """The tiers, fastest first."""
-        return self._stack.tiers
-
-    @property
-    def num_dropped(self) -> int:
-        """Number of evicted blocks that no tier has stored, because all blocks of the tier were held or the
-        copy from the device failed.
-        """
-        return self._stack.num_dropped
+            self.announce_stored(tier, tier.list_keys())
 
     # ---- looking ---------------------------------------------------------------------------------
 
-    def find_tier(self, key: BlockHashWithGroupId) -> int | None:
-        """Return the index in `tiers` of the fastest tier that has the block, or None. Changes nothing."""
-        return 0 if key in self._pending else self._stack.find_tier(key)
+    def find_tier(self, key: object) -> int | None:
+        """Return the index in `tiers` of the fastest tier that has the block, or None. Changes nothing.
 
-    def __contains__(self, key: object) -> bool:
-        return key in self._pending or key in self._stack
+        A pending block, not yet offloaded, counts for the fastest tier.
+        """
+        # Called for each block of a hit; `super()` would take longer.
+        return 0 if key in self._pending else TierStack.find_tier(self, key)
 
     def list_indexes(self) -> list[Mapping[BlockHashWithGroupId, object]]:
         """Return mappings whose keys are in a tier or pending, for many look-ups. Valid until a change."""
-        indexes = self._stack.list_indexes()
+        indexes = super().list_indexes()
         return [self._pending, *indexes] if self._pending else indexes
 
     def has_all(self, keys: Iterable[BlockHashWithGroupId]) -> bool:
@@ -252,16 +242,19 @@ class TieredCache:
 
     def on_cache_reset(self) -> None:
         """See `LowerTiers`. Without events. The next `flush` raises a disk's error."""
+        try:
+            self.clear()
+        except TierError as error:
+            self._note_unforgotten(error)
+
+    def clear(self) -> None:
         self._pending.clear()
         self._through.clear()
         if self._prefetcher is not None:
             self._prefetcher.cancel()
         if self._events is not None:
             self._events.labels.clear()
-        try:
-            self._stack.clear()
-        except TierError as error:
-            self._note_unforgotten(error)
+        super().clear()
 
     def note_block_size(self, group_id: GroupId, block_size: int) -> None:
         """Record a group's block size in tokens. Called on caching and by `TierOnboarder`.
@@ -332,8 +325,8 @@ class TieredCache:
         if self._prefetcher is not None:
             self._prefetcher.close()
         for tier in self.tiers:
-            self._stack.announce_removed(tier, tier.list_keys())
-        self._stack.close()
+            self.announce_removed(tier, tier.list_keys())
+        super().close()
 
     # ---- loading ---------------------------------------------------------------------------------
 
@@ -356,9 +349,7 @@ class TieredCache:
             return len(moving)
         if self._prefetcher is None:
             return 0
-        disk = self._prefetcher.tier
-        on_disk = [(key, disk.get_slot(key)) for key in keys if key in disk and self.find_tier(key) != 0]
-        self._prefetcher.ask(owner, on_disk)
+        self._prefetcher.ask(owner, [key for key in keys if self.find_tier(key) != 0])
         return self._prefetcher.count_asked(owner)
 
     def cancel_prefetch(self, owner: RequestId) -> None:
@@ -372,32 +363,10 @@ class TieredCache:
 
     def _take_prefetched(self) -> None:
         """Store prefetched blocks in the top tier, if they are still in their slots on disk."""
-        if self._prefetcher is None:
-            return
-        disk = self._prefetcher.tier
-        for batch in self._prefetcher.take_done():
-            if batch.read is not None:
-                slot_of = dict(zip(batch.keys, batch.slots, strict=True))
-                there = {key for key in batch.keys if key in disk and disk.get_slot(key) == slot_of[key]}
-                unreadable = [key for key in batch.read.failed if key in there]
-                disk.drop_unreadable(unreadable)
-                self._stack.announce_removed(disk, unreadable)
-                id_of = dict(zip(batch.read.keys, batch.read.block_ids, strict=True))
-                good = [key for key in batch.read.keys if key in there]
-                disk.note_read(len(good))
-                self._store(good, batch.read.storage, [id_of[key] for key in good])
-
-    def hold(self, keys: Sequence[BlockHashWithGroupId]) -> None:
-        """Exempt these keys from eviction in all tiers until `release`, and mark them as used now."""
-        self._stack.hold(keys)
-
-    def release(self, keys: Sequence[BlockHashWithGroupId]) -> None:
-        """Undo one `hold` of each of these keys."""
-        self._stack.release(keys)
-
-    def hold_only(self, keys: Sequence[BlockHashWithGroupId]) -> None:
-        """Replace all holds by one hold of each of these keys, for a repair."""
-        self._stack.hold_only(keys)
+        if self._prefetcher is not None:
+            for read in self._prefetcher.take_done():
+                self.announce_removed(self._prefetcher.tier, read.failed)
+                self._store(read.keys, read.storage, dict(zip(read.keys, read.block_ids, strict=True)))
 
     def load(
         self, keys: Sequence[BlockHashWithGroupId], block_ids: Sequence[BlockId]
@@ -417,7 +386,7 @@ class TieredCache:
         self._begin()
         self.flush_evicted()
         try:
-            failed = self._stack.load(keys, self.storage, block_ids)
+            failed = self.load_into(self.storage, dict(zip(keys, block_ids, strict=True)))
         except CopyFailedError:
             self.block_pool.is_changing = False
             raise
@@ -446,7 +415,7 @@ class TieredCache:
             gone = set(keys)
             self._through = {block: one for block, one in self._through.items() if one[0] not in gone}
         try:
-            self._stack.forget(keys)
+            super().forget(keys)
         except TierError:
             self.block_pool.is_changing = was_changing
             raise
@@ -481,25 +450,120 @@ class TieredCache:
         """Offload device blocks to the top tier, under these keys."""
         copies = {key: block.block_id for key, block in blocks}
         if copies:
-            self._store(list(copies), self.storage, list(copies.values()))
+            self._store(copies, self.storage, copies)
 
     def _store(
         self,
-        keys: Sequence[BlockHashWithGroupId],
+        keys: Iterable[BlockHashWithGroupId],
         storage: BlockStorage | None = None,
-        block_ids: Sequence[BlockId] = (),
+        id_of: Mapping[BlockHashWithGroupId, BlockId] = NO_IDS,
     ) -> None:
         """Store blocks in the top tier as most recently used; evicted blocks move to the next tier.
 
         Args:
-            storage, block_ids: the source of the bytes; None and empty without bytes.
+            storage, id_of: the source of the bytes; None and empty without bytes.
         """
         was_changing = self.block_pool.is_changing
         self.block_pool.is_changing = True
-        id_of = dict(zip(keys, block_ids, strict=True)) if storage is not None else {}
-        for step in self._stack.plan(0, keys):
-            if step.level == 0 and storage is not None:
-                self._stack.apply(step, storage, [id_of[key] for key in step.stored])
-            else:
-                self._stack.apply(step)
+        for step in self.plan(0, keys):
+            self.apply(step, storage, id_of)
         self.block_pool.is_changing = was_changing
+
+
+# ---- events ----------------------------------------------------------------------------------------
+
+
+class Label(NamedTuple):
+    """The event data of a block: its position in the store event of all blocks cached with it.
+
+    Attributes:
+        span: the store event.
+        position: the block's index in the event.
+        depth: number of tokens before the block in its sequence; parents have fewer.
+    """
+
+    span: BlockStored
+    position: int
+    depth: int
+
+
+class TierEvents:
+    """Appends events of tiers to the pool's queue, so that all events stay in order.
+
+    A block's event data (parent, tokens and so on) is recorded when the block is cached or arrives. A block
+    that was never on the device, such as one found in a reopened folder, is published with its hash only: no
+    tokens, and a `block_size` of 0.
+
+    Among blocks stored together, those with fewer preceding tokens are published first.
+
+    Attributes:
+        labels: the event data, which the tiers' owner drops when a block is neither cached nor stored.
+    """
+
+    def __init__(self, pool: BlockPoolCore) -> None:
+        self._pool = pool
+        self.labels: dict[BlockHashWithGroupId, Label] = {}
+
+    def note_cached(
+        self,
+        request: CacheableRequest,
+        hashes: Sequence[BlockHash],
+        num_cached_blocks: int,
+        block_size: int,
+        group_id: GroupId,
+    ) -> None:
+        """Record the event data of newly cached blocks, for events when they enter a tier."""
+        pool = self._pool
+        parent: BlockHash | None = None
+        if num_cached_blocks:
+            (parent,) = hashes_of(pool, request, num_cached_blocks - 1, num_cached_blocks, block_size)
+        start = num_cached_blocks * block_size
+        spanned: list[BlockHash | None] = list(hashes)
+        span: Any = make_stored(pool, request, spanned, parent, start, block_size, group_id, BlockStored)
+        suffix = group_id.to_bytes(4, "big")
+        for position, block_hash in enumerate(hashes):
+            key = BlockHashWithGroupId(block_hash + suffix)
+            self.labels[key] = Label(span, position, start + position * block_size)
+
+    def note_arrived(self, key: BlockHashWithGroupId, event: BlockStored, depth: int) -> None:
+        """Record the event data of a received block from an event about it alone.
+
+        `depth` is the number of tokens before the block in its sequence.
+        """
+        self.labels[key] = Label(event, 0, depth)
+
+    def announce_stored(self, medium: str, keys: Sequence[BlockHashWithGroupId]) -> None:
+        """Publish that a tier of this medium has gained these keys."""
+        bare: dict[GroupId, list[ExternalBlockHash]] = {}
+        spans: dict[int, list[Label]] = {}
+        for key in keys:
+            label = self.labels.get(key)
+            if label is None:
+                bare.setdefault(get_group_id(key), []).append(self._name(key))
+            else:
+                spans.setdefault(id(label.span), []).append(label)
+        stored: list[tuple[int, BlockStored]] = []
+        for labels in spans.values():
+            labels.sort(key=lambda label: label.position)
+            depth_of = {label.span.block_hashes[label.position]: label.depth for label in labels}
+            for part in slice_positions(labels[0].span, [label.position for label in labels]):
+                event = msgspec.structs.replace(part, medium=medium)
+                stored.append((depth_of[part.block_hashes[0]], event))
+        stored.sort(key=lambda pair: pair[0])
+        events: list[Any] = [event for _, event in stored]
+        for group_id, hashes in bare.items():
+            events += [
+                BlockStored([name], None, [], 0, None, medium, None, group_idx=group_id) for name in hashes
+            ]
+        self._pool.kv_event_queue.extend(events)
+
+    def announce_removed(self, medium: str, keys: Sequence[BlockHashWithGroupId]) -> None:
+        """Publish that a tier of this medium has lost these keys."""
+        by_group: dict[GroupId, list[ExternalBlockHash]] = {}
+        for key in keys:
+            by_group.setdefault(get_group_id(key), []).append(self._name(key))
+        events: list[Any] = [BlockRemoved(hashes, medium, group_id) for group_id, hashes in by_group.items()]
+        self._pool.kv_event_queue.extend(events)
+
+    def _name(self, key: BlockHashWithGroupId) -> ExternalBlockHash:
+        return make_external_hash(self._pool, get_block_hash(key))

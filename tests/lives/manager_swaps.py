@@ -130,7 +130,7 @@ class ManagerSwaps:
         is_whole = opened.plan.load()
         opened.is_loaded = True
         if is_whole:
-            targets = [block for block in opened.plan._targets if not block.is_null]
+            targets = list(opened.plan._target_of.values())
             opened.promises.append(self.expect(self.device, targets, "read into by an open plan"))
         return is_whole
 

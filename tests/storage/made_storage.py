@@ -105,6 +105,10 @@ def allocate(way, layout, num_blocks=7, block_size=4, num_layers=2, heads=3, hea
     return storage
 
 
+def read_all(storage):
+    return [storage.read_block(block_id) for block_id in range(storage.num_blocks)]
+
+
 def fill(tensors, seed):
     """Fill every element with random bytes, so that different places almost surely differ."""
     rng = np.random.default_rng(seed)

@@ -2,15 +2,11 @@
 
 import numpy as np
 import pytest
-from storage.made_storage import BLOCK_AXES, allocate, draw_moves, fill, make_way
+from storage.made_storage import BLOCK_AXES, allocate, draw_moves, fill, make_way, read_all
 
 from kv_pool import InvalidArgumentError, InvalidBlockError
 from kv_pool.storage import BlockStorage, KVStorage
 from kv_pool.storage.block_storage import copy_through_buffers
-
-
-def read_all(storage):
-    return [storage.read_block(block_id) for block_id in range(storage.num_blocks)]
 
 
 @pytest.mark.torch

@@ -12,6 +12,7 @@ from storage.made_storage import (
     fill,
     make_way,
     move_in_model,
+    read_all,
     to_numpy,
 )
 
@@ -63,24 +64,24 @@ def test_chains_and_cycles_are_applied_simultaneously(way, layout, seed):
     rng = random.Random(seed)
     ids = rng.sample(range(storage.num_blocks), storage.num_blocks)
     moves = [(source, target) for source, target in enumerate(ids) if source != target][seed:]
-    before = [storage.read_block(block_id) for block_id in range(storage.num_blocks)]
+    before = read_all(storage)
     expected = dict(enumerate(before)) | {target: before[source] for source, target in moves}
     storage.apply_moves(moves)
     storage.synchronize()
-    assert [storage.read_block(block_id) for block_id in range(storage.num_blocks)] == list(expected.values())
+    assert read_all(storage) == list(expected.values())
 
 
 @pytest.mark.parametrize("layout", ["L|BNHC", "|BLNHC", "2L|THD"])
 def test_scratch_blocks_keep_content_between_calls(way, layout):
     storage = allocate(way, layout)
-    before = [storage.read_block(block_id) for block_id in range(storage.num_blocks)]
+    before = read_all(storage)
     first, second = storage.scratch_ids[:2]
     storage.apply_moves([(1, second), (4, first)])
     storage.apply_moves([(2, 1), (5, 4)])
     storage.apply_moves([(second, 2), (first, 5), (0, 6)])
     storage.synchronize()
     expected = [before[block_id] for block_id in (0, 2, 1, 3, 5, 4, 0)]
-    assert [storage.read_block(block_id) for block_id in range(storage.num_blocks)] == expected
+    assert read_all(storage) == expected
 
 
 def test_spans_longer_than_a_piece(way):
@@ -143,14 +144,14 @@ def test_blocks_are_copied_to_another_storage(way, here, there, seed):
     """Layouts may differ if the bytes of a block are in the same order: spans are cut alike."""
     source, target = allocate(way, here), allocate(way, there, num_blocks=5)
     fill(target.tensors, seed + 100)
-    sent = [source.read_block(block_id) for block_id in range(7)]
-    expected = [target.read_block(block_id) for block_id in range(5)]
+    sent = read_all(source)
+    expected = read_all(target)
     moves = draw_moves(seed, 7, num_targets=5)
     source.copy_to(target, moves)
     for source_id, target_id in moves:
         expected[target_id] = sent[source_id]
-    assert [target.read_block(block_id) for block_id in range(5)] == expected
-    assert [source.read_block(block_id) for block_id in range(7)] == sent
+    assert read_all(target) == expected
+    assert read_all(source) == sent
 
 
 def test_state_without_tokens_is_moved(way):

@@ -1,7 +1,7 @@
 """A copy that fails part-way: a typed error, every source intact, and nothing to undo."""
 
 import pytest
-from storage.made_storage import allocate, make_way
+from storage.made_storage import allocate, make_way, read_all
 
 from kv_pool import CopyFailedError, KVPoolError
 from kv_pool.storage import KVStorage
@@ -25,12 +25,7 @@ def make_pair(num_good):
     return KVStorage.wrap(good.tensors, "L|2BNHD", copy=CopyThatBreaksOff(num_good)), good
 
 
-def read_all(storage):
-    return [storage.read_block(block_id) for block_id in range(storage.num_blocks)]
-
-
 MOVES = [(9, 1), (8, 2), (7, 3), (6, 4)]
-TARGETS = {1, 2, 3, 4}
 
 
 @pytest.mark.parametrize("num_good", range(5))
@@ -43,9 +38,7 @@ def test_all_blocks_but_the_targets_are_intact(num_good):
         broken.apply_moves(MOVES)
     assert isinstance(caught.value.__cause__, OSError)
     after = read_all(good)
-    assert [after[block_id] for block_id in range(10) if block_id not in TARGETS] == [
-        before[block_id] for block_id in range(10) if block_id not in TARGETS
-    ]
+    assert (after[0], after[5:]) == (before[0], before[5:])
 
 
 def test_a_refused_plan_copies_nothing():

@@ -7,8 +7,7 @@ from storage.made_storage import BLOCK_AXES
 
 from kv_pool.errors import InvalidBlockError
 from kv_pool.storage import KVStorage, Segment, SegmentTable
-from kv_pool.storage.segments import split_alike
-from kv_pool.storage.spans import HostSpans, count_pieces, find_runs, make_block_ids
+from kv_pool.storage.segments import HostSpans, count_pieces, find_runs, make_block_ids, split_alike
 
 
 def make_table(num_blocks, *rows):

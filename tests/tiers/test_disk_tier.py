@@ -31,12 +31,25 @@ KEYS = [make_key(number) for number in range(16)]
 TESTS = Path(__file__).parent.parent
 
 
-@pytest.fixture
-def device():
+def make_device():
     device = Device()
     for block_id, key in enumerate(KEYS):
         device.write(block_id, key)
     return device
+
+
+@pytest.fixture
+def device():
+    return make_device()
+
+
+@pytest.fixture
+def tier(tmp_path, device):
+    """A tier in `tmp_path` for 8 blocks, with the blocks 0, 1 and 2."""
+    tier = DiskTier(tmp_path, 8, device.layout)
+    put(tier, device, 0, 1, 2)
+    yield tier
+    tier.close()
 
 
 def put(tier, device, *numbers):
@@ -45,7 +58,7 @@ def put(tier, device, *numbers):
 
 def reopen(tier, device, capacity=8, **options):
     tier.close()
-    return DiskTier(tier._folder.path, capacity, device.layout, **options)
+    return DiskTier(tier._files.path, capacity, device.layout, **options)
 
 
 def check_bytes(tier, device):
@@ -72,10 +85,8 @@ def test_restart_restores_blocks_and_lru_order(tmp_path, device):
 
 
 @pytest.mark.parametrize("verifies", [True, False])
-def test_flipped_bytes_are_detected_on_open_or_read(tmp_path, device, verifies):
-    tier = DiskTier(tmp_path, 8, device.layout)
-    put(tier, device, 0, 1, 2)
-    slot = tier.get_slot(KEYS[1])
+def test_flipped_bytes_are_detected_on_open_or_read(tmp_path, device, tier, verifies):
+    slot = tier._slot_of[KEYS[1]]
     tier.close()
     with open(tmp_path / "blocks", "r+b") as file:
         file.seek(slot * 4096 + BLOCK_BYTES - 1)
@@ -109,9 +120,7 @@ def test_truncated_file_keeps_blocks_before_the_cut(tmp_path, device, name, shar
     invariants.check_tier(tier)
 
 
-def test_truncating_an_open_file_loses_only_its_blocks(tmp_path, device):
-    tier = DiskTier(tmp_path, 8, device.layout)
-    put(tier, device, 0, 1, 2)
+def test_truncating_an_open_file_loses_only_its_blocks(tmp_path, device, tier):
     os.truncate(tmp_path / "blocks", 4096 + 10)
     read = tier.read(KEYS[:3])
     assert (list(read.keys), list(read.failed)) == ([KEYS[0]], [KEYS[1], KEYS[2]])
@@ -119,9 +128,7 @@ def test_truncating_an_open_file_loses_only_its_blocks(tmp_path, device):
     check_bytes(tier, device)
 
 
-def test_forgotten_blocks_stay_away_after_a_restart(tmp_path, device):
-    tier = DiskTier(tmp_path, 8, device.layout)
-    put(tier, device, 0, 1, 2)
+def test_forgotten_blocks_stay_away_after_a_restart(tmp_path, device, tier):
     tier.forget([KEYS[1]])
     tier = reopen(tier, device)
     assert tier.list_keys() == [KEYS[0], KEYS[2]]
@@ -141,9 +148,7 @@ def test_smaller_capacity_keeps_the_blocks_that_fit(tmp_path, device):
     assert len(tier) == 3
 
 
-def test_folder_of_another_layout_is_refused_unchanged(tmp_path, device):
-    tier = DiskTier(tmp_path, 8, device.layout)
-    put(tier, device, 0, 1)
+def test_folder_of_another_layout_is_refused_unchanged(tmp_path, device, tier):
     tier.close()
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     other = BlockLayout("float16 [3]", BLOCK_BYTES, 4, "sha256", "00")
@@ -152,8 +157,7 @@ def test_folder_of_another_layout_is_refused_unchanged(tmp_path, device):
     with pytest.raises(LayoutMismatchError, match="format is 'inverted' here and 'raw' there"):
         DiskTier(tmp_path, 8, device.layout, Inverted())
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-    tier = DiskTier(tmp_path, 8, device.layout)
-    assert len(tier) == 2
+    assert len(DiskTier(tmp_path, 8, device.layout)) == 3
 
 
 def test_folder_of_another_model_is_refused(tmp_path, device):
@@ -161,13 +165,13 @@ def test_folder_of_another_model_is_refused(tmp_path, device):
         return BlockLayout.describe(device.storage, 4, model=model, weights=weights)
 
     DiskTier(tmp_path, 8, describe("one", "r1")).close()
-    with pytest.raises(LayoutMismatchError, match="model is 'other' here and 'one' there"):
-        DiskTier(tmp_path, 8, describe("other", "r1"))
-    with pytest.raises(LayoutMismatchError, match="weights is 'r2' here and 'r1' there"):
-        DiskTier(tmp_path, 8, describe("one", "r2"))
-    with pytest.raises(LayoutMismatchError, match="model is '' here and 'one' there"):
-        DiskTier(tmp_path, 8, describe("", ""))
-    DiskTier(tmp_path, 8, describe("one", "r1")).close()
+    for model, weights, message in (
+        ("other", "r1", "model is 'other' here and 'one' there"),
+        ("one", "r2", "weights is 'r2' here and 'r1' there"),
+        ("", "", "model is '' here and 'one' there"),
+    ):
+        with pytest.raises(LayoutMismatchError, match=message):
+            DiskTier(tmp_path, 8, describe(model, weights))
 
 
 def test_version_1_folder_has_no_model(tmp_path, device):
@@ -195,27 +199,32 @@ def test_folder_with_foreign_files_is_refused(tmp_path, device):
     assert [path.name for path in tmp_path.iterdir()] == ["letters"]
 
 
-def test_description_contains_layout_and_format(tmp_path, device):
-    DiskTier(tmp_path, 8, device.layout, Inverted()).close()
-    told = json.loads((tmp_path / "tier.json").read_text())
-    assert (told["format"], told["encoded_bytes"]) == ("inverted", BLOCK_BYTES + 12)
-    assert told["layout"]["block_bytes"] == BLOCK_BYTES
-
-
-def test_folder_in_use_is_refused(tmp_path, device):
-    tier = DiskTier(tmp_path, 8, device.layout)
-    with pytest.raises(TierError, match="in use by another tier"):
-        DiskTier(tmp_path, 8, device.layout)
+def run_in_child(function, folder):
     code = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from tiers.made_tiers import Device\nfrom kv_pool.tiers.disk_tier import DiskTier\n"
-        "DiskTier(sys.argv[2], 8, Device().layout)"
+        f"from tiers.test_disk_tier import {function.__name__} as run\nrun(sys.argv[2])"
     )
-    told = subprocess.run(
-        [sys.executable, "-c", code, str(TESTS), str(tmp_path)], capture_output=True, text=True
+    return subprocess.Popen(
+        [sys.executable, "-c", code, str(TESTS), str(folder)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
-    assert "TierError" in told.stderr
-    assert "in use by another tier" in told.stderr
+
+
+def try_to_open(folder):
+    """Open a folder; print the error. Runs in a child."""
+    try:
+        DiskTier(folder, 8, Device().layout)
+    except TierError as error:
+        print(error)
+
+
+def test_folder_in_use_is_refused(tmp_path, device, tier):
+    with pytest.raises(TierError, match="in use by another tier"):
+        DiskTier(tmp_path, 8, device.layout)
+    output, errors = run_in_child(try_to_open, tmp_path).communicate()
+    assert "in use by another tier" in output, errors
     tier.close()
     DiskTier(tmp_path, 8, device.layout).close()
 
@@ -226,23 +235,18 @@ def test_folder_that_cannot_be_created_raises(tmp_path, device):
         DiskTier(tmp_path / "file" / "tier", 8, device.layout)
 
 
-def test_folder_without_permission_raises(device):
-    """Runs in a child process that drops root privileges."""
-    code = (
-        "import os, sys; sys.path.insert(0, sys.argv[1])\n"
-        "from tiers.made_tiers import Device\nfrom kv_pool.tiers.disk_tier import DiskTier\n"
-        "import kv_pool.errors\nlayout = Device().layout\n"
-        "if os.getuid() == 0: os.chown(sys.argv[2], 65534, -1); os.setuid(65534)\n"
-        "try: DiskTier(sys.argv[2], 8, layout)\n"
-        "except kv_pool.errors.TierError as error: print('TierError:', error)"
-    )
+def try_without_privileges(folder):
+    if os.getuid() == 0:
+        os.chown(folder, 65534, -1)
+        os.setuid(65534)
+    try_to_open(folder)
+
+
+def test_folder_without_permission_raises():
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o555)
-        told = subprocess.run(
-            [sys.executable, "-c", code, str(TESTS), folder], capture_output=True, text=True, check=True
-        )
-    assert told.stdout.startswith("TierError:")
-    assert "Permission denied" in told.stdout
+        output, errors = run_in_child(try_without_privileges, folder).communicate()
+    assert "Permission denied" in output, errors
 
 
 def test_too_long_key_is_refused(tmp_path, device):
@@ -254,9 +258,7 @@ def test_too_long_key_is_refused(tmp_path, device):
 
 def write_beyond_the_limit(folder):
     """Put five blocks with files limited to two and a half blocks; print the results. Runs in a child."""
-    device = Device()
-    for block_id, key in enumerate(KEYS):
-        device.write(block_id, key)
+    device = make_device()
     tier = DiskTier(folder, 8, device.layout)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2 * 4096 + BLOCK_BYTES // 2,) * 2)
     stored = tier.put(KEYS[:5], device.storage, range(5))
@@ -269,19 +271,6 @@ def write_beyond_the_limit(folder):
     told = tier.get_statistics()
     print(json.dumps([len(stored), intact, len(again), len(in_place), told.num_write_errors]))
     tier.close()
-
-
-def run_in_child(function, folder):
-    code = (
-        "import sys; sys.path.insert(0, sys.argv[1])\n"
-        f"from tiers.test_disk_tier import {function.__name__} as run\nrun(sys.argv[2])"
-    )
-    return subprocess.Popen(
-        [sys.executable, "-c", code, str(TESTS), str(folder)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
 
 
 def test_full_disk_counts_write_errors_and_keeps_the_rest(tmp_path, device):
@@ -347,21 +336,16 @@ def list_found(tmp_path, device):
     return found
 
 
-def test_forget_raises_if_the_disk_fails(tmp_path, device):
-    tier = DiskTier(tmp_path, 8, device.layout)
-    put(tier, device, 0, 1, 2)
+def test_forget_raises_if_the_disk_fails(tmp_path, device, tier):
     with failing_writes(tier), pytest.raises(TierError, match="may be found after a restart: Input/output"):
         tier.forget([KEYS[1]])
     assert tier.list_keys() == [KEYS[0], KEYS[2]]
     assert KEYS[1] in list_found(tmp_path, device)
     tier.forget([])  # wipes it now
     assert KEYS[1] not in list_found(tmp_path, device)
-    tier.close()
 
 
-def test_forget_raises_for_keys_that_an_earlier_wipe_left(tmp_path, device):
-    tier = DiskTier(tmp_path, 8, device.layout)
-    put(tier, device, 0, 1, 2)
+def test_forget_raises_for_keys_that_an_earlier_wipe_left(tmp_path, device, tier):
     with failing_writes(tier):
         assert tier.remove([KEYS[1]]) == [KEYS[1]]
         with pytest.raises(TierError, match="could not be wiped"):
@@ -369,46 +353,35 @@ def test_forget_raises_for_keys_that_an_earlier_wipe_left(tmp_path, device):
     assert tier.get_statistics().num_write_errors == 1
     assert tier.forget([KEYS[1]]) == []
     assert list_found(tmp_path, device) == [KEYS[0], KEYS[2]]
-    tier.close()
 
 
-def test_close_retries_failed_wipes(tmp_path, device):
-    tier = DiskTier(tmp_path, 8, device.layout)
-    put(tier, device, 0, 1, 2)
+def test_close_retries_failed_wipes(tmp_path, device, tier):
     with failing_writes(tier):
         tier.remove([KEYS[1]])
     tier = reopen(tier, device)
     assert tier.list_keys() == [KEYS[0], KEYS[2]]
 
 
-def test_slot_with_failed_wipe_can_be_reused(tmp_path, device):
-    tier = DiskTier(tmp_path, 8, device.layout)
-    put(tier, device, 0, 1, 2)
+def test_slot_with_failed_wipe_can_be_reused(tmp_path, device, tier):
     with failing_writes(tier):
         tier.remove([KEYS[1]])
     put(tier, device, 3)
     assert tier.forget([KEYS[1]]) == []
     assert sorted(list_found(tmp_path, device)) == sorted([KEYS[0], KEYS[2], KEYS[3]])
     check_bytes(tier, device)
-    tier.close()
 
 
-def test_clear_raises_if_the_disk_fails(tmp_path, device):
-    tier = DiskTier(tmp_path, 8, device.layout)
-    put(tier, device, 0, 1, 2)
+def test_clear_raises_if_the_disk_fails(tmp_path, device, tier):
     with failing_writes(tier), pytest.raises(TierError, match=r"its blocks in .* could not be wiped"):
         tier.clear()
     assert tier.list_keys() == []
     put(tier, device, 3)
     tier.forget([])
     assert list_found(tmp_path, device) == [KEYS[3]]
-    tier.close()
 
 
-def test_failed_sync_rewrites_all_headers(tmp_path, device):
+def test_failed_sync_rewrites_all_headers(tmp_path, device, tier):
     """The operating system marks unwritten pages as clean, so another fsync alone does nothing."""
-    tier = DiskTier(tmp_path, 8, device.layout)
-    put(tier, device, 0, 1, 2)
     tier.remove([KEYS[1]])
     with failing_writes(tier), pytest.raises(TierError):
         tier.forget([KEYS[1]])
@@ -418,7 +391,6 @@ def test_failed_sync_rewrites_all_headers(tmp_path, device):
         assert log.durable["headers"] == (tmp_path / "headers").read_bytes()
         tier.forget([KEYS[1]])
     assert log.waiting["headers"] == []
-    tier.close()
 
 
 # ---- folders changed by others -----------------------------------------------------------------------
@@ -490,12 +462,9 @@ def test_new_folder_is_private(tmp_path, device):
 
 
 def make_on_a_full_disk(folder):
-    """Open a new folder with files limited to ten bytes; print the result. Runs in a child."""
+    """Open a new folder with files limited to ten bytes."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-    try:
-        DiskTier(folder, 8, Device().layout)
-    except TierError as error:
-        print(error)
+    try_to_open(folder)
 
 
 def test_folder_left_by_a_full_disk_can_be_created(tmp_path, device):
@@ -503,8 +472,7 @@ def test_folder_left_by_a_full_disk_can_be_created(tmp_path, device):
     folder = tmp_path / "tier"
     output, errors = run_in_child(make_on_a_full_disk, folder).communicate(timeout=60)
     assert os.strerror(errno.EFBIG) in output, errors
-    assert [path.name for path in folder.iterdir()] == ["lock"]
-    (folder / "tier.json.new").write_text("{")  # left by a process killed while writing
+    assert sorted(path.name for path in folder.iterdir()) == ["lock", "tier.json.new"]
     tier = DiskTier(folder, 8, device.layout)
     put(tier, device, 0)
     check_bytes(tier, device)

@@ -19,74 +19,36 @@ def make_engine():
     return engine
 
 
-def be_in_two_places(engine):
-    engine.swapper._host._tables["running"] = []
+def table_of(engine, name):
+    """Return the only table of a request on the host."""
+    return engine.swapper._host._tables[name][0]
 
 
-def lose_a_host_reference(engine):
-    engine.swapper.host_pool.free_blocks([engine.swapper._host._tables["swapped"][0].blocks[2]])
-
-
-def keep_a_host_reference(engine):
-    engine.swapper.host_pool.get_new_blocks(1)
-
-
-def lose_a_device_reference(engine):
-    engine.manager.block_pool.free_blocks(engine.manager.get_table("running").blocks[:1])
-
-
-def name_a_block_of_the_other_pool(engine):
-    blocks = engine.swapper._host._tables["swapped"][0].blocks
-    blocks[0] = engine.manager.block_pool.blocks[blocks[0].block_id]
-
-
-def name_a_host_block_on_the_device(engine):
-    blocks = engine.manager.get_table("running").blocks
-    blocks[0] = engine.swapper.host_pool.blocks[blocks[0].block_id]
-
-
-def count_a_block_as_null(engine):
-    engine.swapper._host._tables["swapped"][0].num_null_blocks = 1
-
-
-def count_a_block_as_cached(engine):
-    engine.swapper._host._tables["swapped"][0].num_cached_blocks = 3
-
-
-def copy_twice_into_one(engine):
-    (plan,) = engine.swapper.list_open_plans()
-    plan.moves.append(BlockMove(1, plan.moves[0].target))
+def plan_of(engine):
+    return engine.swapper.list_open_plans()[0]
 
 
 def copy_into_a_cached_block(engine):
-    (plan,) = engine.swapper.list_open_plans()
-    plan.moves[0] = BlockMove(plan.moves[0].source, engine.manager.get_block_ids("running")[0])
+    moves = plan_of(engine).moves
+    moves[0] = BlockMove(moves[0].source, engine.manager.get_block_ids("running")[0])
 
 
 def name_a_host_block_in_a_plan(engine):
-    (plan,) = engine.swapper.list_open_plans()
-    plan._targets[0][0] = engine.swapper.host_pool.blocks[1]
-
-
-def list_a_closed_plan(engine):
-    engine.swapper.list_open_plans()[0].state = PlanState.ABORTED
+    plan_of(engine)._targets[0][0] = engine.swapper.host_pool.blocks[1]
 
 
 @pytest.mark.parametrize(
     ("spoil", "number"),
     [
-        (be_in_two_places, "W1"),
-        (lose_a_host_reference, "T1"),
-        (keep_a_host_reference, "T2"),
-        (lose_a_device_reference, "T1"),
-        (name_a_block_of_the_other_pool, "T1"),
-        (name_a_host_block_on_the_device, "T1"),
+        (lambda engine: engine.swapper._host._tables.update(running=[]), "W1"),
+        (lambda engine: engine.swapper.host_pool.free_blocks(table_of(engine, "swapped").blocks[2:]), "T1"),
+        (lambda engine: engine.swapper.host_pool.get_new_blocks(1), "T2"),
+        (lambda engine: setattr(table_of(engine, "swapped"), "num_null_blocks", 1), "T4"),
         (name_a_host_block_in_a_plan, "W2"),
-        (count_a_block_as_null, "T4"),
-        (count_a_block_as_cached, "W3"),
-        (copy_twice_into_one, "W4"),
+        (lambda engine: setattr(table_of(engine, "swapped"), "num_cached_blocks", 3), "W3"),
+        (lambda engine: plan_of(engine).moves.append(plan_of(engine).moves[0]), "W4"),
         (copy_into_a_cached_block, "X8"),
-        (list_a_closed_plan, "X7"),
+        (lambda engine: setattr(plan_of(engine), "state", PlanState.ABORTED), "X7"),
     ],
 )
 def test_each_broken_invariant_is_named(spoil, number):

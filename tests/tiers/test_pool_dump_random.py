@@ -63,6 +63,7 @@ def check_loaded(pool, loaded, done):
     there, new_ids, new_first = scan(loaded)
     kept = min(len(dumped), loaded.num_gpu_blocks - 1)
     assert done.num_dropped == len(dumped) - kept
+    assert loaded.num_evictions == pool.num_evictions
     dumped, old_ids = dumped[len(dumped) - kept :], old_ids[len(old_ids) - kept :]
     assert [keys for _, _, keys in there] == [keys for _, _, keys in dumped]
     for (primary, tokens, _), (new_primary, new_tokens, _) in zip(dumped, there, strict=True):

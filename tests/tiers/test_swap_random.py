@@ -151,12 +151,8 @@ class Life:
             self.counts[expected.value] += 1
             assert picture(self.engine) == before
             return
-        self.go_on(plan)
-
-    def go_on(self, plan):
-        """Close a new plan at once, or some time later."""
         check_swapper(self.swapper)
-        if self.random.random() < 0.6:
+        if self.random.random() < 0.6:  # otherwise some time later
             self.close_plan(plan)
 
     def close(self):
@@ -168,9 +164,7 @@ class Life:
         if self.random.random() < 0.25:
             self.counts["failed"] += 1
             with pytest.raises(CopyFailedError):
-                self.engine.fail(plan, self.random.randint(0, len(plan.moves))) if plan.moves else self.fail(
-                    plan
-                )
+                self.fail(plan)
         elif plan in self.invalid:
             with pytest.raises(InvalidBlockError, match="were reported as invalid"):
                 self.engine.run(plan)
@@ -215,7 +209,7 @@ class Life:
                 block = pool.blocks[self.random.randrange(1, pool.num_gpu_blocks)]
                 pool.evict_blocks([block.block_id])
                 plans = self.swapper.list_open_plans()
-                self.invalid.update(plan for plan in plans if block in plan._match.shared)
+                self.invalid.update(plan for plan in plans if block in plan._shared)
 
     def blunder(self):
         """Check that a call for a request on the other side is refused and changes nothing."""

@@ -11,7 +11,6 @@ from kv_pool import (
     BlockPool,
     BlockRemoved,
     BlockStored,
-    BlockSwapper,
     InvalidArgumentError,
     KVCacheManager,
     Request,
@@ -207,7 +206,7 @@ def test_forget_tries_all_tiers_before_it_raises(tmp_path):
     cache, disk, key = make_disk_cache(tmp_path)
     block = cache.block_pool.get_cached_block(key[:-4], [0])[0]
     cache.tiers[0].put([key], cache.storage, [block.block_id])
-    cache._stack.tiers = tuple(reversed(cache.tiers))
+    cache.tiers = tuple(reversed(cache.tiers))
     with failing_writes(disk), pytest.raises(TierError):
         cache.forget([key])
     assert [key in tier for tier in cache.tiers] == [False, False]
@@ -239,6 +238,14 @@ def test_blocks_released_by_retention_are_offloaded():
     assert set(cache.tiers[0].list_keys()) == {block_hash + bytes(4) for block_hash in request.block_hashes}
 
 
+def make_filled_engine(folder, **options):
+    engine = TierEngine(folder, **options)
+    for first in range(4):
+        engine.compute(request := engine.make_request(f"r{first}", [first] * 17))
+        engine.manager.free(request)
+    return engine
+
+
 def queue_a_foreign_block(cache):
     block = KVCacheBlock(1)
     block.set_block_hash(bytes(36), 4)
@@ -251,19 +258,16 @@ def queue_a_foreign_block(cache):
         ("X1", lambda cache: setattr(cache.tiers[0], "capacity", 1)),
         (
             "X2",
-            lambda cache: cache.tiers[0]._slots.slot_of.update(dict.fromkeys(cache.tiers[0].list_keys(), 0)),
+            lambda cache: cache.tiers[0]._slot_of.update(dict.fromkeys(cache.tiers[0].list_keys(), 0)),
         ),
-        ("X3", lambda cache: cache.tiers[0]._slots._free.append(0)),
+        ("X3", lambda cache: cache.tiers[0]._free_slots.append(0)),
         ("X4", lambda cache: cache.tiers[1]._files.wipe(0)),
         ("X5", lambda cache: setattr(cache.block_pool, "lower_tiers", None)),
         ("X6", queue_a_foreign_block),
     ],
 )
 def test_invariant_checks_name_the_damage(tmp_path, number, damage):
-    engine = TierEngine(tmp_path, num_host_blocks=2)
-    for first in range(4):
-        engine.compute(request := engine.make_request(f"r{first}", [first] * 17))
-        engine.manager.free(request)
+    engine = make_filled_engine(tmp_path, num_host_blocks=2)
     invariants.check(engine.onboarder)
     damage(engine.cache)
     with pytest.raises(AssertionError, match=number):
@@ -279,10 +283,7 @@ def test_invariant_checks_name_the_damage(tmp_path, number, damage):
     ],
 )
 def test_invariant_checks_name_a_damaged_plan(tmp_path, number, damage):
-    engine = TierEngine(tmp_path)
-    for first in range(4):
-        engine.compute(request := engine.make_request(f"r{first}", [first] * 17))
-        engine.manager.free(request)
+    engine = make_filled_engine(tmp_path)
     request = engine.make_request("again", [0] * 17)
     plan = engine.onboarder.plan_onboard(request, engine.onboarder.find_prefix(request))
     invariants.check(engine.onboarder)
@@ -344,32 +345,6 @@ def test_compaction_offloads_pending_blocks_first():
     assert pack(pool, storage.apply_moves)
     assert cache.list_pending() == []
     assert (len(cache.tiers[0]), cache.num_dropped) == (4, 0)
-    check_bytes(cache, cache.tiers[0])
-
-
-def test_swap_offloads_pending_blocks_first():
-    pool = BlockPool(9, True, 4)
-    host_pool = BlockPool(20, True, 4, medium="CPU")
-    content, storage = make_bytes(pool)
-    _, host_storage = make_bytes(host_pool)
-    cache = TieredCache(pool, storage, [HostTier(8, storage)])
-    manager = KVCacheManager(pool)
-    swapper = BlockSwapper(manager, host_pool)
-    swapped = Request("swapped", range(12), HASHER)
-    manager.allocate_slots(swapped, 12)
-    swapped.num_computed_tokens = 12
-    for block_id, block_hash in zip(manager.get_block_ids("swapped"), swapped.block_hashes, strict=True):
-        content[block_id] = np.frombuffer(block_hash, np.uint8)
-    swapper.swap_out(swapped).apply(lambda moves: storage.copy_to(host_storage, moves))
-    for number in range(3):
-        first = 100 * number + 100
-        _, blocks = cache_bytes(cache, content, f"r{number}", range(first, first + 32))
-        pool.free_blocks(blocks)
-    plan = swapper.swap_in(swapped)
-    assert cache.list_pending() == []
-    plan.apply(lambda moves: host_storage.copy_to(storage, moves))
-    cache.flush()
-    assert cache.num_dropped == 0
     check_bytes(cache, cache.tiers[0])
 
 

@@ -244,7 +244,7 @@ class Life:
                     return
                 self.damaged.add(key)
                 with open(self.engine.folder / "blocks", "r+b") as file:
-                    file.seek(tier.get_slot(key) * 4096)
+                    file.seek(tier._slot_of[key] * 4096)
                     first = file.read(1)
                     file.seek(-1, 1)
                     file.write(bytes([first[0] ^ 255]))
@@ -266,7 +266,7 @@ class Life:
 
     def is_damaged(self, key):
         tier = self.engine.cache.tiers[1]
-        return not tier.read_apart([key], [tier.get_slot(key)]).keys
+        return not tier.read_apart([key], [tier._slot_of[key]]).keys
 
     def check_events(self):
         engine = self.engine

@@ -15,8 +15,7 @@ from kv_pool.errors import CopyFailedError, PeerUnavailableError, TransferFailed
 from kv_pool.ids import BlockId, NodeName, TransferId
 from kv_pool.migration.transfer_backend import BlockReader, ReadCount, TransferBackend
 from kv_pool.storage.block_storage import BlockStorage
-from kv_pool.storage.segments import split_alike
-from kv_pool.storage.spans import count_pieces, make_block_ids
+from kv_pool.storage.segments import count_pieces, make_block_ids, split_alike
 
 _PIECE_BYTES = 64 * 1024 * 1024
 

@@ -28,8 +28,7 @@ from kv_pool.foreign_bytes import UNDECODABLE
 from kv_pool.ids import BlockId, NodeName, TransferId
 from kv_pool.migration.transfer_backend import BlockReader, ReadCount, TransferBackend
 from kv_pool.storage.block_storage import BlockStorage
-from kv_pool.storage.segments import IntArray, SegmentTable, split_alike
-from kv_pool.storage.spans import count_pieces, make_block_ids
+from kv_pool.storage.segments import IntArray, SegmentTable, count_pieces, make_block_ids, split_alike
 from kv_pool.threads import start_thread
 
 logger = logging.getLogger(__name__)

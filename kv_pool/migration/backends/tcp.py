@@ -25,8 +25,7 @@ from kv_pool.migration.channel import Channel
 from kv_pool.migration.messages import CallFailed, describe_failure, raise_failure
 from kv_pool.migration.transfer_backend import BlockReader, ReadCount, TransferBackend
 from kv_pool.storage.block_storage import BlockStorage, make_host_buffer
-from kv_pool.storage.segments import IntArray, SegmentTable, split_alike
-from kv_pool.storage.spans import HostSpans, find_runs, make_block_ids
+from kv_pool.storage.segments import HostSpans, IntArray, SegmentTable, find_runs, make_block_ids, split_alike
 
 # The source checks the lease between two pieces, about every ten milliseconds. Smaller pieces cost
 # throughput: no bytes are copied during the check.

@@ -1,4 +1,4 @@
-"""`BlockFormat`: the interface of block encodings; `RawFormat`: the identity; `BlockAxes`: a block's axes."""
+"""`BlockFormat`: an encoding of blocks; `ChunkedFormat`: one that reads elements; `BlockAxes`: their axes."""
 
 from __future__ import annotations
 
@@ -6,46 +6,35 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from kv_pool.errors import InvalidArgumentError
+from kv_pool.storage.block_layout import BlockLayout
+from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.storage.tensors import DTYPE_BYTES
 
 ByteArray = npt.NDArray[np.uint8]
 FloatArray = npt.NDArray[np.float32]
 
 
-class HasBlockBytes(Protocol):
-    """The properties of blocks that a format needs; `BlockStorage` and `BlockLayout` have them."""
-
-    @property
-    def block_format(self) -> str:
-        """Element type and axis sizes, in the order of a block's bytes."""
-
-    @property
-    def block_bytes(self) -> int:
-        """Size of a block in bytes, all layers."""
-
-
-class BlockFormat(Protocol):
-    """An encoding of blocks: converts raw block bytes to stored bytes and back.
+class BlockFormat:
+    """An encoding of blocks: converts raw block bytes to stored bytes and back. This class is the format raw.
 
     Each block is encoded separately and can be decoded alone. A lossy format is not idempotent: encoding a
     decoded block again adds a further error, so do not pass blocks through a lossy format twice.
 
     Attributes:
         name: the argument of `make_format` for the same format; tiers store it.
-        encoded_bytes: size of an encoded block, the same for every block.
+        block_bytes, encoded_bytes: size of a block, raw and encoded, the same for every block.
     """
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def encoded_bytes(self) -> int: ...
+    def __init__(self, name: str, block_bytes: int, encoded_bytes: int) -> None:
+        self.name = name
+        self.block_bytes = block_bytes
+        self.encoded_bytes = encoded_bytes
 
     def encode(self, blocks: ByteArray) -> ByteArray:
         """Encode (n, block_bytes) uint8 to (n, encoded_bytes) uint8. Accepts NaN and infinities.
@@ -53,6 +42,7 @@ class BlockFormat(Protocol):
         Raises:
             InvalidArgumentError: the array has another shape or type.
         """
+        return check_rows(blocks, self.block_bytes)
 
     def decode(self, encoded: ByteArray) -> ByteArray:
         """Decode (n, encoded_bytes) uint8 to (n, block_bytes) uint8, within the format's documented error.
@@ -62,20 +52,6 @@ class BlockFormat(Protocol):
         Raises:
             InvalidArgumentError: the array has another shape or type.
         """
-
-
-class RawFormat:
-    """The identity encoding. `encode` and `decode` return their argument."""
-
-    name = "raw"
-
-    def __init__(self, blocks: HasBlockBytes) -> None:
-        self.encoded_bytes = blocks.block_bytes
-
-    def encode(self, blocks: ByteArray) -> ByteArray:
-        return check_rows(blocks, self.encoded_bytes)
-
-    def decode(self, encoded: ByteArray) -> ByteArray:
         return check_rows(encoded, self.encoded_bytes)
 
 
@@ -188,23 +164,21 @@ class BlockAxes:
         return from_floats(values.reshape(len(values), self.num_elements), self.dtype)
 
 
-class ChunkedFormat(ABC):
+class ChunkedFormat(BlockFormat, ABC):
     """A `BlockFormat` of blocks with axes, which encodes and decodes a few blocks at a time.
 
     Attributes:
         chunk_elements: number of elements of these blocks; at least one block.
-        encoded_bytes: set by the subclass.
     """
 
     chunk_elements: ClassVar[int]
-    encoded_bytes: int
 
-    def __init__(self, name: str, axes: BlockAxes) -> None:
-        self.name = name
+    def __init__(self, name: str, axes: BlockAxes, encoded_bytes: int) -> None:
+        super().__init__(name, axes.block_bytes, encoded_bytes)
         self.axes = axes
 
     def encode(self, blocks: ByteArray) -> ByteArray:
-        blocks = check_rows(blocks, self.axes.block_bytes)
+        blocks = super().encode(blocks)
         encoded = np.empty((len(blocks), self.encoded_bytes), np.uint8)
         with np.errstate(all="ignore"):
             for some in self._iterate_chunks(len(blocks)):
@@ -212,8 +186,8 @@ class ChunkedFormat(ABC):
         return encoded
 
     def decode(self, encoded: ByteArray) -> ByteArray:
-        encoded = check_rows(encoded, self.encoded_bytes)
-        blocks = np.empty((len(encoded), self.axes.block_bytes), np.uint8)
+        encoded = super().decode(encoded)
+        blocks = np.empty((len(encoded), self.block_bytes), np.uint8)
         with np.errstate(all="ignore"):
             for some in self._iterate_chunks(len(encoded)):
                 blocks[some] = self._decode_chunk(encoded[some])
@@ -232,7 +206,7 @@ class ChunkedFormat(ABC):
         """Decode (n, encoded_bytes) to (n, block_bytes)."""
 
 
-def read_axes(blocks: HasBlockBytes) -> BlockAxes:
+def read_axes(blocks: BlockStorage | BlockLayout) -> BlockAxes:
     """Parse the axes from a block format.
 
     Raises:

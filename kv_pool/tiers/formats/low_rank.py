@@ -41,7 +41,6 @@ class LowRankFormat(ChunkedFormat):
         if not 0 < size_ratio <= 1:
             raise InvalidArgumentError(f"size_ratio is {size_ratio}; it must be above 0 and at most 1")
         tokens, head_size = axes.get_size("N"), axes.get_size("D")
-        super().__init__(f"low_rank:{size_ratio:g}", axes)
         self.rank = max(1, int(size_ratio * tokens * head_size / (tokens + head_size)))
         if (tokens + head_size) * self.rank >= tokens * head_size:
             raise InvalidArgumentError(
@@ -49,7 +48,7 @@ class LowRankFormat(ChunkedFormat):
                 f"and two factors of rank {self.rank} take {(tokens + head_size) * self.rank}"
             )
         num_elements = axes.num_elements // (tokens * head_size) * (tokens + head_size) * self.rank
-        self.encoded_bytes = num_elements * DTYPE_BYTES[axes.dtype]
+        super().__init__(f"low_rank:{size_ratio:g}", axes, num_elements * DTYPE_BYTES[axes.dtype])
         self._order = (0, *(1 + axes.letters.index(letter) for letter in "L2HND"))
 
     def _encode_chunk(self, blocks: ByteArray, encoded: ByteArray) -> None:

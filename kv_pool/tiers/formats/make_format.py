@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.tiers.formats.block_format import BlockFormat, HasBlockBytes, RawFormat, read_axes
+from kv_pool.storage.block_layout import BlockLayout
+from kv_pool.storage.block_storage import BlockStorage
+from kv_pool.tiers.formats.block_format import BlockFormat, read_axes
 from kv_pool.tiers.formats.low_rank import DEFAULT_SIZE_RATIO, LowRankFormat
-from kv_pool.tiers.formats.scaled import make_fp8_format, make_int4_format, make_int8_format
+from kv_pool.tiers.formats.scaled import INT4, INT8, Float8Codes, ScaledFormat
 
-_SCALED = {"int8": make_int8_format, "int4": make_int4_format, "fp8": make_fp8_format}
-FORMATS = ("raw", *_SCALED, "low_rank")
+FORMATS = ("raw", "int8", "int4", "fp8", "low_rank")
 
 
-def make_format(name: str, blocks: HasBlockBytes) -> BlockFormat:
+def make_format(name: str, blocks: BlockStorage | BlockLayout) -> BlockFormat:
     """Return the block format with this name, for the blocks of a storage.
 
         >>> from kv_pool.storage import KVStorage
@@ -32,10 +33,12 @@ def make_format(name: str, blocks: HasBlockBytes) -> BlockFormat:
     if kind not in FORMATS or (colon and kind != "low_rank"):
         raise InvalidArgumentError(f"no format {name!r}; there are {', '.join(FORMATS)} and low_rank:RATIO")
     if kind == "raw":
-        return RawFormat(blocks)
+        return BlockFormat(name, blocks.block_bytes, blocks.block_bytes)
     axes = read_axes(blocks)
-    if kind in _SCALED:
-        return _SCALED[kind](axes)
+    if kind == "fp8":
+        return ScaledFormat(kind, axes, Float8Codes(), "ND", "ND")
+    if kind in ("int8", "int4"):
+        return ScaledFormat(kind, axes, INT8 if kind == "int8" else INT4, "N", "D")
     try:
         size_ratio = float(ratio) if colon else DEFAULT_SIZE_RATIO
     except ValueError:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,63 +20,43 @@ from kv_pool.tiers.formats.block_format import (
 )
 
 _SCALE_BYTES = 2
-KEY_GROUP, VALUE_GROUP = "N", "D"
 
 
-class Codes(Protocol):
-    """Codes for numbers between -largest and largest, and up to three codes for NaN and the infinities.
+@dataclass(frozen=True)
+class IntegerCodes:
+    """Codes for integers between -largest and largest, and up to three codes for NaN and the infinities.
 
     Attributes:
         num_bits: bits per code, 8 or 4; two 4-bit codes share a byte.
+        offset: the byte of a code is the integer plus this.
     """
 
     num_bits: int
     largest: float
+    offset: int
     nan_byte: int
     plus_infinity_byte: int
     minus_infinity_byte: int
 
     def to_bytes(self, values: FloatArray) -> ByteArray:
         """Encode numbers to one byte each. A number may exceed `largest` only by a rounding error."""
-
-    def from_bytes(self, codes: ByteArray) -> FloatArray:
-        """Decode bytes to numbers. The result for the three non-finite codes is arbitrary."""
-
-
-class Int8Codes:
-    """Codes -126 to 126; 127, -127 and -128 encode plus infinity, minus infinity and NaN."""
-
-    num_bits = 8
-    largest = 126.0
-    plus_infinity_byte = 127
-    minus_infinity_byte = 129
-    nan_byte = 128
-
-    def to_bytes(self, values: FloatArray) -> ByteArray:
         np.rint(values, out=values)
-        np.clip(values, -126, 126, out=values)
+        np.clip(values, -self.largest, self.largest, out=values)
+        if self.offset:
+            values += self.offset
         return values.astype(np.int8).view(np.uint8)
 
     def from_bytes(self, codes: ByteArray) -> FloatArray:
-        return codes.view(np.int8).astype(np.float32)
+        """Decode bytes to numbers. The result for the three non-finite codes is arbitrary."""
+        values: FloatArray = codes.view(np.int8).astype(np.float32)
+        if self.offset:
+            values -= self.offset
+        return values
 
 
-class Int4Codes:
-    """Codes 1 to 15 for -7 to 7. Code 0 encodes NaN and the infinities; all decode to NaN."""
-
-    num_bits = 4
-    largest = 7.0
-    nan_byte = 0
-    plus_infinity_byte = 0
-    minus_infinity_byte = 0
-
-    def to_bytes(self, values: FloatArray) -> ByteArray:
-        np.rint(values, out=values)
-        np.clip(values, -7, 7, out=values)
-        return (values + np.float32(8)).astype(np.uint8)
-
-    def from_bytes(self, codes: ByteArray) -> FloatArray:
-        return codes.astype(np.float32) - np.float32(8)
+INT8 = IntegerCodes(8, 126.0, 0, nan_byte=128, plus_infinity_byte=127, minus_infinity_byte=129)
+INT4 = IntegerCodes(4, 7.0, 8, nan_byte=0, plus_infinity_byte=0, minus_infinity_byte=0)
+"""Code 0 encodes NaN and the infinities; all decode to NaN."""
 
 
 class Float8Codes:
@@ -106,23 +87,37 @@ class Float8Codes:
 
 
 class ScaledFormat(ChunkedFormat):
-    """A block format with scaled codes; see `make_int8_format`, `make_int4_format` and `make_fp8_format`.
+    """A block format with scaled codes.
 
         |<-- codes of the elements, in the order of the block -->|<-- scales of K -->|<-- scales of V -->|
 
     Args:
-        key_group, value_group: the axes of K and of V over which elements share a scale.
+        key_group, value_group: the axes of K and of V over which elements share a scale: N for one scale per
+            channel, D for one per token, ND for one per head, always per layer and head. In trained models
+            some channels of K are much larger than the others for every token, so int8 and int4 scale keys
+            per channel and values per token. benchmarks/experiment_cold_formats.py measures the choices. A
+            latent cache uses `value_group`.
 
     A scale is the largest finite magnitude of its group divided by `codes.largest`, rounded up to bfloat16: 2
     bytes with the range of float32, at most 1/128 too large. A group whose largest magnitude is below 1e-42
     may decode to zeros. NaN and the infinities do not affect scales; they decode to themselves, or all to NaN
     if the codes have no infinities.
+
+    Error, beside the rounding of the element type: with integers at most half a scale, which is 1/252 of the
+    largest magnitude in the group for int8 and 1/14 for int4; with fp8 at most 1/16 of the element or 1/1024
+    of the scale, whichever is larger.
     """
 
     chunk_elements = 1 << 18  # intermediate arrays stay in the processor's cache
 
-    def __init__(self, name: str, axes: BlockAxes, codes: Codes, key_group: str, value_group: str) -> None:
-        super().__init__(name, axes)
+    def __init__(
+        self,
+        name: str,
+        axes: BlockAxes,
+        codes: IntegerCodes | Float8Codes,
+        key_group: str,
+        value_group: str,
+    ) -> None:
         self.codes = codes
         groups = (key_group, value_group) if axes.has_values else (value_group,)
         self._groups = [axes.get_places(group) for group in groups]
@@ -134,7 +129,7 @@ class ScaledFormat(ChunkedFormat):
         ]
         num_scales = sum(int(np.prod(shape)) for shape in self._scale_shapes)
         self._code_bytes = -(-axes.num_elements * codes.num_bits // 8)
-        self.encoded_bytes = self._code_bytes + num_scales * _SCALE_BYTES
+        super().__init__(name, axes, self._code_bytes + num_scales * _SCALE_BYTES)
 
     def _encode_chunk(self, blocks: ByteArray, encoded: ByteArray) -> None:
         values = self.axes.to_floats(blocks)
@@ -210,46 +205,3 @@ class ScaledFormat(ChunkedFormat):
             is_there = codes == byte
             if is_there.any():
                 values[is_there] = value
-
-
-def make_int8_format(
-    axes: BlockAxes, key_group: str = KEY_GROUP, value_group: str = VALUE_GROUP
-) -> ScaledFormat:
-    """Return the format int8: half of a 16-bit block's bytes, plus the scales.
-
-    Error: at most half a scale, plus the rounding of the element type.
-
-    Args:
-        key_group, value_group: the axes over which elements share a scale: N for one scale per channel, D for
-            one per token, always per layer and head. By default keys have one scale per channel, because in
-            trained models some channels of K are much larger than the others for every token; values have
-            one per token. benchmarks/experiment_cold_formats.py measures the choices. A latent cache uses
-            `value_group`.
-    """
-    return ScaledFormat("int8", axes, Int8Codes(), key_group, value_group)
-
-
-def make_int4_format(
-    axes: BlockAxes, key_group: str = KEY_GROUP, value_group: str = VALUE_GROUP
-) -> ScaledFormat:
-    """Return the format int4: a quarter of a 16-bit block's bytes, plus the scales.
-
-    Error: at most half a scale, which is 1/14 of the largest magnitude in the group, plus the rounding of
-    the element type. Infinities decode to NaN.
-
-    Args:
-        key_group, value_group: as for `make_int8_format`.
-    """
-    return ScaledFormat("int4", axes, Int4Codes(), key_group, value_group)
-
-
-def make_fp8_format(axes: BlockAxes) -> ScaledFormat:
-    """Return the format fp8.
-
-    Error: at most 1/16 of the element or 1/1024 of the scale, whichever is larger, plus the rounding of the
-    element type.
-
-    Raises:
-        MissingDependencyError: ml_dtypes is not installed.
-    """
-    return ScaledFormat("fp8", axes, Float8Codes(), "ND", "ND")

@@ -46,7 +46,7 @@ def note_holds(engine, held):
         orders = take_orders(request_ids)
         explain = getattr(scheduler.block_pool, "explain_holds", None)
         for order in orders.stores:
-            for _, block_id in order.blocks:
+            for block_id in order.blocks.values():
                 assert scheduler.block_pool.blocks[block_id].ref_cnt > 0
                 if explain is not None:
                     held.update(report.reason.partition(",")[0] for report in explain(block_id))

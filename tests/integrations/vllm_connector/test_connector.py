@@ -21,6 +21,14 @@ def fill(engine, prompts=OTHERS):
         engine.generate(f"other {number} {len(engine.outputs)}", prompt)
 
 
+def make_filled(make_engine, *sizes, **options):
+    """Return an engine whose device has evicted the blocks of the request "first"."""
+    engine = make_engine(*sizes, **options)
+    engine.generate("first", PROMPT)
+    fill(engine)
+    return engine
+
+
 def tiers_of(engine, rank=0):
     """Return a rank's host tier, and its disk tier if there is one."""
     return engine.ranks[rank].connector.worker.stack.tiers
@@ -35,9 +43,7 @@ def test_an_evicted_prefix_is_loaded_from_host_memory(make_engine):
 
 
 def test_a_prefix_is_loaded_from_disk(checked, make_engine):
-    engine = make_engine(24, 200)
-    engine.generate("first", PROMPT)
-    fill(engine)
+    engine = make_filled(make_engine, 24, 200)
     scheduler = engine.connector.scheduler
     request = engine.add("again", PROMPT)
     output = engine.scheduler.schedule()
@@ -51,9 +57,7 @@ def test_a_prefix_is_loaded_from_disk(checked, make_engine):
 
 def test_wrong_bytes_would_be_noticed(make_engine):
     """The engine of these tests fails if a tier returns other bytes."""
-    engine = make_engine(200)
-    engine.generate("first", PROMPT)
-    fill(engine)
+    engine = make_filled(make_engine, 200)
     host = tiers_of(engine)[0]
     for key in host.list_keys():
         read = host.read([key])
@@ -63,9 +67,7 @@ def test_wrong_bytes_would_be_noticed(make_engine):
 
 
 def test_skipping_the_prefix_cache_loads_nothing(make_engine):
-    engine = make_engine(200)
-    engine.generate("first", PROMPT)
-    fill(engine)
+    engine = make_filled(make_engine, 200)
     request = engine.add("again", PROMPT)
     request.skip_reading_prefix_cache = True
     engine.run()
@@ -78,10 +80,8 @@ def test_skipping_the_prefix_cache_loads_nothing(make_engine):
 @pytest.mark.parametrize("kinds", [("full",), ("full", "window")], ids="-".join)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_blocks_that_cannot_be_loaded_are_computed(make_engine, kinds, num_ranks):
-    engine = make_engine(400, kinds=kinds, num_ranks=num_ranks, num_blocks=24 * len(kinds))
-    engine.generate("first", PROMPT)
+    engine = make_filled(make_engine, 400, kinds=kinds, num_ranks=num_ranks, num_blocks=24 * len(kinds))
     expected = engine.outputs["first"]
-    fill(engine)
     tiers_of(engine, num_ranks - 1)[0].clear()
     engine.generate("again", PROMPT)
     assert engine.outputs["again"] == expected
@@ -95,9 +95,7 @@ def test_blocks_that_cannot_be_loaded_are_computed(make_engine, kinds, num_ranks
 
 def test_a_failed_load_fails_the_request_if_told(make_engine, caplog):
     with caplog.at_level(logging.WARNING, "vllm.kv_pool"):
-        engine = make_engine(200, policy="fail")
-    engine.generate("first", PROMPT)
-    fill(engine)
+        engine = make_filled(make_engine, 200, policy="fail")
     tiers_of(engine)[0].clear()
     engine.generate("again", PROMPT)
     assert engine.counts["finished: error"] == 1
@@ -106,10 +104,8 @@ def test_a_failed_load_fails_the_request_if_told(make_engine, caplog):
 
 
 def test_a_damaged_block_on_disk_is_computed(make_engine, tmp_path):
-    engine = make_engine(24, 200)
-    engine.generate("first", PROMPT)
+    engine = make_filled(make_engine, 24, 200)
     expected = engine.outputs["first"]
-    fill(engine)
     (file,) = (tmp_path / "disk").glob("*/blocks")
     file.write_bytes(bytes(file.stat().st_size))
     engine.generate("again", PROMPT)
@@ -151,9 +147,7 @@ def test_blocks_are_not_reused_while_a_store_reads_them(make_engine, monkeypatch
 
 
 def test_a_reset_clears_all_tiers(make_engine):
-    engine = make_engine(24, 200)
-    engine.generate("first", PROMPT)
-    fill(engine)
+    engine = make_filled(make_engine, 24, 200)
     assert engine.scheduler.reset_prefix_cache(reset_connector=True)
     engine.run()
     assert len(tiers_of(engine)[0]) == len(tiers_of(engine)[1]) == 0
@@ -161,9 +155,7 @@ def test_a_reset_clears_all_tiers(make_engine):
 
 
 def test_a_restarted_engine_finds_its_blocks_on_disk(make_engine):
-    engine = make_engine(24, 200)
-    engine.generate("first", PROMPT)
-    fill(engine)
+    engine = make_filled(make_engine, 24, 200)
     expected = engine.outputs["first"]
     engine.close()
     engine = make_engine(24, 200)
@@ -173,9 +165,7 @@ def test_a_restarted_engine_finds_its_blocks_on_disk(make_engine):
 
 def test_without_a_handshake_the_first_step_reports_the_disk(make_engine):
     """vLLM's MultiConnector hands the metadata of one connector to all of its connectors."""
-    engine = make_engine(24, 200)
-    engine.generate("first", PROMPT)
-    fill(engine)
+    engine = make_filled(make_engine, 24, 200)
     engine.close()
     engine = make_engine(24, 200, shakes_hands=False)
     assert engine.ranks[0].connector.get_handshake_metadata() is None
@@ -185,9 +175,7 @@ def test_without_a_handshake_the_first_step_reports_the_disk(make_engine):
 
 
 def test_ranks_have_their_own_folders(make_engine, tmp_path):
-    engine = make_engine(24, 200, num_ranks=2)
-    engine.generate("first", PROMPT)
-    fill(engine)
+    engine = make_filled(make_engine, 24, 200, num_ranks=2)
     engine.close()
     names = {folder.name.partition("-")[2] for folder in (tmp_path / "disk").iterdir()}
     assert names == {"rank0of2", "rank1of2"}
@@ -203,9 +191,7 @@ def test_data_parallel_engines_have_their_own_folders(make_engine, tmp_path):
 
 
 def test_a_block_on_one_rank_only_is_not_found(make_engine):
-    engine = make_engine(24, 200, num_ranks=2)
-    engine.generate("first", PROMPT)
-    fill(engine)
+    engine = make_filled(make_engine, 24, 200, num_ranks=2)
     tiers_of(engine, 1)[1].clear()
     engine.close()
     engine = make_engine(24, 200, num_ranks=2)
@@ -278,9 +264,7 @@ def test_events_tell_what_the_tiers_hold(checked, make_engine, kinds):
 
 
 def test_a_reset_is_published(make_engine):
-    engine = make_engine(20, 40, events=True)
-    engine.generate("first", PROMPT)
-    fill(engine)
+    engine = make_filled(make_engine, 20, 40, events=True)
     engine.scheduler.reset_prefix_cache(reset_connector=True)
     engine.run()
     stored = [event for event in engine.published if getattr(event, "medium", None) in ("CPU", "STORAGE")]
@@ -325,7 +309,7 @@ def test_a_handler_follows_requests(make_engine, monkeypatch, host):
     from kv_pool.integrations.vllm.connector import vllm_connector
 
     handler = NotingHandler()
-    monkeypatch.setattr(vllm_connector, "make_request_handler", lambda config, settings: handler)
+    monkeypatch.setattr(vllm_connector, "ConnectorOptions", lambda: handler)
     engine = make_engine(host)
     answers = []
     update = engine.scheduler.update_from_output
@@ -343,9 +327,7 @@ def test_a_handler_follows_requests(make_engine, monkeypatch, host):
 
 
 def test_without_host_memory_there_are_no_tiers(make_engine):
-    engine = make_engine(0)
-    engine.generate("first", PROMPT)
-    fill(engine)
+    engine = make_filled(make_engine, 0)
     assert engine.generate("again", PROMPT) == (0, 0)
     assert engine.connector.scheduler is None
     assert engine.ranks[0].connector.worker is None

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 from integrations.vllm_connector.made_halves import BLOCK_SIZE, TIMEOUT_S, Halves, make_content
+from made_threads import no_new_threads
 
 from kv_pool.errors import CopyFailedError, TierError
 from kv_pool.integrations.vllm.connector.orders import StepOrders, StoreOrder
@@ -24,6 +25,14 @@ def make_halves(tmp_path):
 
 def hashes(name, num_blocks):
     return [f"{name}{number}".encode() for number in range(num_blocks)]
+
+
+def start(halves, name, num_blocks, num_computed=None):
+    """Return a new request of which some blocks are computed, by default all."""
+    request = halves.make_request(name, hashes(name, num_blocks))
+    halves.admit(request)
+    halves.compute(request, num_blocks if num_computed is None else num_computed)
+    return request
 
 
 def run(halves, name, num_blocks, prefix=None):
@@ -63,9 +72,7 @@ def host_of(halves, rank=0):
 def test_a_store_leases_its_blocks(make_halves, monkeypatch):
     halves = make_halves(num_blocks=12, host=20)
     gate = Gate(monkeypatch, halves.workers[0])
-    request = halves.make_request("a", hashes("a", 5))
-    halves.admit(request)
-    halves.compute(request, 5)
+    request = start(halves, "a", 5)
     halves.finish(request)
     halves.send()
     assert gate.reached.wait(TIMEOUT_S)
@@ -88,9 +95,7 @@ def test_a_store_leases_its_blocks(make_halves, monkeypatch):
 def test_what_a_late_store_has_read_is_dropped(make_halves, monkeypatch):
     halves = make_halves(num_blocks=12, lease_s=10)
     gate = Gate(monkeypatch, halves.workers[0])
-    request = halves.make_request("a", hashes("a", 5))
-    halves.admit(request)
-    halves.compute(request, 5)
+    request = start(halves, "a", 5)
     halves.finish(request)
     halves.send()
     halves.clock.now = 11
@@ -111,17 +116,14 @@ def test_loads_overtake_stores(make_halves, monkeypatch):
     run(halves, "a", 3)
     gate = Gate(monkeypatch, halves.workers[0])
     order = []
-    for name in ("_copy_down", "_copy_up"):
-        method = getattr(halves.workers[0], name)
+    worker = halves.workers[0]
+    for one, name in ((worker, "_copy_down"), (worker.stack, "load_into")):
+        method = getattr(one, name)
         monkeypatch.setattr(
-            halves.workers[0],
-            name,
-            lambda one, name=name, method=method: [order.append(name), method(one)][1],
+            one, name, lambda *args, name=name, method=method: [order.append(name), method(*args)][1]
         )
     for name in ("b", "c"):
-        request = halves.make_request(name, hashes(name, 2))
-        halves.admit(request)
-        halves.compute(request, 2)
+        request = start(halves, name, 2)
         halves.finish(request)
         halves.send()
     assert gate.reached.wait(TIMEOUT_S)
@@ -130,7 +132,7 @@ def test_loads_overtake_stores(make_halves, monkeypatch):
     halves.send()
     gate.opened.set()
     assert halves.collect() == {"again": False}
-    assert order == ["_copy_down", "_copy_up", "_copy_down"]
+    assert order == ["_copy_down", "load_into", "_copy_down"]
 
 
 def test_held_blocks_are_not_evicted_before_a_load(make_halves):
@@ -165,9 +167,7 @@ def test_a_hit_that_the_engine_shortens(make_halves):
 
 def test_a_block_that_was_in_a_window_is_stored(make_halves):
     halves = make_halves(4, num_blocks=40, host=30)
-    request = halves.make_request("a", hashes("a", 6))
-    halves.admit(request)
-    halves.compute(request, 6)
+    request = start(halves, "a", 6)
     table = halves.tables["a"][0]
     halves.pool.free_blocks(halves.pool.blocks[block_id] for block_id in table[:4])
     table[:4] = [halves.pool.null_block.block_id] * 4
@@ -178,9 +178,7 @@ def test_a_block_that_was_in_a_window_is_stored(make_halves):
 
 def test_blocks_without_a_place_are_stored_later(make_halves):
     halves = make_halves(num_blocks=40, host=4, disk=0)
-    request = halves.make_request("a", hashes("a", 6))
-    halves.admit(request)
-    halves.compute(request, 6)
+    request = start(halves, "a", 6)
     sizes = []
     for _ in range(3):
         halves.send(["a"])
@@ -203,9 +201,7 @@ def test_the_first_block_of_a_request_is_evicted_last(make_halves):
 
 def test_a_block_is_used_when_its_request_ends(make_halves):
     halves = make_halves(num_blocks=60, host=6, disk=0)
-    request = halves.make_request("a", hashes("a", 3))
-    halves.admit(request)
-    halves.compute(request, 3)
+    request = start(halves, "a", 3)
     halves.step(["a"])
     run(halves, "b", 3)
     halves.finish(request)
@@ -215,9 +211,7 @@ def test_a_block_is_used_when_its_request_ends(make_halves):
 def test_blocks_are_stored_at_multiples_of_the_alignment(make_halves):
     """An engine with several groups hashes a block only with those of the other groups."""
     halves = make_halves(num_blocks=60, host=20, alignment=8)
-    request = halves.make_request("a", hashes("a", 4))
-    halves.admit(request)
-    halves.compute(request, 2)
+    request = start(halves, "a", 4, 2)
     request.num_computed_tokens = 12
     halves.step(["a"])
     assert len(halves.index.host) == 2
@@ -230,9 +224,7 @@ def test_blocks_are_stored_at_multiples_of_the_alignment(make_halves):
 
 def test_tokens_in_flight_are_not_stored(make_halves):
     halves = make_halves(num_blocks=60, host=20)
-    request = halves.make_request("a", hashes("a", 3))
-    halves.admit(request)
-    halves.compute(request, 3)
+    request = start(halves, "a", 3)
     request.num_in_flight_tokens = 8
     halves.step(["a"])
     assert len(halves.index.host) == 1
@@ -244,9 +236,7 @@ def test_tokens_in_flight_are_not_stored(make_halves):
 
 def test_a_running_request_is_stored_again_after_a_reset(make_halves):
     halves = make_halves(num_blocks=60, host=20)
-    request = halves.make_request("a", hashes("a", 3))
-    halves.admit(request)
-    halves.compute(request, 2)
+    request = start(halves, "a", 3, 2)
     halves.step(["a"])
     assert halves.scheduler.reset()
     halves.step(["a"])
@@ -263,7 +253,7 @@ def test_nothing_is_loaded_into_the_null_block(make_halves):
     block_id = halves.pool.get_new_blocks(1)[0].block_id
     halves.scheduler.plan_load(again, [[0, 0, block_id]], 12)
     (load,) = halves.scheduler.take_orders([]).loads
-    assert [where for _, where in load.blocks] == [block_id]
+    assert list(load.blocks.values()) == [block_id]
 
 
 def test_a_copy_that_fails_is_lost_and_not_found(make_halves, monkeypatch):
@@ -299,9 +289,7 @@ def test_a_load_that_fails_is_reported(make_halves, monkeypatch, error):
 def test_a_store_is_finished_when_all_ranks_have_finished(make_halves, monkeypatch):
     halves = make_halves(num_ranks=2)
     gate = Gate(monkeypatch, halves.workers[1])
-    request = halves.make_request("a", hashes("a", 2))
-    halves.admit(request)
-    halves.compute(request, 2)
+    request = start(halves, "a", 2)
     halves.finish(request)
     halves.send()
     assert halves.workers[0].wait(TIMEOUT_S)
@@ -348,9 +336,7 @@ def test_closing_drops_waiting_orders(make_halves, monkeypatch):
     halves = make_halves(num_blocks=60)
     gate = Gate(monkeypatch, halves.workers[0])
     for name in ("a", "b"):
-        request = halves.make_request(name, hashes(name, 2))
-        halves.admit(request)
-        halves.compute(request, 2)
+        request = start(halves, name, 2)
         halves.finish(request)
         halves.send()
     assert gate.reached.wait(TIMEOUT_S)
@@ -360,8 +346,30 @@ def test_closing_drops_waiting_orders(make_halves, monkeypatch):
     closing.join(TIMEOUT_S)
     assert not closing.is_alive()
     assert halves.workers[0].take_report().stored == {1: 1}
-    halves.workers[0].start_stores(StepOrders(stores=[StoreOrder(9, [])]))
+    halves.workers[0].start_stores(StepOrders(stores=[StoreOrder(9, {})]))
     halves.close()
+
+
+def test_blocks_are_copied_without_a_thread_of_their_own(make_halves, caplog):
+    halves = make_halves()
+    with no_new_threads():
+        run(halves, "a", 3)
+        assert run(halves, "again", 3, "a") == 12
+    assert "copies blocks in the engine's thread" in caplog.text
+
+
+def test_an_order_that_fails_is_logged_and_the_next_one_runs(make_halves, monkeypatch, caplog):
+    halves = make_halves()
+    run(halves, "a", 3)
+
+    def fail(keys):
+        raise RuntimeError("no removal")
+
+    monkeypatch.setattr(halves.workers[0].stack, "remove", fail)
+    halves.workers[0].start_stores(StepOrders(forgotten=[b"a0"]))
+    run(halves, "b", 3)
+    assert len(halves.index.host) == 6
+    assert [record.name for record in caplog.records if record.exc_info] == ["vllm.kv_pool"]
 
 
 def test_hits_are_aligned(make_halves):

@@ -8,7 +8,7 @@ from kv_pool.integrations.vllm.connector.tier_index import TierIndex
 
 
 def blocks(*names):
-    return [(name.encode(), number) for number, name in enumerate(names)]
+    return {name.encode(): number for number, name in enumerate(names)}
 
 
 def store(index, *names, max_blocks=100):
@@ -56,8 +56,7 @@ def test_a_lost_disk_has_no_blocks():
     index = TierIndex(1, 2)
     store(index, "a")
     store(index, "b")
-    index.drop_disk()
-    index.drop_disk()
+    index.drop_last_tier()
     assert index.disk is None
     assert b"a" not in index
     assert store(index, "c").list_demoted() == []
@@ -85,7 +84,7 @@ def test_random_calls_match_a_slow_model(seed):
             arriving = {key for _, keys in planned for key in keys}
             new = [key for key in some if key not in host and key not in arriving]
             assert [some[place] for place in index.find_missing(some)] == new
-            order = index.plan_store([(key, 0) for key in new], 3)
+            order = index.plan_store(dict.fromkeys(new, 0), 3)
             wanted = new[:3]
             num_free = host_size - len(host) - len(arriving)
             evictable = [key for key in host if key not in held][: max(0, len(wanted) - num_free)]
@@ -93,7 +92,7 @@ def test_random_calls_match_a_slow_model(seed):
             if not wanted:
                 assert order is None
                 continue
-            assert ([key for key, _ in order.blocks], evicted(order)) == (wanted, evictable)
+            assert (list(order.blocks), evicted(order)) == (wanted, evictable)
             planned.append((order, wanted))
             host = [key for key in host if key not in evictable]
             if disk_size:

@@ -76,16 +76,6 @@ def find_bound(name, before, storage):
         layers, parts, slots // storage.block_size, storage.block_size, heads, head_size
     )
     relative, least = UNITS[storage.dtype]
-    if name == "low_rank":
-        matrices = np.moveaxis(grouped, 4, 3)
-        signed = np.moveaxis(before.reshape(grouped.shape), 4, 3)
-        is_finite = np.isfinite(signed).all((-1, -2), keepdims=True)
-        bound = find_low_rank_bound(
-            np.where(is_finite, signed, 0), make_format(name, storage).rank, relative, least
-        )
-        return np.moveaxis(np.broadcast_to(bound[..., None, None], matrices.shape), 3, 4).reshape(
-            before.shape
-        )
     largest = np.empty_like(grouped)
     for part in range(parts):
         axes = (2, 4) if name == "fp8" else (2,) if part == 0 and parts == 2 else (4,)
@@ -99,17 +89,24 @@ def find_bound(name, before, storage):
     return ((coded + in_float32) * (1 + relative) + size * relative + least + 2.0**-149).reshape(before.shape)
 
 
-def find_low_rank_bound(matrices, rank, relative, least):
-    """Return the error bound of a matrix (..., N, D) in the Frobenius norm: Eckart-Young plus rounding."""
+def check_low_rank(before, after, storage):
+    """Check the Frobenius error of each (N, D) matrix: Eckart-Young plus rounding. NaN spoils a matrix."""
+    shape = (*before.shape[:2], storage.num_blocks, storage.block_size, *before.shape[3:])
+    before, after = (np.moveaxis(values.reshape(shape), 4, 3) for values in (before, after))
+    is_whole = np.isfinite(before).all((-2, -1), keepdims=True)
+    assert np.isnan(after[~np.broadcast_to(is_whole, after.shape)]).all()
+    matrices = np.where(is_whole, before, 0)
     tokens, head_size = matrices.shape[-2:]
+    relative, least = UNITS[storage.dtype]
+    rank = make_format("low_rank", storage).rank
     values = np.linalg.svd(matrices, compute_uv=False)
-    kept, rest = values[..., :rank], values[..., rank:]
-    norm = np.sqrt((values**2).sum(-1))
-    tail = np.sqrt((rest**2).sum(-1))
+    kept, tail = values[..., :rank], np.linalg.norm(values[..., rank:], axis=-1)
+    norm = np.linalg.norm(values, axis=-1)
     # Each factor is rounded: a column l of one, a row r of the other, both as long as the root of its value.
     lost = least * (np.sqrt(tokens) + np.sqrt(head_size))
     factors = (kept * (2 * relative + relative**2) + np.sqrt(kept) * lost * (1 + relative)).sum(-1)
     factors += rank * least**2 * np.sqrt(tokens * head_size)
     decomposed = (tokens + head_size) * 2.0**-23 * norm
     rounded = relative * (norm + tail) + least * np.sqrt(tokens * head_size)
-    return (tail + factors + decomposed + rounded) * (1 + 2.0**-10)
+    off = np.linalg.norm(np.where(is_whole, after, 0) - matrices, axis=(-2, -1))
+    assert (off <= (tail + factors + decomposed + rounded) * (1 + 2.0**-10)).all()

@@ -18,6 +18,9 @@ from kv_pool.ids import BlockHashWithGroupId
 from kv_pool.integrations.vllm.connector.tier_index import TierIndex
 from kv_pool.tiers.tier_prefixes import GroupKeys
 
+_UNKNOWN: dict[str, Any] = dict.fromkeys(("parent_block_hash", "lora_id", "lora_name"))
+_UNKNOWN |= {"token_ids": [], "block_size": 0}
+
 
 class TierEventLog:
     """Collects a BlockStored or BlockRemoved for each block that enters or leaves a tier.
@@ -44,7 +47,7 @@ class TierEventLog:
         return events
 
     def on_planned(self, request: Any, group: GroupKeys, position: int, key: BlockHashWithGroupId) -> None:
-        """See `StoreListener`."""
+        """Note the content of a block whose store is planned; `position` is that in the block table."""
         if len(self._labels) > self._num_to_sweep_at:
             self._labels = {key: label for key, label in self._labels.items() if self._index.knows(key)}
         start = position * group.block_size
@@ -66,13 +69,7 @@ class TierEventLog:
         for key in keys:
             group_id = get_group_id(key)
             spec = self._specs[group_id]
-            label = self._labels.get(key) or {
-                "parent_block_hash": None,
-                "token_ids": [],
-                "block_size": 0,
-                "lora_id": None,
-                "lora_name": None,
-            }
+            label = self._labels.get(key, _UNKNOWN)
             self._events.append(
                 BlockStored(
                     block_hashes=[maybe_convert_block_hash(get_block_hash(key))],

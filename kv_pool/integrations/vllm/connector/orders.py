@@ -6,10 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from kv_pool.ids import BlockHashWithGroupId, BlockId, RequestId
-from kv_pool.tiers.tier_stack import TierStep
-
-KeyedBlock = tuple[BlockHashWithGroupId, BlockId]
-"""A block of the GPU pool, and the key of its content."""
+from kv_pool.tiers.tier import TierStep
 
 
 @dataclass
@@ -18,12 +15,12 @@ class StoreOrder:
 
     Attributes:
         order_id: grows by 1 with each order.
-        blocks: the blocks to copy.
+        blocks: the blocks to copy, by the keys of their content.
         steps: what makes room for them: evictions from both tiers, and copies from host memory to disk.
     """
 
     order_id: int
-    blocks: list[KeyedBlock]
+    blocks: dict[BlockHashWithGroupId, BlockId]
     steps: list[TierStep] = field(default_factory=list)
 
     def list_demoted(self) -> list[BlockHashWithGroupId]:
@@ -37,11 +34,11 @@ class LoadOrder:
 
     Attributes:
         request_id: the request that waits for them; it has one load at a time.
-        blocks: the target blocks, with the keys of their content.
+        blocks: the target blocks, by the keys of their content.
     """
 
     request_id: RequestId
-    blocks: list[KeyedBlock]
+    blocks: dict[BlockHashWithGroupId, BlockId]
 
 
 @dataclass
@@ -58,11 +55,6 @@ class StepOrders:
     forgotten: list[BlockHashWithGroupId] = field(default_factory=list)
     stores: list[StoreOrder] = field(default_factory=list)
     loads: list[LoadOrder] = field(default_factory=list)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to do."""
-        return self == StepOrders()
 
 
 @dataclass
@@ -83,11 +75,6 @@ class WorkerReport:
     reopened: list[BlockHashWithGroupId] | None = None
     partly_reopened: set[BlockHashWithGroupId] = field(default_factory=set)
     has_lost_disk: bool = False
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing happened."""
-        return self == WorkerReport()
 
     def merge(self, other: WorkerReport) -> WorkerReport:
         """Return one report for both ranks."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import islice
 
 from kv_pool.core.kv_events import MEDIUM_CPU, MEDIUM_STORAGE
-from kv_pool.ids import BlockHashWithGroupId
-from kv_pool.integrations.vllm.connector.orders import KeyedBlock, StoreOrder
-from kv_pool.tiers.tier import Tier
-from kv_pool.tiers.tier_stack import TierStack, TierStep
+from kv_pool.ids import BlockHashWithGroupId, BlockId
+from kv_pool.integrations.vllm.connector.orders import StoreOrder
+from kv_pool.tiers.tier import Tier, TierStack, TierStep
 
 
 class TierIndex(TierStack):
@@ -61,12 +61,14 @@ class TierIndex(TierStack):
 
     # ---- storing ---------------------------------------------------------------------------------
 
-    def plan_store(self, blocks: Sequence[KeyedBlock], max_blocks: int) -> StoreOrder | None:
+    def plan_store(
+        self, blocks: Mapping[BlockHashWithGroupId, BlockId], max_blocks: int
+    ) -> StoreOrder | None:
         """Reserve places for blocks and return the order; None if there is no place for any of them.
 
         Args:
-            blocks: blocks with distinct keys, that `find_missing` has found. If there are too few places,
-                because the rest is held or arriving, the last blocks are left out.
+            blocks: blocks by key, that `find_missing` has found. If there are too few places, because the
+                rest is held or arriving, the last blocks are left out.
             max_blocks: the maximum number of blocks of the order.
         """
         num_wanted = min(len(blocks), max_blocks)
@@ -77,12 +79,12 @@ class TierIndex(TierStack):
             steps.append(step)
             if step.level == 0:
                 num_places += len(step.evicted)
-        taken = list(blocks[: min(num_wanted, max(0, num_places))])
+        taken = dict(islice(blocks.items(), min(num_wanted, max(0, num_places))))
         if not taken:
             return None
         self._last_order_id += 1
         order = StoreOrder(self._last_order_id, taken, steps)
-        self._arriving.update(dict.fromkeys((key for key, _ in taken), order.order_id))
+        self._arriving.update(dict.fromkeys(taken, order.order_id))
         return order
 
     def finish_store(self, order: StoreOrder, is_valid: bool) -> list[BlockHashWithGroupId]:
@@ -92,7 +94,7 @@ class TierIndex(TierStack):
             is_valid: False if the blocks may have been reused while they were read. Their keys are then
                 dropped; the caller has to order their removal.
         """
-        keys = [key for key, _ in order.blocks if self._arriving.get(key) == order.order_id]
+        keys = [key for key in order.blocks if self._arriving.get(key) == order.order_id]
         for key in keys:
             del self._arriving[key]
         if not is_valid:
@@ -114,11 +116,6 @@ class TierIndex(TierStack):
         for tier in self.tiers:
             self.announce_removed(tier, tier.list_keys())
         super().clear()
-
-    def drop_disk(self) -> None:
-        """Continue without a disk tier. No-op without one."""
-        if self.disk is not None:
-            self.drop_last_tier()
 
     def add_reopened(self, keys: Sequence[BlockHashWithGroupId]) -> list[BlockHashWithGroupId]:
         """Add keys that the workers found on disk, the least recently used first.

@@ -6,21 +6,18 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from kv_pool.core.holds import Hold
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.ids import BlockHashWithGroupId, BlockId, RequestId
-from kv_pool.integrations.vllm.connector.orders import (
-    KeyedBlock,
-    LoadOrder,
-    StepOrders,
-    StoreOrder,
-    WorkerReport,
-)
+from kv_pool.integrations.vllm.connector.orders import LoadOrder, StepOrders, StoreOrder, WorkerReport
 from kv_pool.integrations.vllm.connector.tier_index import TierIndex
 from kv_pool.tiers.tier_prefixes import GroupKeys, Rows, TierPrefixes
-from kv_pool.tiers.tier_stack import TierListener
+
+if TYPE_CHECKING:  # it imports vLLM
+    from kv_pool.integrations.vllm.connector.event_log import TierEventLog
+
 
 _logger = logging.getLogger("vllm.kv_pool")
 
@@ -86,13 +83,6 @@ class RunningStore:
     used_after: list[BlockHashWithGroupId] = field(default_factory=list)
 
 
-class StoreListener(TierListener, Protocol):
-    """Learns also which stores are planned, for the events of their keys."""
-
-    def on_planned(self, request: Any, group: GroupKeys, position: int, key: BlockHashWithGroupId) -> None:
-        """A store of a request's block is planned; `position` is that in the block table."""
-
-
 class TierScheduler:
     """The scheduler half of the tiers. One per engine; called from the scheduler's thread.
 
@@ -121,7 +111,7 @@ class TierScheduler:
         num_ranks: int = 1,
         drops_last_block: bool = False,
         lease_s: float = 300.0,
-        listener: StoreListener | None = None,
+        listener: TierEventLog | None = None,
     ) -> None:
         self.index = index
         index.listener = listener
@@ -140,7 +130,6 @@ class TierScheduler:
         self._hits: dict[RequestId, HeldHit] = {}
         self._loading: dict[RequestId, HeldHit] = {}
         self._storing: dict[int, RunningStore] = {}  # by order, oldest first
-        self._num_reading = 0
         self._orders = StepOrders()
 
     def bind(
@@ -189,12 +178,12 @@ class TierScheduler:
             self.index.release(hit.list_keys())
             hit = shorter
         null_id = self.block_pool.null_block.block_id
-        blocks = [
-            (key, table[position])
+        blocks = {
+            key: table[position]
             for row, table in zip(hit.rows, block_ids, strict=True)
             for position, key in row.items()
             if table[position] != null_id
-        ]
+        }
         self._loading[request_id] = hit
         self._orders.loads.append(LoadOrder(request_id, blocks))
 
@@ -258,8 +247,8 @@ class TierScheduler:
 
     def apply_report(self, report: WorkerReport) -> None:
         """Apply what the workers report: finished stores, losses, and the blocks found on disk."""
-        if report.has_lost_disk:
-            self.index.drop_disk()
+        if report.has_lost_disk and self.index.disk is not None:
+            self.index.drop_last_tier()
         if report.reopened is not None:
             left_out = self.index.add_reopened(report.reopened)
             self._orders.forgotten += left_out
@@ -279,7 +268,7 @@ class TierScheduler:
 
     def has_work(self) -> bool:
         """Return True while stores or removals are not finished; the engine must go on stepping."""
-        return bool(self._storing) or not self._orders.is_empty
+        return bool(self._storing) or self._orders != StepOrders()
 
     def holds_freed_blocks(self) -> bool:
         """Return True if a finished store would free blocks. O(blocks being read)."""
@@ -287,7 +276,7 @@ class TierScheduler:
         return any(
             blocks[block_id].ref_cnt == 1
             for store in self._storing.values()
-            for _, block_id in store.order.blocks
+            for block_id in store.order.blocks.values()
         )
 
     def reset(self) -> bool:
@@ -371,14 +360,14 @@ class TierScheduler:
 
     def _order_store(self, group: GroupKeys, request: Any, found: list[tuple[int, Any]]) -> int:
         """Order the store of blocks, given with their positions. Return how many of them are stored."""
-        blocks: list[KeyedBlock] = [(block.block_hash, block.block_id) for _, block in found]
-        order = self.index.plan_store(blocks, self._max_reading - self._num_reading)
+        blocks = {block.block_hash: block.block_id for _, block in found}
+        num_reading = sum(len(store.order.blocks) for store in self._storing.values())
+        order = self.index.plan_store(blocks, self._max_reading - num_reading)
         if order is None:
             return 0
         num_taken = len(order.blocks)
         taken = [block for _, block in found[:num_taken]]
         self._storing[order.order_id] = RunningStore(order, self._hold(taken, order.order_id))
-        self._num_reading += num_taken
         self._orders.stores.append(order)
         self._counts["demoted blocks"] += len(order.list_demoted())
         if self._listener is not None:
@@ -411,7 +400,6 @@ class TierScheduler:
 
     def _end_store(self, store: RunningStore) -> None:
         order = store.order
-        self._num_reading -= len(order.blocks)
         is_valid = self._release(store.hold)
         keys = self.index.finish_store(order, is_valid)
         self._counts["stored blocks"] += len(keys)
@@ -422,7 +410,7 @@ class TierScheduler:
                 len(order.blocks),
                 self._lease_s,
             )
-            self._forget([key for key, _ in order.blocks])
+            self._forget(list(order.blocks))
 
     def _forget(self, keys: Sequence[BlockHashWithGroupId]) -> None:
         """Remove keys from the index, and order their removal from the tiers."""

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from kv_pool.errors import TierError
+from kv_pool.errors import OutOfThreadsError, TierError
 from kv_pool.ids import BlockHashWithGroupId, BlockId, RequestId
-from kv_pool.integrations.vllm.connector.orders import (
-    KeyedBlock,
-    LoadOrder,
-    StepOrders,
-    StoreOrder,
-    WorkerReport,
-)
+from kv_pool.integrations.vllm.connector.orders import LoadOrder, StepOrders, StoreOrder, WorkerReport
 from kv_pool.storage.block_storage import BlockStorage
+from kv_pool.threads import Workers
 from kv_pool.tiers.disk_tier import DiskTier
 from kv_pool.tiers.host_tier import HostTier
-from kv_pool.tiers.order_thread import OrderThread
-from kv_pool.tiers.tier_stack import TierStack, TierStep
+from kv_pool.tiers.tier import TierStack, TierStep
 
 _logger = logging.getLogger("vllm.kv_pool")
 
@@ -47,31 +42,31 @@ class TierWorker:
         host = HostTier(host_blocks, storage)
         self.stack = TierStack([host] if disk is None else [host, disk])
         self._storage = storage
-        self._device_order = DeviceOrder(storage.device)
+        self._stream: Any = None  # of the copies, on a GPU
         self._mutex = threading.Lock()
         self._loaded: list[tuple[RequestId, list[BlockId]]] = []  # finished loads, and what they lack
         self._failed: dict[RequestId, list[BlockId]] = {}
         self._report = WorkerReport(reopened=None if disk is None else disk.list_keys())
         self._is_closed = False
-        self._thread = OrderThread("kv_pool transfers")
-        self._thread.start()
+        self._thread = Workers("kv_pool transfers", 1)
+        self._urgent: deque[Callable[[], None]] = deque()  # orders that have not begun
+        self._others: deque[Callable[[], None]] = deque()
 
     def start_loads(self, orders: StepOrders) -> None:
         """Start a step's loads. They write after the engine's work that is queued on the device by now."""
         if orders.loads:
-            mark = self._device_order.mark()
-            self._thread.add([partial(self._load, order, mark) for order in orders.loads], is_urgent=True)
+            mark = self._mark()
+            for order in orders.loads:
+                self._start(self._urgent, partial(self._load, order, mark))
 
     def start_stores(self, orders: StepOrders) -> None:
         """Start a step's removals and stores; call it after the work that writes the step's blocks."""
-        tasks: list[Callable[[], None]] = []
         if orders.clears or orders.forgotten:
-            tasks.append(partial(self._remove, orders))
+            self._start(self._others, partial(self._remove, orders))
         if orders.stores:
-            mark = self._device_order.mark()
-            tasks += [partial(self._store, order, mark) for order in orders.stores]
-        if tasks:
-            self._thread.add(tasks)
+            mark = self._mark()
+            for order in orders.stores:
+                self._start(self._others, partial(self._store, order, mark))
 
     def take_loaded(self) -> set[RequestId]:
         """Return the requests whose loads have ended since the last call, failed ones included."""
@@ -90,10 +85,8 @@ class TierWorker:
     def take_report(self) -> WorkerReport | None:
         """Return what has happened since the last call; None if nothing."""
         with self._mutex:
-            if self._report.is_empty:
-                return None
             report, self._report = self._report, WorkerReport()
-            return report
+        return None if report == WorkerReport() else report
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until all orders have been executed. Return False after `timeout_s` seconds."""
@@ -101,37 +94,46 @@ class TierWorker:
 
     def close(self) -> None:
         """Finish the current order, drop the others, and close the tiers. No-op on a second call."""
-        self._thread.close()
+        self._thread.stop()
+        self._thread.join()
         if not self._is_closed:
             self._is_closed = True
             self.stack.close()
 
     # ---- inside ----------------------------------------------------------------------------------
 
-    def _load(self, order: LoadOrder, mark: Mark) -> None:
+    def _start(self, orders: deque[Callable[[], None]], order: Callable[[], None]) -> None:
+        orders.append(order)
         try:
-            with self._device_order.after(mark):
-                failed = self._copy_up(order)
+            self._thread.submit(self._run_next)
+        except OutOfThreadsError as error:
+            _logger.warning("kv_pool copies blocks in the engine's thread: %s", error)
+            self._run_next()
+
+    def _run_next(self) -> None:
+        try:
+            (self._urgent or self._others).popleft()()
+        except Exception:
+            _logger.exception("kv_pool could not execute an order")
+
+    def _load(self, order: LoadOrder, mark: Any) -> None:
+        try:
+            with self._after(mark):
+                failed = self.stack.load_into(self._storage, order.blocks)
         except Exception:  # such as MemoryError; the engine computes the blocks
             _logger.exception("kv_pool could not load %d blocks", len(order.blocks))
-            failed = order.blocks
+            failed = list(order.blocks)
         with self._mutex:
-            self._loaded.append((order.request_id, [block_id for _, block_id in failed]))
-            self._report.lost.update(key for key, _ in failed)
+            self._loaded.append((order.request_id, [order.blocks[key] for key in failed]))
+            self._report.lost.update(failed)
 
-    def _copy_up(self, order: LoadOrder) -> list[KeyedBlock]:
-        """Execute a load. Return the blocks that could not be loaded; their content is undefined."""
-        keys, block_ids = [key for key, _ in order.blocks], [block_id for _, block_id in order.blocks]
-        failed = set(self.stack.load(keys, self._storage, block_ids))
-        return [block for block in order.blocks if block[0] in failed]
-
-    def _store(self, order: StoreOrder, mark: Mark) -> None:
+    def _store(self, order: StoreOrder, mark: Any) -> None:
         try:
-            with self._device_order.after(mark):
+            with self._after(mark):
                 lost = self._copy_down(order)
         except Exception:  # such as MemoryError; the blocks are not cached in a tier
             _logger.exception("kv_pool could not store %d blocks", len(order.blocks))
-            lost = [*order.list_demoted(), *(key for key, _ in order.blocks)]
+            lost = [*order.list_demoted(), *order.blocks]
         with self._mutex:
             self._report.stored[order.order_id] = 1
             self._report.lost.update(lost)
@@ -141,8 +143,8 @@ class TierWorker:
         lost: list[BlockHashWithGroupId] = []
         for step in order.steps:
             lost += self.stack.apply_elsewhere(step)
-        keys, block_ids = [key for key, _ in order.blocks], [block_id for _, block_id in order.blocks]
-        return lost + self.stack.apply_elsewhere(TierStep(0, keys), self._storage, block_ids)
+        stored = TierStep(0, list(order.blocks))
+        return lost + self.stack.apply_elsewhere(stored, self._storage, order.blocks)
 
     def _remove(self, orders: StepOrders) -> None:
         """Remove blocks for good. A disk tier that cannot be cleared is closed and not used again."""
@@ -157,44 +159,32 @@ class TierWorker:
         finally:
             self.stack.remove(orders.forgotten)
 
+    # ---- the engine's work on the device ----------------------------------------------------------
 
-Mark = Any
-"""A point in the engine's work on the device; None in host memory, where work is done when a call returns."""
+    def _mark(self) -> Any:
+        """Return the end of the work that the calling thread has queued on its current stream.
 
-
-class DeviceOrder:
-    """Orders copies after the engine's work, on a stream of their own.
-
-    Args:
-        device: `cpu`, or torch's name of another device, such as `cuda:0`.
-    """
-
-    def __init__(self, device: str) -> None:
-        self.device = device
-        self._stream: Any = None
-
-    def mark(self) -> Mark:
-        """Return the end of the work that the calling thread has queued on its current stream."""
-        if self.device == "cpu":
+        None in host memory, where work is done when a call returns.
+        """
+        if self._storage.device == "cpu":
             return None
         import torch
 
         event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.device))
+        event.record(torch.cuda.current_stream(self._storage.device))
         return event
 
     @contextmanager
-    def after(self, mark: Mark) -> Iterator[None]:
-        """Run the copies of the `with` statement after `mark`, and wait for them at its end."""
-        if self.device == "cpu":
+    def _after(self, mark: Any) -> Iterator[None]:
+        """Run the copies of the `with` statement after `mark`, on their own stream, and wait for them."""
+        if mark is None:
             yield
             return
         import torch
 
         if self._stream is None:
-            self._stream = torch.cuda.Stream(self.device)
+            self._stream = torch.cuda.Stream(self._storage.device)
         with torch.cuda.stream(self._stream):
-            if mark is not None:
-                self._stream.wait_event(mark)
+            self._stream.wait_event(mark)
             yield
             self._stream.synchronize()

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any, Protocol
+from typing import Any
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -101,28 +101,6 @@ class ConnectorStatistics(KVConnectorStats):  # type: ignore[misc]
         return not any(self.data.get(name) for name in COUNTS)
 
 
-class RequestHandler(Protocol):
-    """Follows each request from its arrival to its end, in the scheduler's process.
-
-    The connector calls it with or without tiers. A request is vLLM's `Request`; what a client sends is in
-    `request.kv_transfer_params["kv_pool"]`, any JSON. Methods must not raise: an error here would stop the
-    engine.
-    """
-
-    def bind_kv_cache_manager(self, manager: Any) -> None:
-        """Receive the scheduler's manager; `manager.block_pool` is its pool. Called once, before requests."""
-
-    def on_new_request(self, request: Any) -> None:
-        """Receive a request that was added to the scheduler; it has no blocks yet."""
-
-    def request_finished(self, request: Any) -> dict[str, Any] | None:
-        """Receive a finished request, before its blocks are freed.
-
-        Returns:
-            Entries for the answer's `kv_transfer_params`, or None.
-        """
-
-
 class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Host and disk tiers, and a handler of requests, for an engine of vLLM.
 
@@ -139,7 +117,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self.settings = ConnectorSettings.parse(self._kv_transfer_config.kv_connector_extra_config or {})
-        self.handler: RequestHandler | None = None
+        self.handler: ConnectorOptions | None = None
         self.scheduler: TierScheduler | None = None
         self.worker: TierWorker | None = None
         self._event_log: TierEventLog | None = None
@@ -155,7 +133,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._disk_blocks = count_blocks("disk_bytes", self.settings.disk_bytes, *sizes)
         if role is KVConnectorRole.SCHEDULER:
             warn_if_unused()
-            self.handler = make_request_handler(vllm_config, self.settings)
+            self.handler = ConnectorOptions()
             if has_tiers:
                 self.scheduler = self._make_scheduler()
 
@@ -368,8 +346,3 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             config.parallel_config.world_size,
         )
         return scheduler
-
-
-def make_request_handler(vllm_config: Any, settings: ConnectorSettings) -> RequestHandler:
-    """Return the handler that follows the requests of an engine: it applies the options of clients."""
-    return ConnectorOptions()

@@ -105,7 +105,8 @@ class EngineOptions:
 class ConnectorOptions:
     """The options of requests as a KV connector sees them, which returns the reports to the clients.
 
-    Implements the connector's `RequestHandler`.
+    The connector calls it with or without tiers, in the scheduler's process. Methods must not raise: an error
+    here would stop the engine.
     """
 
     def __init__(self) -> None:
