@@ -128,7 +128,7 @@ def test_sequences_always_read_what_they_wrote(seed):
             allocator.free_sequence(sequence_id)
             del expected[sequence_id]
         assert {sequence_id: read_numbers(allocator, sequence_id) for sequence_id in expected} == expected
-        assert allocator.manager.get_num_free_gpu_blocks() == len(allocator.free_blocks)
+        assert allocator.manager.get_num_free_blocks() == len(allocator.free_blocks)
     assert len(expected) > 1
 
 
