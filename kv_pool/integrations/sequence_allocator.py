@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH
-from kv_pool.core.arguments import as_int
+from kv_pool.core.arguments import as_count, as_int
 from kv_pool.core.block_pool import BlockPool
 from kv_pool.errors import InvalidArgumentError, PoolExhaustedError, UnknownSequenceError
 from kv_pool.ids import BlockHash, BlockId, BlockMove, RequestId, SequenceId
@@ -116,25 +116,15 @@ class KVCacheAllocator:
         device: str = "cpu",
         library: str | None = None,
     ) -> None:
-        self.total_blocks = as_int("total_blocks", total_blocks)
-        self.block_size = as_int("block_size", block_size)
-        self.num_heads = as_int("num_heads", num_heads)
-        self.head_dim = as_int("head_dim", head_dim)
-        num_layers = as_int("num_layers", num_layers)
-        for name, size in (
-            ("total_blocks", self.total_blocks),
-            ("block_size", self.block_size),
-            ("num_heads", self.num_heads),
-            ("head_dim", self.head_dim),
-            ("num_layers", num_layers),
-        ):
-            if size < 1:
-                raise InvalidArgumentError(f"{name} is {size}; it is at least 1")
+        self.total_blocks = as_count("total_blocks", total_blocks, 1)
+        self.block_size = as_count("block_size", block_size, 1)
+        self.num_heads = as_count("num_heads", num_heads, 1)
+        self.head_dim = as_count("head_dim", head_dim, 1)
         self.manager = KVCacheManager(BlockPool(self.total_blocks + 1, False, self.block_size))
         self.storage = KVStorage.allocate(
             self.total_blocks,
             self.block_size,
-            num_layers,
+            as_count("num_layers", num_layers, 1),
             self.num_heads,
             self.head_dim,
             dtype=dtype,
@@ -220,7 +210,7 @@ class KVCacheAllocator:
         if sequence_id in self._tables:
             raise InvalidArgumentError(f"sequence {sequence_id} already exists; free_sequence() it first")
         table = SequencePageTable(sequence_id, self.block_size)
-        self._extend(table, as_int("initial_length", initial_length))
+        self._extend(table, as_count("initial_length", initial_length))
         self._tables[sequence_id] = table
         return table
 
@@ -234,7 +224,7 @@ class KVCacheAllocator:
             PoolExhaustedError: too few blocks are free.
             InvalidArgumentError: the number is negative. In all cases nothing has changed.
         """
-        self._extend(self.find(sequence_id), as_int("additional_tokens", additional_tokens))
+        self._extend(self.find(sequence_id), as_count("additional_tokens", additional_tokens))
 
     def fork_sequence(self, parent_id: SequenceId, child_id: SequenceId) -> SequencePageTable:
         """Create a sequence that shares all tokens and blocks of another one.
@@ -301,8 +291,6 @@ class KVCacheAllocator:
         return list_slots(table.blocks, start, stop, self.block_size)
 
     def _extend(self, table: SequencePageTable, num_tokens: int) -> None:
-        if num_tokens < 0:
-            raise InvalidArgumentError(f"the number of tokens is {num_tokens}; it must be 0 or more")
         if num_tokens == 0:
             return
         request = _as_request(table, num_tokens)

@@ -91,7 +91,7 @@ def test_without_a_free_block_a_memory_error_is_raised():
     with pytest.raises(MemoryError):
         allocator.allocate_sequence(2, 1)
     assert (table.length, list(allocator.sequence_tables)) == (8, [1])
-    with pytest.raises(InvalidArgumentError, match="the number of tokens is -1"):
+    with pytest.raises(InvalidArgumentError, match="additional_tokens is -1"):
         allocator.extend_sequence(1, -1)
 
 

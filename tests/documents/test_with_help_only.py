@@ -111,7 +111,7 @@ def test_an_allocator_has_the_articles_attributes():
 def test_a_size_below_1_is_refused_by_its_name(name):
     """The error used to name the axes of the storage: {'B': 0, 'N': 4, 'L': 1, ...}."""
     sizes = {"total_blocks": 8, "block_size": 4, "num_heads": 2, "head_dim": 4, "num_layers": 1}
-    with pytest.raises(InvalidArgumentError, match=f"{name} is 0; it is at least 1"):
+    with pytest.raises(InvalidArgumentError, match=f"{name} is 0; it is a count, 1 or more"):
         KVCacheAllocator(**{**sizes, name: 0})
 
 

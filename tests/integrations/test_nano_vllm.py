@@ -211,7 +211,7 @@ def test_empty_sequence_is_refused():
 
 
 def test_invalid_manager_arguments_are_refused():
-    with pytest.raises(InvalidArgumentError, match="num_blocks is 0; it is an integer, at least 1"):
+    with pytest.raises(InvalidArgumentError, match="num_blocks is 0; it is a count, 1 or more"):
         BlockManager(0, 4)
     with pytest.raises(InvalidArgumentError, match="block_size is 0"):
         BlockManager(8, 0)

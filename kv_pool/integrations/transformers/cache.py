@@ -205,7 +205,7 @@ class PagedBatch:
             raise InvalidArgumentError(f"rows {list(rows)} mix the beams of {len(self._beams)} requests")
         sources = [self.requests[row] for row in rows]
         manager = self.sequences.manager
-        for request in list_distinct(self.requests):
+        for request in dict.fromkeys(self.requests):
             if request not in sources:
                 manager.free(request)
         placed: list[Request] = []
@@ -221,7 +221,7 @@ class PagedBatch:
 
     def free(self) -> None:
         """Release the blocks of all rows. The requests can be admitted again."""
-        for request in list_distinct(self.requests):
+        for request in dict.fromkeys(self.requests):
             self.sequences.free(request)
 
     def _flatten(self, states: torch.Tensor, rows: Iterable[int]) -> torch.Tensor:
@@ -240,11 +240,6 @@ class Beam:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._request, name)
-
-
-def list_distinct(requests: Sequence[Request]) -> list[Request]:
-    """Return each request once, in order."""
-    return list({id(request): request for request in requests}.values())
 
 
 ATTENTION_NAME = "kv_pool"

@@ -20,7 +20,7 @@ from kv_pool.errors import InvalidArgumentError
 from kv_pool.integrations.vllm.checked_versions import CHECKED_VERSIONS, is_checked
 from kv_pool.integrations.vllm.class_swap import SwapError, find_obstacles, swap_classes
 from kv_pool.integrations.vllm.releases import REPLACED, Release, find_release, load_classes
-from kv_pool.integrations.vllm_warnings import warn
+from kv_pool.integrations.vllm_warnings import warn, warn_if_unused
 from kv_pool.version import __version__
 
 logger = logging.getLogger("vllm.kv_pool")
@@ -62,8 +62,7 @@ def register(level: str | None = None) -> None:
         os.environ[LEVEL] = level
     if explain_plugins():
         logger.debug("kv_pool is installed but not enabled: VLLM_PLUGINS does not name it")
-        for mistake in list_mistakes():
-            _warn(mistake)
+        warn_if_unused()
         return
     level = find_level()
     if level not in LEVELS:
@@ -113,24 +112,22 @@ def register(level: str | None = None) -> None:
 
 def _choose_level(level: str, version: str, release: Release) -> str | None:
     """Return the level to use with this version, `level` or a lower one, or None. Log why if not `level`."""
-    is_forced = os.environ.get(FORCE) == "1"
-    if not is_checked(level, version) and is_checked("pool", version) and not is_forced:
-        warn(
-            f"kv_pool uses level pool: level {level} was checked with vLLM "
-            f"{', '.join(CHECKED_VERSIONS[level])}, and this is {version}. Set {FORCE}=1 to use "
-            "it anyway."
-        )
-        level = "pool"
     if is_checked(level, version):
         return level
     checked = ", ".join(CHECKED_VERSIONS[level])
-    if is_forced:
+    if os.environ.get(FORCE) == "1":
         major, minor = release.number
         warn(
             f"kv_pool was checked with vLLM {checked}; {FORCE}=1 forces it on {version}, with "
             f"its classes for {major}.{minor}"
         )
         return level
+    if is_checked("pool", version):
+        warn(
+            f"kv_pool uses level pool: level {level} was checked with vLLM {checked}, and this is {version}. "
+            f"Set {FORCE}=1 to use it anyway."
+        )
+        return "pool"
     _warn(f"this is vLLM {version}, and it was checked with {checked}. Set {FORCE}=1 to use it anyway.")
     return None
 
