@@ -20,7 +20,7 @@ from kv_pool.errors import InvalidArgumentError
 from kv_pool.integrations.vllm.checked_versions import CHECKED_VERSIONS, is_checked
 from kv_pool.integrations.vllm.class_swap import SwapError, find_obstacles, swap_classes
 from kv_pool.integrations.vllm.releases import REPLACED, Release, find_release, load_classes
-from kv_pool.integrations.vllm_warnings import warn, warn_if_unused
+from kv_pool.integrations.vllm_warnings import warn
 from kv_pool.version import __version__
 
 logger = logging.getLogger("vllm.kv_pool")
@@ -62,7 +62,8 @@ def register(level: str | None = None) -> None:
         os.environ[LEVEL] = level
     if explain_plugins():
         logger.debug("kv_pool is installed but not enabled: VLLM_PLUGINS does not name it")
-        warn_if_unused()
+        for mistake in list_mistakes():
+            _warn(mistake)
         return
     level = find_level()
     if level not in LEVELS:
