@@ -1,4 +1,4 @@
-"""kv_pool replaces all or none of vLLM's classes, depending on the environment and on vLLM's version.
+"""kv_pool replaces all or none of a level's classes, depending on the environment and on vLLM's version.
 
 Uses a fake vLLM: a few files in a folder, imported by a new interpreter.
 """
@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import kv_pool
+from kv_pool.errors import InvalidArgumentError
 from kv_pool.integrations.vllm import register
 from kv_pool.integrations.vllm.checked_versions import CHECKED_VERSIONS
 from kv_pool.integrations.vllm.releases import find_release
@@ -33,7 +34,10 @@ FILES = {
     """,
     "vllm/v1/__init__.py": "",
     "vllm/v1/metrics/__init__.py": "",
-    "vllm/v1/metrics/stats.py": "class KVCacheEvictionEvent: ...",
+    "vllm/v1/metrics/stats.py": """
+        class KVCacheEvictionEvent: ...
+        class PrefixCacheStats: ...
+    """,
     "vllm/v1/core/__init__.py": "",
     "vllm/v1/core/block_pool.py": """
         from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -43,6 +47,7 @@ FILES = {
     "vllm/v1/core/kv_cache_utils.py": """
         class KVCacheBlock: ...
         class FreeKVCacheBlockQueue: ...
+        class KVCacheBlockCopy: ...
     """,
     "vllm/v1/core/kv_cache_metrics.py": """
         class KVCacheMetricsCollector: ...
@@ -67,7 +72,41 @@ FILES = {
         class LookupPool(BlockPool): ...
         def make_pool(): ...
     """,
+    # What level `manager` uses in addition.
+    "vllm/v1/request.py": "class RequestStatus: WAITING, PREEMPTED = 1, 2",
+    "vllm/v1/kv_cache_interface.py": """
+        class AttentionSpec: ...
+        class CircularBufferSpec: ...
+        class CrossAttentionSpec: ...
+        def get_kv_cache_spec_kind(spec): ...
+        def get_kv_cache_spec_sliding_window(spec): ...
+    """,
+    "vllm/v1/kv_cache_spec_registry.py": """
+        class KVCacheSpecRegistry:
+            def get_manager_class(spec, role): return None
+    """,
+    "vllm/v1/core/single_type_kv_cache_manager.py": """
+        class ChunkedLocalAttentionManager: ...
+        class CrossAttentionManager: ...
+        class FullAttentionManager: ...
+        class MambaManager: ...
+        class SlidingWindowManager: ...
+    """,
+    "vllm/v1/core/kv_cache_coordinator.py": """
+        from abc import ABC
+        class HybridKVCacheCoordinator(ABC): ...
+    """,
+    "vllm/v1/core/kv_cache_manager.py": """
+        from vllm.v1.core.block_pool import BlockPool
+        class KVCacheBlocks: ...
+        class KVCacheManager:
+            def __init__(self, config, **options):
+                self.block_pool = BlockPool(8, True, 4)
+    """,
+    "vllm/v1/manager_scheduler.py": "from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager",
 }
+LEVEL = {"VLLM_PLUGINS": "kv_pool", "KV_POOL_VLLM": "manager"}
+REPORTED = "import vllm.v1.manager_scheduler"
 
 # After `code` has run, prints the origin of each class in vLLM's modules, and the log.
 REPORT = """
@@ -114,31 +153,10 @@ def run(folder, code, **environment):
 
 def is_ours(seen):
     """Return True if vLLM's modules see only kv_pool's classes, False if only vLLM's; fail on a mixture."""
-    kept = ("SharedPool", "LookupPool", "KVCacheEvictionEvent", "Renamed")
+    kept = ("SharedPool", "LookupPool", "SecondPool", "KVCacheEvictionEvent", "PrefixCacheStats", "Renamed")
+    kept += ("KVCacheBlockCopy",)
     (owner,) = {owner for name, owner in seen.items() if not name.endswith(kept)}
     return owner == "kv_pool"
-
-
-def test_every_module_sees_the_new_classes_if_enabled(made_up_vllm):
-    seen, logged = run(made_up_vllm, "register()", VLLM_PLUGINS="kv_pool")
-    assert is_ours(seen)
-    ((level, message),) = logged
-    assert level == "INFO"
-    assert f"kv_pool {kv_pool.__version__}" in message
-    assert "replaces the block pool of vLLM 0.33.0: 6 classes" in message
-
-
-def test_existing_subclass_derives_from_the_new_class(made_up_vllm):
-    code = """
-        import vllm.v1.scheduler
-        register()
-        from vllm.v1.scheduler import Pool, SharedPool
-        import vllm.v1.shared_pool
-        assert SharedPool is vllm.v1.shared_pool.SharedPool and issubclass(SharedPool, Pool)
-        pool = SharedPool(8, True, 4, owner="me")
-        assert (pool.owner, pool.get_num_free_blocks()) == ("me", 7)
-    """
-    run(made_up_vllm, code, VLLM_PLUGINS="kv_pool")
 
 
 @pytest.mark.parametrize("environment", [{}, {"VLLM_PLUGINS": ""}, {"VLLM_PLUGINS": "other"}])
@@ -191,30 +209,6 @@ def test_a_variable_without_effect_is_a_warning(made_up_vllm, variable, value, m
     assert logged[0][1].startswith(f"kv_pool has a wrong setting: {mistake}")
 
 
-def test_options_at_level_pool_are_a_warning(made_up_vllm):
-    code = """
-        register()
-        from types import SimpleNamespace
-        from vllm.v1.scheduler import Pool
-        pool = Pool(8, True, 4)
-        asked = SimpleNamespace(extra_args={"kv_pool": {"demote": True}})
-        for number in range(2):
-            request = SimpleNamespace(sampling_params=asked, block_hashes=[b"%d" % number])
-            blocks = pool.get_new_blocks(1)
-            pool.cache_full_blocks(
-                request, blocks, num_cached_blocks=0, num_full_blocks=1, block_size=4, kv_cache_group_id=0
-            )
-            assert pool.get_cached_block(b"%d" % number, [0]) == blocks
-    """
-    _, logged = run(made_up_vllm, code, VLLM_PLUGINS="kv_pool")
-    [message] = [message for level, message in logged if level == "WARNING"]
-    assert message == (
-        "kv_pool ignores the options in extra_args['kv_pool']: this engine runs vLLM's KV cache manager, "
-        "which cannot retain; the operator enables retention with VLLM_PLUGINS=kv_pool and "
-        "KV_POOL_VLLM=manager, and the log names what level manager does not serve"
-    )
-
-
 def test_package_declares_register_as_its_entry_point():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     declared = project["entry-points"]["vllm.general_plugins"]
@@ -240,7 +234,7 @@ def test_unchecked_version_keeps_its_classes(made_up_vllm, version):
     ]
 
 
-@pytest.mark.parametrize("version", CHECKED_VERSIONS["pool"])
+@pytest.mark.parametrize("version", [*CHECKED_VERSIONS["pool"], "0.33.0+cpu"])
 def test_each_checked_version_gets_the_pool_of_its_release(made_up_vllm, version):
     set_version(made_up_vllm, version)
     path = find_release(version).pool_class
@@ -249,12 +243,18 @@ def test_each_checked_version_gets_the_pool_of_its_release(made_up_vllm, version
         register()
         from vllm.v1.scheduler import Pool, SharedPool
         assert f'{{Pool.__module__}}:{{Pool.__qualname__}}' == {path!r}
-        assert issubclass(SharedPool, Pool)
+        import vllm.v1.shared_pool
+        assert SharedPool is vllm.v1.shared_pool.SharedPool and issubclass(SharedPool, Pool)
+        pool = SharedPool(8, True, 4, owner="me")
+        assert (pool.owner, pool.get_num_free_blocks()) == ("me", 7)
         assert Pool(8, True, 4, True, None, medium="CPU").medium == "CPU"
     """
     seen, logged = run(made_up_vllm, code, VLLM_PLUGINS="kv_pool")
     assert is_ours(seen)
-    assert f"replaces the block pool of vLLM {version}: 6 classes" in logged[0][1]
+    level, message = logged[0]
+    assert level == "INFO"
+    assert message.startswith(f"kv_pool {kv_pool.__version__} (")
+    assert f"replaces the block pool of vLLM {version}: 6 classes" in message
 
 
 @pytest.mark.parametrize("version", CHECKED_VERSIONS["pool"])
@@ -264,12 +264,6 @@ def test_second_call_keeps_the_pool_with_a_control_socket(made_up_vllm, version)
     code += "; assert block_pool.BlockPool is first"
     _, logged = run(made_up_vllm, code, VLLM_PLUGINS="kv_pool", KV_POOL_VLLM_CONTROL="1")
     assert len(logged) == 1
-
-
-def test_another_build_of_a_checked_version_is_accepted(made_up_vllm):
-    set_version(made_up_vllm, "0.33.0+cpu")
-    seen, _ = run(made_up_vllm, "register()", VLLM_PLUGINS="kv_pool")
-    assert is_ours(seen)
 
 
 @pytest.mark.parametrize(("version", "used"), [("0.99.0", "0.33"), ("0.32.7", "0.32"), ("0.20.0", "0.30")])
@@ -379,7 +373,7 @@ def test_nothing_stays_replaced_if_a_reload_fails(made_up_vllm, failure, reason)
         assert "vllm.v1.late" in sys.modules
     """
     seen, logged = run(made_up_vllm, code, VLLM_PLUGINS="kv_pool")
-    assert not is_ours({name: owner for name, owner in seen.items() if "SecondPool" not in name})
+    assert not is_ours(seen)
     assert logged == [
         [
             "WARNING",
@@ -403,5 +397,137 @@ def test_a_failed_swap_may_be_repeated(made_up_vllm):
         assert issubclass(SecondPool, Pool) and issubclass(SharedPool, Pool)
     """
     seen, logged = run(made_up_vllm, code, VLLM_PLUGINS="kv_pool")
-    assert is_ours({name: owner for name, owner in seen.items() if "SecondPool" not in name})
+    assert is_ours(seen)
     assert [level for level, _ in logged] == ["WARNING", "INFO"]
+
+
+# ---- levels ----------------------------------------------------------------------------------------
+
+
+def owners(seen):
+    """Return the package of the pool's class and of the manager's class, as vLLM's modules see them."""
+    return seen["core.block_pool.BlockPool"], seen["manager_scheduler.KVCacheManager"]
+
+
+@pytest.mark.parametrize("version", CHECKED_VERSIONS["manager"])
+def test_each_version_gets_the_manager_of_its_release(made_up_vllm, version):
+    set_version(made_up_vllm, version)
+    release = find_release(version)
+    code = f"""
+        {REPORTED}
+        register()
+        from vllm.v1.manager_scheduler import KVCacheManager
+        for found, path in (
+            (KVCacheManager, {release.manager_class!r}), (KVCacheManager.pool_class, {release.pool_class!r})
+        ):
+            assert f"{{found.__module__}}:{{found.__qualname__}}" == path
+    """
+    seen, logged = run(made_up_vllm, code, **LEVEL)
+    assert owners(seen) == ("kv_pool", "kv_pool")
+    assert seen["manager_scheduler.KVCacheBlocks"] == "kv_pool"
+    assert f"manager of vLLM {version}: 8 classes" in logged[-1][1]
+
+
+def test_level_pool_keeps_the_manager_of_vllm(made_up_vllm):
+    code = f"{REPORTED}; register()"
+    for environment in ({}, {"KV_POOL_VLLM": "pool"}, {"KV_POOL_VLLM": ""}):
+        seen, _ = run(made_up_vllm, code, VLLM_PLUGINS="kv_pool", **environment)
+        assert owners(seen) == ("kv_pool", "vllm")
+
+
+def test_level_from_python_reaches_later_processes(made_up_vllm):
+    code = f"{REPORTED}; register('manager'); import os; assert os.environ['KV_POOL_VLLM'] == 'manager'"
+    seen, _ = run(made_up_vllm, code, VLLM_PLUGINS="kv_pool")
+    assert owners(seen) == ("kv_pool", "kv_pool")
+
+
+def test_level_manager_can_follow_level_pool(made_up_vllm):
+    seen, logged = run(made_up_vllm, f"{REPORTED}; register(); register('manager')", VLLM_PLUGINS="kv_pool")
+    assert owners(seen) == ("kv_pool", "kv_pool")
+    assert [level for level, _ in logged] == ["INFO", "INFO"]
+
+
+def test_unknown_level_in_the_environment_changes_nothing(made_up_vllm):
+    seen, logged = run(made_up_vllm, f"{REPORTED}; register()", **{**LEVEL, "KV_POOL_VLLM": "all"})
+    assert owners(seen) == ("vllm", "vllm")
+    assert logged == [["WARNING", "kv_pool is not used: KV_POOL_VLLM is 'all'; it is one of pool, manager"]]
+
+
+def test_unknown_level_from_python_is_an_error(monkeypatch):
+    monkeypatch.delenv("KV_POOL_VLLM", raising=False)
+    with pytest.raises(InvalidArgumentError, match="level is 'all'; it is one of pool, manager"):
+        register("all")
+
+
+def test_release_without_the_manager_changes_nothing(made_up_vllm):
+    (made_up_vllm / "vllm/v1/core/kv_cache_coordinator.py").write_text("class Renamed: ...")
+    set_version(made_up_vllm, "0.99.0")
+    seen, logged = run(made_up_vllm, f"{REPORTED}; register()", **LEVEL, KV_POOL_VLLM_FORCE="1")
+    assert owners(seen) == ("vllm", "vllm")
+    assert logged[-1][0] == "WARNING"
+    assert "HybridKVCacheCoordinator" in logged[-1][1]
+
+
+def test_configuration_that_is_not_served_gets_level_pool(made_up_vllm):
+    """The spec registry of the fake vLLM knows no class for the group, so vLLM's own manager is created."""
+    code = f"""
+        {REPORTED}
+        register()
+        from types import SimpleNamespace
+        from vllm.v1.manager_scheduler import KVCacheManager
+        group = SimpleNamespace(kv_cache_spec=object(), role=None)
+        made = KVCacheManager(SimpleNamespace(kv_cache_groups=[group]), max_model_len=8,
+                              scheduler_block_size=4, hash_block_size=4)
+        assert type(made).__module__ == "vllm.v1.core.kv_cache_manager", type(made)
+        assert type(made.block_pool).__module__.startswith("kv_pool")
+    """
+    _, logged = run(made_up_vllm, code, **LEVEL)
+    (message,) = [message for level, message in logged if level == "WARNING"]
+    assert message == (
+        "kv_pool does not serve a KV cache group of object, which vLLM serves by nothing at level manager: "
+        "vLLM's manager runs on kv_pool's block pool"
+    )
+
+
+@pytest.mark.parametrize("error", ["TypeError", "RuntimeError", "KeyError"])
+def test_a_manager_module_that_fails_changes_nothing(made_up_vllm, error):
+    """vLLM's registry raises while the manager's module is imported."""
+    (made_up_vllm / "vllm/v1/kv_cache_spec_registry.py").write_text(f"raise {error}('registry')")
+    seen, logged = run(made_up_vllm, f"{REPORTED}; register()", **LEVEL)
+    assert owners(seen) == ("vllm", "vllm")
+    ((level, message),) = logged
+    assert level == "WARNING"
+    assert message.startswith(
+        f"kv_pool is not used: its classes cannot be loaded with vLLM 0.33.0 ({error}: "
+    )
+
+
+def test_a_manager_that_comes_too_late_leaves_level_pool(made_up_vllm):
+    """A manager over kv_pool's pool exists when the level is raised."""
+    code = f"""
+        {REPORTED}
+        register()
+        import vllm.v1.manager_scheduler as scheduler
+        old = scheduler.KVCacheManager(None)
+        register("manager")
+    """
+    seen, logged = run(made_up_vllm, code, VLLM_PLUGINS="kv_pool")
+    assert owners(seen) == ("kv_pool", "vllm")
+    assert logged[2:] == [
+        [
+            "WARNING",
+            "kv_pool stays at level pool: a KVCacheManager exists already. Register it before an engine is "
+            "created.",
+        ]
+    ]
+
+
+def test_level_manager_is_not_lowered(made_up_vllm):
+    seen, logged = run(made_up_vllm, f"{REPORTED}; register(); register('pool')", **LEVEL)
+    assert owners(seen) == ("kv_pool", "kv_pool")
+    assert logged[1:] == [
+        [
+            "WARNING",
+            "kv_pool stays at level manager: a level cannot be lowered. Later processes use level pool",
+        ]
+    ]
