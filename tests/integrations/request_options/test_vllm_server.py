@@ -131,13 +131,3 @@ def test_server_without_connector_takes_text(tmp_path):
         "invalid": (400, "kv_pool: Expected `bool | array`, got `int` - at `$.release`"),
     }
     assert "this engine allows 0 pinned blocks in total" in client.log
-
-
-def test_server_at_level_pool_refuses(tmp_path):
-    client = Client()
-    client.complete("refused", CHAT, retain(priority=80))
-    client.complete("plain", CHAT)
-    answers = client.run(tmp_path, KV_POOL_VLLM="pool")
-    assert answers["refused"][0] == 400
-    assert "KV_POOL_VLLM=manager" in answers["refused"][1]
-    assert answers["plain"] == (0, None)

@@ -21,6 +21,10 @@ PROMPT = tuple(range(10, 31))
 DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
 
 
+def break_off(*arguments):
+    raise OSError("unplugged")
+
+
 @pytest.fixture
 def started():
     """Return sequences and a request with a computed prompt and three new tokens: 23 tokens have K and V."""
@@ -83,9 +87,6 @@ def test_request_stays_if_the_target_is_full_or_the_copy_fails(started, monkeypa
     assert not sequences.migrate(request, make_sequences(6))
     target = make_sequences(20)
 
-    def break_off(*arguments):
-        raise OSError("unplugged")
-
     monkeypatch.setattr(sequences.storage, "_copy", break_off)
     with pytest.raises(CopyFailedError, match="unplugged"):
         sequences.migrate(request, target)
@@ -114,9 +115,6 @@ def scattered(started):
 def test_failed_copy_moves_no_request(scattered, monkeypatch):
     sequences, request = scattered
     held = sequences.manager.get_block_ids("r")
-
-    def break_off(*arguments):
-        raise OSError("unplugged")
 
     monkeypatch.setattr(sequences.storage, "_copy", break_off)
     for attempt in (sequences.defragment, lambda: sequences.take_run(30)):
