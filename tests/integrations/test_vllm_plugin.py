@@ -344,7 +344,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("level", "warnings", "code", "version", "files", "environment"), CASES)
-def test_all_classes_of_a_level_are_replaced_or_a_warning_says_why(
+def test_all_classes_are_replaced_or_a_warning_says_why(
     made_up_vllm, monkeypatch, level, warnings, code, version, files, environment
 ):
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
