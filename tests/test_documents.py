@@ -44,7 +44,6 @@ SHOWN = [
     "kv_pool.core.block_pool",
     "kv_pool.events.config",
     "kv_pool.events.mirror",
-    "kv_pool.integrations.block_space_manager",
     "kv_pool.integrations.nano_vllm",
     "kv_pool.integrations.sequence_allocator",
     "kv_pool.manager.kv_cache_manager",

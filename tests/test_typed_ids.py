@@ -21,7 +21,6 @@ KINDS = {
 EXCEPTIONS = {
     "cli/migrate.py.migrate.sequence_id": "text of the command line; a number, a name or newest",
     "integrations/nano_vllm.py.BlockManager.hash_to_block_id": "a dict from hashes to block ids",
-    "integrations/block_space_manager.py.GroupedSequence.seq_id": "of the engine's own sequences",
 }
 """A place -> why its id is plain."""
 

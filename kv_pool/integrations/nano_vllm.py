@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from kv_pool.core.arguments import as_int, as_list
+from kv_pool.core.arguments import as_count, as_int, as_list
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_hash import BlockHasher
 from kv_pool.core.block_keys import get_block_hash
@@ -141,8 +141,7 @@ class BlockManager:
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, hasher: BlockHasher | None = None) -> None:
-        if not isinstance(num_blocks, int) or num_blocks < 1:
-            raise InvalidArgumentError(f"num_blocks is {num_blocks!r}; it is an integer, at least 1")
+        num_blocks = as_count("num_blocks", num_blocks, 1)
         self.hasher = BlockHasher(block_size=block_size) if hasher is None else hasher
         if self.hasher.block_size != block_size or self.hasher.num_lookahead_tokens:
             raise InvalidArgumentError(
@@ -187,10 +186,11 @@ class BlockManager:
     def blocks(self) -> list[Block]:
         """The blocks by id."""
         return [
-            Block(_to_engine_id(block), block.ref_cnt, _NO_HASH, [])
-            if block.block_hash is None
-            else Block(
-                _to_engine_id(block), block.ref_cnt, _to_number(block), list(self._token_ids[block.block_id])
+            Block(
+                _to_engine_id(block),
+                block.ref_cnt,
+                _to_number(block),
+                [] if block.block_hash is None else list(self._token_ids[block.block_id]),
             )
             for block in self.block_pool.blocks[1:]
         ]
@@ -208,11 +208,8 @@ class BlockManager:
     @property
     def hash_to_block_id(self) -> dict[int, BlockId]:
         """The hash of each cached prefix, and the id of its last block. Every entry can be hit."""
-        return {
-            _to_number(block): _to_engine_id(block)
-            for block in self.block_pool.blocks[1:]
-            if block.block_hash is not None
-        }
+        cached = [block for block in self.block_pool.blocks[1:] if block.block_hash is not None]
+        return {_to_number(block): _to_engine_id(block) for block in cached}
 
     # ---- prefill ---------------------------------------------------------------------------------
 
@@ -426,9 +423,9 @@ def _to_engine_id(block: KVCacheBlock) -> BlockId:
 
 
 def _to_number(block: KVCacheBlock) -> int:
-    """Return the hash of a cached block as a number."""
-    assert block.block_hash is not None
-    return int.from_bytes(get_block_hash(block.block_hash), "big")
+    """Return the hash of a block as a number, -1 if it is not cached."""
+    key = block.block_hash
+    return _NO_HASH if key is None else int.from_bytes(get_block_hash(key), "big")
 
 
 def _compute_hash(hasher: BlockHasher | None, token_ids: Sequence[int], prefix: int = _NO_HASH) -> int:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
 from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH
-from kv_pool.core.arguments import as_int
-from kv_pool.errors import InvalidArgumentError, OutOfBlocksError, PoolExhaustedError, UnknownSequenceError
-from kv_pool.ids import BlockId, BlockMove, SequenceId
-from kv_pool.integrations.block_space_manager import BlockSpaceManager
+from kv_pool.core.arguments import as_count, as_int
+from kv_pool.core.block_pool import BlockPool
+from kv_pool.errors import InvalidArgumentError, PoolExhaustedError, UnknownSequenceError
+from kv_pool.ids import BlockHash, BlockId, BlockMove, RequestId, SequenceId
+from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.slot_mapping import find_block_and_offset, list_slots
 from kv_pool.replay.capacity import ModelKV
 from kv_pool.reports.statistics import PoolStatistics, read_statistics
@@ -30,7 +32,6 @@ class SequencePageTable:
 
     def __init__(self, sequence_id: SequenceId, block_size: int) -> None:
         self.sequence_id = sequence_id
-        self.seq_id = sequence_id  # the name that a BlockSpaceManager reads
         self.block_size = block_size
         self.length = 0
         self.blocks: list[BlockId] = []
@@ -42,14 +43,6 @@ class SequencePageTable:
 
     def __repr__(self) -> str:
         return f"<SequencePageTable {self.sequence_id}: {self.length} tokens in blocks {self.blocks}>"
-
-    def get_token_ids(self) -> range:
-        """Return one number per token; only their count matters."""
-        return range(self.length)
-
-    def get_seqs(self) -> list[SequencePageTable]:
-        """Return the sequence as a group of one."""
-        return [self]
 
     def get_physical_location(self, virtual_position: int) -> tuple[BlockId, int]:
         """Return the block of a token and the token's offset in it.
@@ -69,6 +62,20 @@ class SequencePageTable:
         return list(self.blocks)
 
 
+@dataclass(eq=False, slots=True)
+class _Request:
+    """A sequence as a request of the manager. Without caching, only its token counts matter."""
+
+    request_id: RequestId
+    num_tokens: int
+    num_computed_tokens: int
+    block_hashes: list[BlockHash] = field(default_factory=list)
+    all_token_ids: Sequence[int] = ()
+    lora_request: Any = None
+    mm_features: Sequence[Any] | None = None
+    cache_salt: str | None = None
+
+
 class KVCacheAllocator:
     """An allocator of K and V blocks for sequences that grow, fork and end; ids from 0 to total_blocks - 1.
 
@@ -81,7 +88,7 @@ class KVCacheAllocator:
         >>> table.blocks, len(allocator.free_blocks), len(allocator.used_blocks)
         ([0, 1, 2], 5, 3)
 
-    Combines a `BlockSpaceManager` and a `KVStorage`. For prefix caching, scheduling and preemption use
+    Combines a `KVCacheManager` and a `KVStorage`. For prefix caching, scheduling and preemption use
     `KVCacheManager`; with transformers use `PagedSequences`.
 
     Args:
@@ -91,7 +98,7 @@ class KVCacheAllocator:
 
     Attributes:
         total_blocks, block_size, num_heads, head_dim: as given.
-        manager: the block tables; same block ids.
+        manager: the block tables, whose block ids are one higher: its pool has a null block.
         storage: the bytes; same block ids.
     Raises:
         InvalidArgumentError: one of the sizes is below 1.
@@ -109,24 +116,15 @@ class KVCacheAllocator:
         device: str = "cpu",
         library: str | None = None,
     ) -> None:
-        self.manager = BlockSpaceManager(block_size, total_blocks, 0, watermark=0.0)
-        self.total_blocks = self.manager.num_total_gpu_blocks
-        self.block_size = self.manager.block_size
-        self.num_heads = as_int("num_heads", num_heads)
-        self.head_dim = as_int("head_dim", head_dim)
-        num_layers = as_int("num_layers", num_layers)
-        for name, size in (
-            ("total_blocks", self.total_blocks),
-            ("num_heads", self.num_heads),
-            ("head_dim", self.head_dim),
-            ("num_layers", num_layers),
-        ):
-            if size < 1:
-                raise InvalidArgumentError(f"{name} is {size}; it is at least 1")
+        self.total_blocks = as_count("total_blocks", total_blocks, 1)
+        self.block_size = as_count("block_size", block_size, 1)
+        self.num_heads = as_count("num_heads", num_heads, 1)
+        self.head_dim = as_count("head_dim", head_dim, 1)
+        self.manager = KVCacheManager(BlockPool(self.total_blocks + 1, False, self.block_size))
         self.storage = KVStorage.allocate(
             self.total_blocks,
             self.block_size,
-            num_layers,
+            as_count("num_layers", num_layers, 1),
             self.num_heads,
             self.head_dim,
             dtype=dtype,
@@ -184,7 +182,7 @@ class KVCacheAllocator:
     def get_statistics(self) -> PoolStatistics:
         """Return a snapshot of counts and shares, such as for an `AllocationMonitor`. O(blocks)."""
         known = read_statistics(
-            self.manager.manager.block_pool, block_size=self.block_size, run_length=DEFAULT_RUN_LENGTH
+            self.manager.block_pool, block_size=self.block_size, run_length=DEFAULT_RUN_LENGTH
         )
         return msgspec.structs.replace(known, num_sequences=len(self._tables))
 
@@ -212,7 +210,7 @@ class KVCacheAllocator:
         if sequence_id in self._tables:
             raise InvalidArgumentError(f"sequence {sequence_id} already exists; free_sequence() it first")
         table = SequencePageTable(sequence_id, self.block_size)
-        self._extend(table, as_int("initial_length", initial_length))
+        self._extend(table, as_count("initial_length", initial_length))
         self._tables[sequence_id] = table
         return table
 
@@ -226,7 +224,7 @@ class KVCacheAllocator:
             PoolExhaustedError: too few blocks are free.
             InvalidArgumentError: the number is negative. In all cases nothing has changed.
         """
-        self._extend(self.find(sequence_id), as_int("additional_tokens", additional_tokens))
+        self._extend(self.find(sequence_id), as_count("additional_tokens", additional_tokens))
 
     def fork_sequence(self, parent_id: SequenceId, child_id: SequenceId) -> SequencePageTable:
         """Create a sequence that shares all tokens and blocks of another one.
@@ -241,8 +239,8 @@ class KVCacheAllocator:
             raise InvalidArgumentError(f"sequence {child_id} already exists; free_sequence() it first")
         child.length = parent.length
         if parent.length:
-            self.manager.fork(parent, child)
-            child.blocks = self.manager.get_block_table(child)
+            self.manager.fork(_as_request(parent), _as_request(child))
+            child.blocks = parent.get_all_blocks()
         self._tables[child.sequence_id] = child
         return child
 
@@ -253,7 +251,8 @@ class KVCacheAllocator:
             UnknownSequenceError: there is no such sequence. Was it freed twice?
         """
         table = self.find(sequence_id)
-        self.manager.free(table)
+        if table.length:
+            self.manager.free(_as_request(table))
         del self._tables[table.sequence_id]
 
     def find(self, sequence_id: SequenceId) -> SequencePageTable:
@@ -292,24 +291,27 @@ class KVCacheAllocator:
         return list_slots(table.blocks, start, stop, self.block_size)
 
     def _extend(self, table: SequencePageTable, num_tokens: int) -> None:
-        if num_tokens < 0:
-            raise InvalidArgumentError(f"the number of tokens is {num_tokens}; it must be 0 or more")
-        copies: Sequence[tuple[BlockId, BlockId]] = ()
         if num_tokens == 0:
             return
-        is_new = table.length == 0
-        table.length += num_tokens
-        try:
-            if is_new:
-                self.manager.allocate(table)
-            else:
-                copies = self.manager.append_slots(table)
-        except OutOfBlocksError as error:
-            table.length -= num_tokens
-            num_free = self.manager.get_num_free_gpu_blocks()
+        request = _as_request(table, num_tokens)
+        if self.manager.allocate_slots(request, num_tokens) is None:
             raise PoolExhaustedError(
-                f"{num_tokens} tokens of sequence {table.sequence_id} do not fit: {num_free} blocks are free "
-                f"of {self.total_blocks}; free_sequence() another sequence first"
-            ) from error
-        self.storage.apply_moves([BlockMove(*pair) for pair in copies])
-        table.blocks = self.manager.get_block_table(table)
+                f"{num_tokens} tokens of sequence {table.sequence_id} do not fit: "
+                f"{self.manager.get_num_free_blocks()} blocks are free of {self.total_blocks}; "
+                "free_sequence() another sequence first"
+            )
+        table.length += num_tokens
+        self.storage.apply_moves(
+            [BlockMove(*map(_to_own_id, move)) for move in self.manager.take_block_copies()]
+        )
+        table.blocks = [_to_own_id(block_id) for block_id in self.manager.get_block_ids(request.request_id)]
+
+
+def _as_request(table: SequencePageTable, num_new_tokens: int = 0) -> _Request:
+    request_id = RequestId(str(table.sequence_id))
+    return _Request(request_id, table.length + num_new_tokens, num_computed_tokens=table.length)
+
+
+def _to_own_id(block_id: BlockId) -> BlockId:
+    """Return the id of one of the manager's blocks, without its null block."""
+    return BlockId(block_id - 1)

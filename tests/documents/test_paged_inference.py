@@ -91,7 +91,7 @@ def test_without_a_free_block_a_memory_error_is_raised():
     with pytest.raises(MemoryError):
         allocator.allocate_sequence(2, 1)
     assert (table.length, list(allocator.sequence_tables)) == (8, [1])
-    with pytest.raises(InvalidArgumentError, match="the number of tokens is -1"):
+    with pytest.raises(InvalidArgumentError, match="additional_tokens is -1"):
         allocator.extend_sequence(1, -1)
 
 
@@ -128,7 +128,7 @@ def test_sequences_always_read_what_they_wrote(seed):
             allocator.free_sequence(sequence_id)
             del expected[sequence_id]
         assert {sequence_id: read_numbers(allocator, sequence_id) for sequence_id in expected} == expected
-        assert allocator.manager.get_num_free_gpu_blocks() == len(allocator.free_blocks)
+        assert allocator.manager.get_num_free_blocks() == len(allocator.free_blocks)
     assert len(expected) > 1
 
 

@@ -4,18 +4,21 @@ In the article's order: blocks for tokens, admission, appends, swap, watermark, 
 are real: a block contains its tokens, and a sequence swapped in from the host has to find them.
 """
 
+import itertools
+import math
 import random
+from functools import partial
 
 import numpy as np
 import pytest
+from documents.made_examples import load_example
 
 from kv_pool import AllocStatus, BlockMove, InvalidArgumentError, OutOfBlocksError
 from kv_pool.core import invariants
-from kv_pool.integrations.block_space_manager import (
-    BlockSpaceManager,
-)
 from kv_pool.storage import KVStorage
 
+EXAMPLE = load_example("block_space_manager")
+BlockSpaceManager = EXAMPLE.BlockSpaceManager
 BLOCK_SIZE = 4
 
 
@@ -80,6 +83,30 @@ class Engine:
     def check(self):
         invariants.check(self.manager.manager.block_pool)
         invariants.check(self.manager.swapper.host_pool)
+
+
+# ---- blocks for tokens ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 4, 7])
+def test_counted_blocks_are_those_with_positions(block_size):
+    """An append of nothing after a partly filled block touches none, where vLLM's formula says 1."""
+    for held, new, lookahead in itertools.product(range(18), range(18), (0, 1, 5)):
+        touched = {position // block_size for position in range(held, held + new + lookahead)}
+        counted = EXAMPLE.count_blocks_touched_by_append(held, new, lookahead, block_size)
+        assert counted == len(touched)
+        num_whole = 1 + math.ceil((new + lookahead - block_size + held % block_size) / block_size)
+        assert counted == (num_whole if new + lookahead else 0)
+        assert EXAMPLE.count_required_blocks(new, lookahead, block_size) == math.ceil(
+            (new + lookahead) / block_size
+        )
+
+
+@pytest.mark.parametrize("counts", [(-1, 0, 4), (0, -1, 4), (3, 0, 0)])
+def test_invalid_counts_are_refused(counts):
+    for count in (EXAMPLE.count_required_blocks, partial(EXAMPLE.count_blocks_touched_by_append, 4)):
+        with pytest.raises(InvalidArgumentError):
+            count(*counts)
 
 
 # ---- waiting -> running --------------------------------------------------------------------------

@@ -88,18 +88,7 @@ class RotatedTables(KVCacheManager):
 
 
 ALTERED = {
-    manager.__name__: manager
-    for manager in (
-        OneSlotMore,
-        ShorterHits,
-        HalfHits,
-        OtherFreeOrder,
-        LaterCaching,
-        NoWatermark,
-        OtherStatistics,
-        PlainEvents,
-        NoSkippedBlocks,
-        LostBlock,
-        RotatedTables,
-    )
+    name: thing
+    for name, thing in vars().items()
+    if isinstance(thing, type) and issubclass(thing, KVCacheManager) and thing is not KVCacheManager
 }

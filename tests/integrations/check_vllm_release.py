@@ -35,7 +35,12 @@ if __name__ == "__main__":
 ENTRIES = ROOT / "kv_pool" / "integrations" / "vllm" / "checked_versions.py"
 
 PARITY_TESTS = {
-    "pool": ["tests/core/test_parity_with_vllm.py", "tests/integrations/test_vllm_engine.py"],
+    "pool": [
+        "tests/core/test_parity_with_vllm.py",
+        "tests/integrations/test_vllm_engine.py",
+        "tests/integrations/test_vllm_scheduler_random.py",
+        "-k=not test_vllm_scheduler_random or same_steps[pool",
+    ],
     "manager": ["tests/integrations/test_vllm_scheduler_random.py"],
 }
 

@@ -1,9 +1,8 @@
 """vLLM with two data-parallel engines on a fake model; prints what its operator and a router see, as JSON.
 
-    VLLM_PLUGINS=kv_pool KV_POOL_VLLM_CONTROL=1 python data_parallel_engines.py FOLDER dense|experts
+    VLLM_PLUGINS=kv_pool KV_POOL_VLLM_CONTROL=1 python data_parallel_engines.py FOLDER
 
-vLLM's own front end, coordinator and engine processes run; only the executor is not vLLM's. Engines of a
-dense model are independent of each other, those of a mixture of experts step together. The model's
+vLLM's own front end, coordinator and engine processes run; only the executor is not vLLM's. The model's
 configuration is written to FOLDER. Prompts are sent to chosen engines.
 """
 
@@ -24,17 +23,6 @@ from kv_pool.control import ControlClient
 from kv_pool.control.socket_path import list_nodes
 from kv_pool.events import KVEventSubscriber, PrefixMirror, ReceivedBatch
 
-EXPERTS = {
-    "model_type": "mixtral",
-    "architectures": ["MixtralForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "num_local_experts": 2,
-    "max_position_embeddings": 4096,
-}
 NUM_ENGINES = 2
 PROMPTS = {name: [number] * 130 for number, name in enumerate("ABC")}
 # A prompt, and the rank of the engine that gets it.
@@ -117,7 +105,7 @@ async def serve(folder, port):
 def main():
     keep_start_method()
     folder = Path(sys.argv[1])
-    (folder / "config.json").write_text(json.dumps({"dense": MODEL, "experts": EXPERTS}[sys.argv[2]]))
+    (folder / "config.json").write_text(json.dumps(MODEL))
     print(json.dumps(asyncio.run(serve(folder, find_ports(2 * NUM_ENGINES)))))
 
 

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from integrations.test_vllm_manager_names import make_config
+from integrations.vllm_names import make_config
 
 from kv_pool.control import ControlClient
 
@@ -49,10 +49,8 @@ def test_statistics_have_pins_and_the_hit_rate(tmp_path, monkeypatch):
     path = tmp_path / "here.sock"
     monkeypatch.setenv("KV_POOL_VLLM_CONTROL", str(path))
     monkeypatch.setenv("KV_POOL_VLLM_MAX_PINNED_BLOCKS", "4")
-    config = make_config()
-    config.num_blocks = 21
     manager = make_controlled_manager(KVCacheManager)(
-        config, max_model_len=12, scheduler_block_size=4, hash_block_size=4, watermark=0.1
+        make_config(21), max_model_len=12, scheduler_block_size=4, hash_block_size=4, watermark=0.1
     )
     request = EngineRequest()
     pin = {"token_range_retention_configs": [{"token_end": 8, "pin": True, "duration_ms": 60_000}]}

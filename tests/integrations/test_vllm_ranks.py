@@ -33,19 +33,14 @@ def list_engine_lines(level, method, num_blocks, num_groups):
 
 
 @pytest.mark.parametrize(
-    ("level", "model", "method"),
-    [
-        ("manager", "dense", "fork"),
-        pytest.param("pool", "dense", "spawn", marks=pytest.mark.slow),
-        pytest.param("manager", "experts", "spawn", marks=pytest.mark.slow),
-    ],
+    ("level", "method"),
+    [("manager", "fork"), pytest.param("pool", "spawn", marks=pytest.mark.slow)],
 )
-def test_data_parallel_engines_have_their_own_pools(tmp_path, level, model, method):
+def test_data_parallel_engines_have_their_own_pools(tmp_path, level, method):
     seen, log = run_program(
         "data_parallel_engines.py",
         tmp_path,
         "kv_pool",
-        model,
         KV_POOL_VLLM=level,
         KV_POOL_VLLM_CONTROL="1",
         XDG_RUNTIME_DIR=str(tmp_path),

@@ -35,23 +35,6 @@ def run(code):
     return done.stderr.splitlines()
 
 
-def test_warning_before_logging_is_configured_is_repeated():
-    code = """
-        warn("no level manger")
-        logging.getLogger("other").warning("other")
-        configure_logging()
-        vllm.warning("starts")
-        vllm.warning("runs")
-    """
-    assert run(code) == [
-        "no level manger",
-        "other",
-        "(MainProcess) WARNING no level manger",
-        "(MainProcess) WARNING starts",
-        "(MainProcess) WARNING runs",
-    ]
-
-
 def test_warning_with_logging_configured_is_logged_once():
     code = """
         configure_logging()
@@ -62,7 +45,7 @@ def test_warning_with_logging_configured_is_logged_once():
     assert run(code) == ["(MainProcess) WARNING no level manger", "(MainProcess) WARNING runs"]
 
 
-def test_forked_process_logs_the_warning_of_its_parent_once():
+def test_each_process_logs_an_early_warning_once_more():
     """A forked engine process does not call plugins."""
     code = """
         import multiprocessing
@@ -72,6 +55,7 @@ def test_forked_process_logs_the_warning_of_its_parent_once():
             vllm.warning("engine runs")
 
         warn("no level manger")
+        logging.getLogger("other").warning("other")
         configure_logging()
         vllm.warning("starts")
         engine = multiprocessing.get_context("fork").Process(target=run_engine, name="EngineCore")
@@ -81,6 +65,7 @@ def test_forked_process_logs_the_warning_of_its_parent_once():
     """
     assert run(code) == [
         "no level manger",
+        "other",
         "(MainProcess) WARNING no level manger",
         "(MainProcess) WARNING starts",
         "(EngineCore) WARNING no level manger",

@@ -26,24 +26,51 @@ PARTS = (
     "v1/simple_kv_offload",
 )
 VARIABLES = {
-    "BlockPool": {
-        "block_pool",
-        "_block_pool",
-        "cpu_block_pool",
-        "gpu_block_pool",
-        "_gpu_block_pool",
-        "cpu_pool",
-        "device_pool",
-        "gpu_pool",
-        "pool",
+    "pool": {
+        "BlockPool": {
+            "block_pool",
+            "_block_pool",
+            "cpu_block_pool",
+            "gpu_block_pool",
+            "_gpu_block_pool",
+            "cpu_pool",
+            "device_pool",
+            "gpu_pool",
+            "pool",
+        },
+        "KVCacheBlock": {"block", "blk", "null_block", "_null_block", "src_block", "dst_block"},
+        "FreeKVCacheBlockQueue": {"free_block_queue", "free_queue"},
+        "BlockHashToBlockMap": {"cached_block_hash_to_block"},
+        "KVCacheMetricsCollector": {"metrics_collector", "kv_metrics_collector"},
     },
-    "KVCacheBlock": {"block", "blk", "null_block", "_null_block", "src_block", "dst_block"},
-    "FreeKVCacheBlockQueue": {"free_block_queue", "free_queue"},
-    "BlockHashToBlockMap": {"cached_block_hash_to_block"},
-    "KVCacheMetricsCollector": {"metrics_collector", "kv_metrics_collector"},
+    "manager": {
+        "KVCacheManager": {"kv_cache_manager", "_kv_cache_manager", "cache_manager"},
+        "KVCacheCoordinator": {"coordinator"},
+        "SingleTypeKVCacheManager": {"single_type_manager"},  # and variables of loops over them
+        "KVCacheBlocks": {"new_computed_blocks", "new_blocks", "empty_kv_cache_blocks", "kv_cache_blocks"},
+    },
 }
-# Fields added by vLLM's own subclasses.
-ADDED_BY_VLLM = {"BlockPool": {"hits"}}
+LEFT_OUT = {
+    "BlockPool": {"hits"},  # added by vLLM's own subclass
+    # The UMBP connector replaces these in a coordinator of its own, which it makes of vLLM's classes.
+    "SingleTypeKVCacheManager": {"_null_block"},
+    "KVCacheBlocks": set(dir(list)),  # lists of blocks with the same variable name
+}
+NOT_USERS = {
+    "pool": ("v1/core/block_pool.py", "v1/core/kv_cache_utils.py", "v1/core/kv_cache_metrics.py"),
+    "manager": (
+        "v1/core/kv_cache_manager.py",
+        "v1/core/kv_cache_coordinator.py",
+        "v1/core/single_type_kv_cache_manager.py",
+        "v1/core/block_pool.py",
+        # Coordinators of HiSparse, which level `manager` leaves to vLLM, and of engine processes.
+        "kv_connector/v1/hisparse/connector.py",
+        "v1/engine/coordinator.py",
+        "v1/engine/core_client.py",
+        "v1/engine/utils.py",
+        "v1/hisparse/coordinator.py",
+    ),
+}
 # Modules of which every class is replaced. `kv_cache_utils` defines others, too.
 REPLACED_ENTIRELY = ("vllm.v1.core.block_pool", "vllm.v1.core.kv_cache_metrics")
 
@@ -60,6 +87,34 @@ def make_one_of_each(classes):
     }
 
 
+def make_config(num_blocks=8):
+    """Return vLLM's configuration of a full attention and a window group."""
+    import torch
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        SlidingWindowSpec,
+    )
+
+    shape = {"block_size": 4, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+    specs = [FullAttentionSpec(**shape), SlidingWindowSpec(**shape, sliding_window=8)]
+    groups = [KVCacheGroupSpec([str(number)], spec) for number, spec in enumerate(specs)]
+    return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def make_manager_and_parts(classes):
+    manager = classes["KVCacheManager"](
+        make_config(), max_model_len=64, scheduler_block_size=4, hash_block_size=4, log_stats=True
+    )
+    return {
+        "KVCacheManager": manager,
+        "KVCacheCoordinator": manager.coordinator,
+        "SingleTypeKVCacheManager": manager.coordinator.single_type_managers[0],
+        "KVCacheBlocks": manager.empty_kv_cache_blocks,
+    }
+
+
 def load_theirs(replaced):
     return {
         name: getattr(importlib.import_module(module), name)
@@ -68,15 +123,12 @@ def load_theirs(replaced):
     }
 
 
-def vllm_sources(replaced):
+def list_sources(level):
     import vllm
 
     root = Path(vllm.__file__).parent
-    defining = {root.parent / (module.replace(".", "/") + ".py") for module in replaced}
-    for part in PARTS:
-        for path in sorted((root / part).rglob("*.py")):
-            if path not in defining:
-                yield path
+    paths = [path for part in PARTS for path in sorted((root / part).rglob("*.py"))]
+    return [path for path in paths if not str(path).endswith(NOT_USERS[level])]
 
 
 def last_name(node):
@@ -90,28 +142,58 @@ def last_name(node):
     return None
 
 
-def find_used_names(replaced):
+def is_group_list(node):
+    """Return whether an expression is a coordinator's list of managers."""
+    if isinstance(node, ast.Call) and node.args:
+        return any(is_group_list(argument) for argument in node.args)
+    return isinstance(node, ast.Attribute) and node.attr == "single_type_managers"
+
+
+def list_group_variables(tree):
+    """Return the names of the variables that loop over a coordinator's managers in a file."""
+    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.comprehension)]
+    targets = [loop.target for loop in loops if is_group_list(loop.iter)]
+    names = [name for target in targets for name in getattr(target, "elts", [target])]
+    return {name.id for name in names if isinstance(name, ast.Name)} - {"group"}
+
+
+def find_used_names(level):
     """Return the attributes that vLLM's code uses, and where: class -> name -> place."""
-    used = {name: {} for name in VARIABLES}
-    for path in vllm_sources(replaced):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute):
-                variable = last_name(node.value)
-                for class_name, variables in VARIABLES.items():
-                    if variable in variables:
-                        used[class_name].setdefault(node.attr, f"{path}:{node.lineno}")
+    used = {name: {} for name in VARIABLES[level]}
+    for path in list_sources(level):
+        tree = ast.parse(path.read_text())
+        loop_variables = list_group_variables(tree)
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Attribute):
+                continue
+            variable, place = last_name(node.value), f"{path}:{node.lineno}"
+            for class_name, variables in VARIABLES[level].items():
+                if variable in variables:
+                    used[class_name].setdefault(node.attr, place)
+            if level == "manager" and variable in loop_variables and isinstance(node.value, ast.Name):
+                used["SingleTypeKVCacheManager"].setdefault(node.attr, place)
     return used
 
 
-def find_unknown_uses(replaced, ours):
+def find_unknown_uses(level, things):
     """Return the attributes that vLLM's code uses and our objects do not have."""
-    things = make_one_of_each(ours)
     return [
         f"{class_name}.{name} is used at {place}"
-        for class_name, names in find_used_names(replaced).items()
+        for class_name, names in find_used_names(level).items()
         for name, place in names.items()
-        if not hasattr(things[class_name], name) and name not in ADDED_BY_VLLM.get(class_name, ())
+        if not hasattr(things[class_name], name) and name not in LEFT_OUT.get(class_name, ())
     ]
+
+
+def find_missing_fields(manager):
+    """Return the public fields that vLLM's manager sets and ours does not have."""
+    from vllm.v1.core import kv_cache_manager
+
+    nodes = ast.walk(ast.parse(inspect.getsource(kv_cache_manager.KVCacheManager)))
+    stored = [node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
+    fields = {node.attr for node in stored if last_name(node.value) == "self"}
+    assert "prefix_cache_stats" in fields
+    return [f"KVCacheManager.{name} is missing" for name in sorted(fields) if not hasattr(manager, name)]
 
 
 def find_missing_attributes(theirs, ours):
@@ -209,15 +291,17 @@ def find_changes(level="pool"):
     if missing:
         return missing
     theirs, ours = load_theirs(replaced), load_classes(release, level)
-    their_pool = load_theirs(POOL_LEVEL)
-    return [
-        *find_other_classes(POOL_LEVEL),
-        *find_other_parameters(theirs, ours),
-        *find_other_event_fields(ours["BlockPool"]),
-        *find_missing_attributes(their_pool, ours),
-        *find_missing_methods({name: theirs[name] for name in theirs.keys() - their_pool.keys()}, ours),
-        *find_unknown_uses(POOL_LEVEL, ours),
-    ]
+    found = [*find_other_classes(POOL_LEVEL), *find_other_parameters(theirs, ours)]
+    found += find_other_event_fields(ours["BlockPool"])
+    found += find_missing_attributes(load_theirs(POOL_LEVEL), ours)
+    found += find_unknown_uses("pool", make_one_of_each(ours))
+    if level == "manager":
+        parts = make_manager_and_parts(ours)
+        found += find_missing_methods(
+            {name: theirs[name] for name in ("KVCacheManager", "KVCacheBlocks")}, ours
+        )
+        found += [*find_missing_fields(parts["KVCacheManager"]), *find_unknown_uses("manager", parts)]
+    return found
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn, cast
+from copy import copy
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -58,8 +59,7 @@ class PagedBatch:
         self.sequences = sequences
         self.num_beams = num_beams
         self._beams: list[list[Request]] = [
-            [request, *(cast(Request, Beam(request, number)) for number in range(1, num_beams))]
-            for request in requests
+            [request, *(make_beam(request, number) for number in range(1, num_beams))] for request in requests
         ]
         self.requests = [request for request in requests for _ in range(num_beams)]
         self.num_new_tokens = None if num_new_tokens is None else list(num_new_tokens)
@@ -205,7 +205,7 @@ class PagedBatch:
             raise InvalidArgumentError(f"rows {list(rows)} mix the beams of {len(self._beams)} requests")
         sources = [self.requests[row] for row in rows]
         manager = self.sequences.manager
-        for request in list_distinct(self.requests):
+        for request in dict.fromkeys(self.requests):
             if request not in sources:
                 manager.free(request)
         placed: list[Request] = []
@@ -221,7 +221,7 @@ class PagedBatch:
 
     def free(self) -> None:
         """Release the blocks of all rows. The requests can be admitted again."""
-        for request in list_distinct(self.requests):
+        for request in dict.fromkeys(self.requests):
             self.sequences.free(request)
 
     def _flatten(self, states: torch.Tensor, rows: Iterable[int]) -> torch.Tensor:
@@ -230,21 +230,12 @@ class PagedBatch:
         return torch.cat([states[row, : self._counts[row]] for row in rows])
 
 
-class Beam:
-    """An additional row of a request in beam search: the same prompt, and blocks under another id."""
-
-    def __init__(self, request: Request, number: int) -> None:
-        self.request_id = RequestId(f"{request.request_id}, beam {number}")
-        self.num_computed_tokens = 0
-        self._request = request
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._request, name)
-
-
-def list_distinct(requests: Sequence[Request]) -> list[Request]:
-    """Return each request once, in order."""
-    return list({id(request): request for request in requests}.values())
+def make_beam(request: Request, number: int) -> Request:
+    """Return an additional row of a request in beam search: the same tokens, and blocks under another id."""
+    beam = copy(request)
+    beam.request_id = RequestId(f"{request.request_id}, beam {number}")
+    beam.num_computed_tokens = 0
+    return beam
 
 
 ATTENTION_NAME = "kv_pool"

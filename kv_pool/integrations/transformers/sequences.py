@@ -37,7 +37,7 @@ def allocate_storage(model: Any, num_blocks: int, block_size: int, layout: str =
         num_blocks: number of blocks of the pool, including the null block.
         layout: see `KVStorage.allocate`.
     """
-    return _allocate(model, num_blocks, block_size, layout, str(model.device), 1)
+    return allocate_shards(model, num_blocks, block_size, [str(model.device)], layout).shards[0]
 
 
 def allocate_shards(
@@ -50,29 +50,26 @@ def allocate_shards(
     Raises:
         InvalidArgumentError: no devices, or the number of KV heads is not a multiple of their number.
     """
-    num_kv_heads = model.config.get_text_config().num_key_value_heads
+    config = model.config.get_text_config()
+    num_kv_heads = config.num_key_value_heads
     if not devices or num_kv_heads % len(devices):
         raise InvalidArgumentError(f"{num_kv_heads} KV heads cannot be divided equally over {list(devices)}")
-    return ShardedStorage(
-        [_allocate(model, num_blocks, block_size, layout, device, len(devices)) for device in devices]
-    )
-
-
-def _allocate(
-    model: Any, num_blocks: int, block_size: int, layout: str, device: str, num_shards: int
-) -> KVStorage:
-    config = model.config.get_text_config()
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return KVStorage.allocate(
-        num_blocks,
-        block_size,
-        config.num_hidden_layers,
-        config.num_key_value_heads // num_shards,
-        head_size,
-        str(model.dtype).removeprefix("torch."),
-        device,
-        layout,
-        library="torch",
+    return ShardedStorage(
+        [
+            KVStorage.allocate(
+                num_blocks,
+                block_size,
+                config.num_hidden_layers,
+                num_kv_heads // len(devices),
+                head_size,
+                str(model.dtype).removeprefix("torch."),
+                device,
+                layout,
+                library="torch",
+            )
+            for device in devices
+        ]
     )
 
 
@@ -209,7 +206,7 @@ class PagedSequences:
                 f"request {child.request_id!r} does not continue the {num_tokens} computed tokens of "
                 f"{request.request_id!r}"
             )
-        return self._copy_to(request, self, child)
+        return self._copy_to(request, self, child, num_tokens)
 
     def migrate(self, request: Request, target: PagedSequences) -> bool:
         """Move a request with its K and V to another pool and storage, such as those of another device.
@@ -321,14 +318,11 @@ class PagedSequences:
             raise InvalidArgumentError(f"a {type(pool).__name__} has no index of runs; use a RunBlockPool")
         return pool
 
-    def _copy_to(
-        self, request: Request, target: PagedSequences, copy: Request, num_tokens: int | None = None
-    ) -> bool:
-        """Give `copy` blocks in `target` with the K and V of `request`.
+    def _copy_to(self, request: Request, target: PagedSequences, copy: Request, num_tokens: int) -> bool:
+        """Give `copy` blocks in `target` with the K and V of the first `num_tokens` of `request`.
 
         |<-- cached in the target -->|<-- new blocks, copied from the request's -->|
         """
-        num_tokens = request.num_computed_tokens if num_tokens is None else num_tokens
         manager = target.manager
         if isinstance(self.storage, ShardedStorage) is not isinstance(target.storage, ShardedStorage):
             raise InvalidArgumentError("one of the two storages is a ShardedStorage, the other is not")

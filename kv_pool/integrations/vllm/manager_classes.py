@@ -23,7 +23,13 @@ from kv_pool.ids import GroupId
 from kv_pool.integrations.vllm.group_views import GroupsView, GroupView
 from kv_pool.integrations.vllm.pool_classes import BlockPool
 from kv_pool.integrations.vllm.request_options.engine_options import EngineOptions, read_max_pinned_blocks
-from kv_pool.integrations.vllm.served_config import NotServedError, check_served, read_groups, read_rules
+from kv_pool.integrations.vllm.served_config import (
+    NotServedError,
+    check_served,
+    list_eagle_groups,
+    read_groups,
+    read_rules,
+)
 from kv_pool.manager import kv_cache_manager
 from kv_pool.manager.engine.cache_blocks import KVCacheBlocks
 from kv_pool.manager.engine.engine_manager import EngineManager
@@ -140,10 +146,6 @@ class KVCacheManager(EngineManager):
             copy_type=KVCacheBlockCopy,
         )
         self.set_request_options(EngineOptions(self.manager, read_max_pinned_blocks(self.manager)))
-        is_eagle = [group.is_eagle_group for group in kv_cache_config.kv_cache_groups]
-        if use_eagle and not any(is_eagle):
-            is_eagle = [True] * len(specs)
-        eagle_group_ids = {GroupId(group_id) for group_id, flag in enumerate(is_eagle) if flag}
         self.kv_cache_config = kv_cache_config
         self.use_eagle = use_eagle
         self.log_stats = log_stats
@@ -161,7 +163,7 @@ class KVCacheManager(EngineManager):
             ],
             specs,
             scheduler_block_size=scheduler_block_size,
-            eagle_group_ids=eagle_group_ids,
+            eagle_group_ids=set(list_eagle_groups(kv_cache_config, use_eagle)),
             use_eagle=use_eagle,
         )
         # Log here as well as in `register`, for the reason given in `pool_classes`.

@@ -1,5 +1,6 @@
 """Rules by which earlier releases of vLLM cache and find blocks, written without importing vLLM."""
 
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -44,7 +45,8 @@ class PartialBlocksOnly(BlockPool):
             self.enable_kv_cache_events and num_tokens > self.hash_block_size and request.mm_features
         )
         if self.last_feature_only and has_features:
-            request = RequestWithLastFeature(request)
+            request = copy(request)
+            request.mm_features = request.mm_features[-1:]
         return super().cache_partial_block(
             request, block, num_tokens, kv_cache_group_id, block_size, replace_existing_hashes
         )
@@ -54,14 +56,3 @@ class LastFeatureOnly(PartialBlocksOnly):
     """A pool whose events of partial blocks name only the last multimodal input, as in vLLM 0.30."""
 
     last_feature_only = True
-
-
-class RequestWithLastFeature:
-    """A view of a request that shows only the last of its multimodal inputs."""
-
-    def __init__(self, request: Any) -> None:
-        self._request = request
-        self.mm_features = request.mm_features[-1:]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._request, name)

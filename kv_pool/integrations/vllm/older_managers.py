@@ -7,12 +7,8 @@ from typing import Any
 
 from kv_pool.ids import BlockId, RequestId
 from kv_pool.integrations.vllm import manager_classes, older_pools
-from kv_pool.integrations.vllm.older_behaviour import (
-    RULES_0_30,
-    RULES_0_31,
-    RULES_0_32,
-)
-from kv_pool.integrations.vllm.served_config import NotServedError
+from kv_pool.integrations.vllm.older_behaviour import RULES_0_30, RULES_0_31, RULES_0_32
+from kv_pool.integrations.vllm.served_config import NotServedError, list_eagle_groups
 from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec
 
 
@@ -25,8 +21,7 @@ class KVCacheManager032(manager_classes.KVCacheManager):
     @staticmethod
     def check_options(options: dict[str, Any]) -> None:
         """Raise NotServedError if the options need vLLM's own manager; see the class for 0.33."""
-        groups = options["kv_cache_config"].kv_cache_groups
-        if not options["use_eagle"] and any(group.is_eagle_group for group in groups):
+        if not options["use_eagle"] and list_eagle_groups(options["kv_cache_config"], use_eagle=False):
             raise NotServedError("a drafter's groups without EAGLE")  # vLLM marks none then
         manager_classes.KVCacheManager.check_options(options)
 

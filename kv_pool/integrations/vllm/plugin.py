@@ -113,24 +113,22 @@ def register(level: str | None = None) -> None:
 
 def _choose_level(level: str, version: str, release: Release) -> str | None:
     """Return the level to use with this version, `level` or a lower one, or None. Log why if not `level`."""
-    is_forced = os.environ.get(FORCE) == "1"
-    if not is_checked(level, version) and is_checked("pool", version) and not is_forced:
-        warn(
-            f"kv_pool uses level pool: level {level} was checked with vLLM "
-            f"{', '.join(CHECKED_VERSIONS[level])}, and this is {version}. Set {FORCE}=1 to use "
-            "it anyway."
-        )
-        level = "pool"
     if is_checked(level, version):
         return level
     checked = ", ".join(CHECKED_VERSIONS[level])
-    if is_forced:
+    if os.environ.get(FORCE) == "1":
         major, minor = release.number
         warn(
             f"kv_pool was checked with vLLM {checked}; {FORCE}=1 forces it on {version}, with "
             f"its classes for {major}.{minor}"
         )
         return level
+    if is_checked("pool", version):
+        warn(
+            f"kv_pool uses level pool: level {level} was checked with vLLM {checked}, and this is {version}. "
+            f"Set {FORCE}=1 to use it anyway."
+        )
+        return "pool"
     _warn(f"this is vLLM {version}, and it was checked with {checked}. Set {FORCE}=1 to use it anyway.")
     return None
 

@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import CrossAttentionSpec as VllmCrossAttentionS
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from kv_pool.environment import STATES
+from kv_pool.ids import GroupId
 from kv_pool.manager.block_groups.kv_cache_spec import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -65,6 +66,13 @@ READERS: dict[type, Callable[[Any], KVCacheSpec]] = {
 }
 
 
+def list_eagle_groups(config: Any, use_eagle: bool) -> list[GroupId]:
+    """Return the groups that a drafter reads: those that are marked, or else all if there is a drafter."""
+    groups = list(enumerate(config.kv_cache_groups))
+    marked = [GroupId(group_id) for group_id, group in groups if group.is_eagle_group]
+    return marked or [GroupId(group_id) for group_id, _ in groups if use_eagle]
+
+
 def read_groups(config: Any) -> list[KVCacheSpec]:
     """Return our specification of each group of a `KVCacheConfig`. Raise NotServedError if one has none."""
     groups = []
@@ -89,7 +97,7 @@ def read_rules(
 ) -> PrefixRules:
     """Return the rules of prefix caching that vLLM's manager follows with these options."""
     groups = config.kv_cache_groups
-    eagle_groups = [number for number, group in enumerate(groups) if group.is_eagle_group]
+    eagle_groups = list_eagle_groups(config, use_eagle)
     equal: list[list[int]] = []
     for number, group in enumerate(groups):
         if isinstance(group.kv_cache_spec, VllmCrossAttentionSpec):
@@ -102,9 +110,9 @@ def read_rules(
             equal.append([number])
     return PrefixRules(
         retention_interval=config.prefix_cache_retention_interval,
-        eagle_groups=(eagle_groups or range(len(groups))) if use_eagle else (),
+        eagle_groups=eagle_groups if use_eagle else (),
         num_reprefillable_tokens=max(0, num_prefill_lookahead - 1),
-        junction_states=has_junction_states and (use_eagle or bool(eagle_groups)),
+        junction_states=has_junction_states and bool(eagle_groups),
         bounded_states=os.environ.get(STATES) == "bounded",
         lookup_groups=equal,
         details=details,
@@ -156,16 +164,15 @@ def check_served(options: dict[str, Any]) -> None:
         raise NotServedError(f"block sizes {sizes} with a scheduler block size of {scheduler_block_size}")
     if any(isinstance(spec, ChunkedLocalAttentionSpec) for spec in groups) and (use_eagle or len(sizes) > 1):
         raise NotServedError("prefix caching of chunked local attention with EAGLE or several block sizes")
-    has_drafter = use_eagle or any(group.is_eagle_group for group in config.kv_cache_groups)
-    if has_drafter and num_prefill_lookahead > scheduler_block_size:
+    eagle_groups = list_eagle_groups(config, use_eagle)
+    if eagle_groups and num_prefill_lookahead > scheduler_block_size:
         raise NotServedError(f"{num_prefill_lookahead} draft tokens with blocks of {scheduler_block_size}")
-    marked = [number for number, group in enumerate(config.kv_cache_groups) if group.is_eagle_group]
     if (
         use_eagle
         and num_prefill_lookahead > 1
         and any(
-            isinstance(groups[number], MambaSpec) and groups[number].block_size > hash_block_size
-            for number in marked or range(len(groups))
+            isinstance(groups[group_id], MambaSpec) and groups[group_id].block_size > hash_block_size
+            for group_id in eagle_groups
         )
     ):
         # vLLM's manager then caches the state after later tokens under the hash of earlier ones.

@@ -12,7 +12,12 @@ from kv_pool.integrations.vllm.request_options.engine_options import (
     EngineOptions,
     read_max_pinned_blocks,
 )
-from kv_pool.integrations.vllm.request_options.options import ABSENT, find_in_body, find_options
+from kv_pool.integrations.vllm.request_options.options import (
+    ABSENT,
+    find_options,
+    list_places,
+    list_places_in_body,
+)
 
 HASHER = BlockHasher("sha256", "s", 4)
 RETAIN = {"token_range_retention_configs": [{"token_end": 8, "priority": 80}]}
@@ -71,15 +76,17 @@ class Engine:
     ],
 )
 def test_options_are_found_in_either_field(extra_args, value):
-    assert find_options(extra_args) is value
+    assert find_options(list_places(extra_args)) is value
 
 
 def test_options_in_both_fields_are_refused():
     both = {"kv_pool": RETAIN, "kv_transfer_params": {"kv_pool": RETAIN}}
     with pytest.raises(InvalidArgumentError, match="in one of them"):
-        find_options(both)
+        find_options(list_places(both))
     with pytest.raises(InvalidArgumentError, match="in one of them"):
-        find_in_body({"vllm_xargs": {"kv_pool": "{}"}, "kv_transfer_params": {"kv_pool": {}}})
+        find_options(
+            list_places_in_body({"vllm_xargs": {"kv_pool": "{}"}, "kv_transfer_params": {"kv_pool": {}}})
+        )
     answer = Engine().run(EngineRequest("r", both), by_connector=True)
     assert "in one of them" in answer["kv_pool"]["refused"]
 

@@ -12,7 +12,8 @@ from kv_pool.integrations.vllm.request_options.http_check import find_refusal
 from kv_pool.integrations.vllm.request_options.options import (
     ABSENT,
     RequestOptions,
-    find_in_body,
+    find_options,
+    list_places_in_body,
     read_options,
 )
 
@@ -25,14 +26,14 @@ BODIES = re.findall(r"```json\n(.*?)```", TEXT, re.DOTALL) + re.findall(r"-d '(\
 def test_json_of_the_guide_is_valid(body, monkeypatch):
     monkeypatch.setenv("KV_POOL_VLLM", "manager")
     monkeypatch.setenv("VLLM_PLUGINS", "kv_pool")
-    value = find_in_body(json.loads(body))
+    value = find_options(list_places_in_body(json.loads(body)))
     assert value is not ABSENT
     assert read_options(value) != RequestOptions()
     assert find_refusal(body.encode()) is None
 
 
 def test_guide_shows_every_field():
-    sent = [read_options(find_in_body(json.loads(body))) for body in BODIES]
+    sent = [read_options(find_options(list_places_in_body(json.loads(body)))) for body in BODIES]
     for field in RequestOptions.__struct_fields__:
         assert any(getattr(options, field) for options in sent), field
     assert all(f"| `{field}` |" in TEXT for field in RequestReport.__struct_fields__)

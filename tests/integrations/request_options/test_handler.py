@@ -87,111 +87,62 @@ def retain(end, priority=80, duration_ms=None, **fields):
     return {"token_range_retention_configs": [one]}
 
 
-def test_retention_of_a_manager_is_used():
-    engine = Engine(retention=2)
-    retention = engine.manager.retention
-    engine.run("chat", CHAT, retain(8))
-    assert engine.manager.retention is retention
-    report = engine.run("pins", CHAT, retain(16, duration_ms=1, pin=True))
-    assert "this engine allows 2 pinned blocks" in report["refused"]
-
-
-def test_retention_ends_on_time():
+@pytest.mark.parametrize(
+    ("options", "report"),
+    [
+        (retain(8, duration_ms=5000), {"retained_tokens": 8, "expires_in_ms": 5000}),
+        (retain(16), {"retained_tokens": 16}),
+        (retain(8, duration_ms=5000, pin=True), {"retained_tokens": 8, "expires_in_ms": 5000}),
+        (
+            {"session": {"id": "user-17", "duration_ms": 60_000}},
+            {"retained_tokens": 16, "expires_in_ms": 60_000},
+        ),
+        ({"session": {"duration_ms": 60_000}}, {"retained_tokens": 16, "expires_in_ms": 60_000}),
+        ({"release": True}, {"changed_blocks": 4}),
+        ({"end_session": "first"}, {"ended_session": True}),
+        ({"end_session": "unknown"}, {"ended_session": False}),
+    ],
+)
+def test_options_are_reported_with_what_they_keep(options, report):
+    """How long blocks stay is compared with a model, see `test_handler_random`."""
     engine = Engine()
-    report = engine.run("chat", CHAT, retain(8, duration_ms=5000))
-    assert report == {"retained_tokens": 8, "expires_in_ms": 5000}
-    engine.now += 4.999
+    engine.run("before", CHAT, {"session": {"id": "first", "duration_ms": 30_000}})
+    assert engine.run("chat", CHAT, options, session_id="of the request") == report
+    sessions = dict(engine.manager.retention.list_sessions())
+    assert sessions.pop("first", 130.0) == 130.0
+    session = options.get("session")
+    assert sessions == ({} if session is None else {session.get("id", "of the request"): 160.0})
+    engine.now += 60
     engine.flood()
-    assert engine.count_hits(CHAT) == 8
-    engine.now += 0.001
-    engine.flood(1, 12)
-    assert engine.count_hits(CHAT) == 0
+    assert engine.count_hits(CHAT) == (16 if report == {"retained_tokens": 16} else 0)
 
 
-def test_release_lets_a_flood_evict():
-    engine = Engine()
-    engine.run("chat", CHAT, retain(16))
-    engine.flood()
-    assert engine.run("release", CHAT, {"release": True}) == {"changed_blocks": 4}
-    assert engine.count_hits(CHAT) == 16
-    engine.flood()
-    assert engine.count_hits(CHAT) == 0
-
-
-def test_pin_is_not_evicted_until_it_expires():
-    engine = Engine()
-    report = engine.run("chat", CHAT, retain(8, duration_ms=5000, pin=True))
-    assert report == {"retained_tokens": 8, "expires_in_ms": 5000}
-    assert engine.manager.get_num_free_blocks() == 6
-    engine.flood(num_tokens=24)
-    assert engine.count_hits(CHAT) == 8
-    engine.now += 5
-    assert engine.manager.get_num_free_blocks() == 8
-    engine.flood(num_tokens=32)
-    assert engine.count_hits(CHAT) == 0
-
-
-@pytest.mark.parametrize("end", [20, 2**31 - 1])
-def test_pin_over_the_limit_is_refused_and_changes_nothing(end):
-    engine = Engine()
-    options = {**retain(end, duration_ms=5000, pin=True), "release": True, "end_session": "s"}
+@pytest.mark.parametrize(
+    ("settings", "options", "message"),
+    [
+        ({"retention": 2}, retain(16, duration_ms=1, pin=True), "this engine allows 2 pinned blocks"),
+        ({"max_pinned_blocks": 0}, retain(4, duration_ms=1, pin=True), "allows 0 pinned blocks in total"),
+        ({}, {**retain(20, duration_ms=1, pin=True), "release": True, "end_session": "s"}, "4 pinned blocks"),
+        ({}, {**retain(2**31 - 1, duration_ms=1, pin=True), "release": True}, "4 pinned blocks"),
+        ({"enable_caching": False}, retain(8), "prefix cache is off"),
+        ({}, {"session": {"duration_ms": 60_000}}, "session has no id"),
+        (
+            {},
+            {"token_range_retention_configs": [{"priority": 101}]},
+            r"<= 100 - at `$.token_range_retention_configs[0].priority`",
+        ),
+    ],
+)
+def test_refused_options_change_nothing(settings, options, message):
+    engine = Engine(**settings)
+    before = engine.manager.retention
     report = engine.run("chat", CHAT, options)
     assert list(report) == ["refused"]
+    assert message in report["refused"]
     assert engine.refusals == [("chat", report["refused"])]
-    assert "4" in report["refused"]
     assert engine.manager.get_num_free_blocks() == 8
-
-
-def test_pins_are_refused_by_default():
-    engine = Engine(max_pinned_blocks=0)
-    report = engine.run("chat", CHAT, retain(4, duration_ms=5000, pin=True))
-    assert "allows 0 pinned blocks in total" in report["refused"]
-
-
-def test_session_keeps_all_blocks_until_the_next_turn():
-    engine = Engine()
-    session = {"session": {"id": "user-17", "duration_ms": 60_000}}
-    report = engine.run("turn 1", CHAT, session)
-    assert report == {"retained_tokens": 16, "expires_in_ms": 60_000}
-    engine.flood()
-    assert engine.count_hits(CHAT) == 16
-    engine.run("turn 2", CHAT, session_id="user-17")
-    assert engine.manager.retention.num_sessions == 0
-    engine.flood()
-    assert engine.count_hits(CHAT) == 0
-
-
-def test_session_of_the_request_is_the_default():
-    engine = Engine()
-    session = {"session": {"duration_ms": 60_000}}
-    engine.run("turn 1", CHAT, session, session_id="user-17")
-    assert engine.manager.retention.list_sessions() == [("user-17", 160.0)]
-    report = engine.run("turn 1 of another", CHAT, session)
-    assert "session has no id" in report["refused"]
-
-
-def test_session_can_be_ended():
-    engine = Engine()
-    engine.run("turn 1", CHAT, {"session": {"id": "user-17", "duration_ms": 60_000}})
-    assert engine.run("end", [1, 2], {"end_session": "user-17"}) == {"ended_session": True}
-    assert engine.run("again", [1, 2], {"end_session": "user-17"}) == {"ended_session": False}
-    engine.flood()
-    assert engine.count_hits(CHAT) == 0
-
-
-def test_invalid_options_are_reported_and_change_nothing():
-    engine = Engine()
-    report = engine.run("chat", CHAT, {"token_range_retention_configs": [{"priority": 101}]})
-    assert list(report) == ["refused"]
-    assert "<= 100 - at `$.token_range_retention_configs[0].priority`" in report["refused"]
-    assert engine.refusals == [("chat", report["refused"])]
-    assert engine.manager.retention is None
     assert engine.handler.by_request == {}
-
-
-def test_options_without_prefix_cache_are_refused():
-    engine = Engine(enable_caching=False)
-    assert "prefix cache is off" in engine.run("chat", CHAT, retain(8))["refused"]
+    assert engine.manager.retention is before or engine.manager.retention.num_pins == 0
 
 
 def test_second_call_for_a_request_does_nothing():

@@ -76,11 +76,6 @@ def test_server_with_connector_keeps_reports_and_refuses(tmp_path):
     client.wait(3.1)
     client.flood()
     client.complete("after the deadline")
-    client.complete("kept", CHAT, retain(priority=80))
-    client.flood()
-    client.complete("release", CHAT, {"release": True})
-    client.flood()
-    client.complete("after the release")
     client.complete("pin", CHAT, retain(pin=True, duration_ms=60_000))
     client.complete("too many pins", range(2000, 2200), {**retain(pin=True, duration_ms=9), "release": True})
     client.flood()
@@ -106,9 +101,6 @@ def test_server_with_connector_keeps_reports_and_refuses(tmp_path):
         "timed": (96, {"retained_tokens": 64, "expires_in_ms": 3000}),
         "before the deadline": (64, None),
         "after the deadline": (0, None),
-        "kept": (96, {"retained_tokens": 64}),
-        "release": (64, {"changed_blocks": 4}),
-        "after the release": (0, None),
         "pin": (96, {"retained_tokens": 64, "expires_in_ms": 60_000}),
         "pinned": (64, {"changed_blocks": 4}),
         "first turn": (96, {"retained_tokens": 96, "expires_in_ms": 60_000}),
@@ -139,13 +131,3 @@ def test_server_without_connector_takes_text(tmp_path):
         "invalid": (400, "kv_pool: Expected `bool | array`, got `int` - at `$.release`"),
     }
     assert "this engine allows 0 pinned blocks in total" in client.log
-
-
-def test_server_at_level_pool_refuses(tmp_path):
-    client = Client()
-    client.complete("refused", CHAT, retain(priority=80))
-    client.complete("plain", CHAT)
-    answers = client.run(tmp_path, KV_POOL_VLLM="pool")
-    assert answers["refused"][0] == 400
-    assert "KV_POOL_VLLM=manager" in answers["refused"][1]
-    assert answers["plain"] == (0, None)

@@ -4,6 +4,7 @@ import functools
 from contextlib import suppress
 
 from kv_pool import BlockHasher, KVCacheManager, Request
+from kv_pool.contiguous.invariants import check
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.storage.block_layout import BlockLayout
 from kv_pool.tiers.disk_tier import DiskTier
@@ -97,6 +98,17 @@ def check_kv(sequences, request):
         found = sequences.storage.read(layer, slots)
         torch.testing.assert_close(found[0].cpu(), key, rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(found[1].cpu(), value, rtol=1e-9, atol=1e-9)
+
+
+def generate(sequences, request, num_tokens, model=None):
+    """Generate up to this many tokens, and compare them, their K and V, and the invariants."""
+    while request.num_tokens - request.num_prompt_tokens < num_tokens:
+        num_new_tokens = request.num_tokens - request.num_computed_tokens
+        run_step(model or make_model(), sequences, [request], [num_new_tokens])
+    prompt = tuple(request.all_token_ids[: request.num_prompt_tokens])
+    assert request.all_token_ids[len(prompt) :] == generate_dense(prompt, num_tokens)
+    check_kv(sequences, request)
+    check(sequences.manager.block_pool)
 
 
 def run_step(model, sequences, requests, num_new_tokens, gathers=True):

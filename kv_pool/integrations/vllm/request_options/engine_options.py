@@ -15,7 +15,7 @@ from kv_pool.integrations.vllm.request_options.options import (
     ABSENT,
     NO_MANAGER,
     find_options,
-    find_place,
+    list_places,
     warn_of_unread_options,
 )
 from kv_pool.manager.kv_cache_manager import KVCacheManager
@@ -54,8 +54,9 @@ class EngineOptions:
         if request.request_id in self.by_request or request.sampling_params is None:
             return
         try:
-            self._place = find_place(request.sampling_params.extra_args)
-            value = find_options(request.sampling_params.extra_args)
+            places = list_places(request.sampling_params.extra_args)
+            self._place = next(iter(places), "")
+            value = find_options(places)
             if value is not ABSENT:
                 self._handler.receive(request, value)
         except InvalidArgumentError as error:
@@ -130,12 +131,9 @@ class ConnectorOptions:
         if options is not None:
             report = options.note_end(request)
             return None if report is None else {"kv_pool": report}
-        try:
-            params = request.sampling_params
-            if params is None or find_options(params.extra_args) is ABSENT:
-                return None
-        except InvalidArgumentError:
-            pass
+        params = request.sampling_params
+        if params is None or not list_places(params.extra_args):
+            return None
         return {"kv_pool": {"refused": NO_MANAGER}}
 
     def _get_options(self) -> EngineOptions | None:
@@ -148,13 +146,10 @@ def read_max_pinned_blocks(manager: KVCacheManager) -> int:
     With more pinned blocks, such a request could never run.
     """
     setting = os.environ.get(MAX_PINNED_BLOCKS) or "0"
-    try:
-        limit = int(setting)
-    except ValueError:
-        limit = -1
-    if limit < 0:
+    if not setting.strip().isdecimal():
         logger.warning("kv_pool refuses pins: %s is %r; it counts blocks", MAX_PINNED_BLOCKS, setting)
         return 0
+    limit = int(setting)
     if limit and manager.max_model_len:
         num_left = manager.block_pool.num_gpu_blocks - 1 - manager.count_max_blocks(manager.max_model_len)
         if limit > num_left:

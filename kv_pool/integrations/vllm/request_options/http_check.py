@@ -5,13 +5,15 @@ from typing import Any, Final
 
 import msgspec
 
-from kv_pool.environment import LEVEL, has_level_manager
+from kv_pool.environment import has_level_manager
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.foreign_bytes import UNDECODABLE
 from kv_pool.integrations.vllm.request_options.options import (
     ABSENT,
     FIELD,
-    find_in_body,
+    NO_MANAGER,
+    find_options,
+    list_places_in_body,
     make_refusal,
     read_options,
 )
@@ -72,18 +74,13 @@ def find_refusal(body: bytes) -> str | None:
     except UNDECODABLE:
         return None  # the API server refuses it
     try:
-        value = find_in_body(decoded)
+        value = find_options(list_places_in_body(decoded))
         if value is ABSENT:
             return None
         read_options(value)
     except InvalidArgumentError as error:
         return make_refusal(error)
-    if not has_level_manager():
-        return (
-            "kv_pool: this server runs vLLM's KV cache manager, which cannot retain; the operator enables "
-            f"retention with VLLM_PLUGINS=kv_pool and {LEVEL}=manager"
-        )
-    return None
+    return None if has_level_manager() else NO_MANAGER
 
 
 async def _send_error(send: Send, refusal: str) -> None:

@@ -1,15 +1,27 @@
-"""`BlockSpaceManager`: allocation and swapping under vLLM 0.6's names, for schedulers of sequence groups."""
+"""Allocation and swapping under vLLM 0.6's names, for a scheduler of sequence groups.
+
+`KVCacheManager` and `BlockSwapper` do the work; copy this class to run a scheduler that calls vLLM 0.6's
+`BlockSpaceManager`.
+
+Run it: python examples/block_space_manager.py
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, Protocol
 
+from kv_pool import (
+    AllocStatus,
+    BlockHash,
+    BlockId,
+    BlockPool,
+    InvalidArgumentError,
+    KVCacheManager,
+    OutOfBlocksError,
+    RequestId,
+)
 from kv_pool.core.arguments import as_count, as_int
-from kv_pool.core.block_pool import BlockPool
-from kv_pool.errors import InvalidArgumentError, OutOfBlocksError
-from kv_pool.ids import BlockHash, BlockId, RequestId
-from kv_pool.manager.admission import AllocStatus
-from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.tiers.swapper import BlockSwapper, SwapPlan
 
 
@@ -48,17 +60,6 @@ class _Record:
 
 class BlockSpaceManager:
     """A `KVCacheManager` and a `BlockSwapper` under vLLM 0.6's names, like its naive block allocator.
-
-        >>> from types import SimpleNamespace
-        >>> from kv_pool.integrations.block_space_manager import BlockSpaceManager
-        >>> manager = BlockSpaceManager(block_size=4, num_gpu_blocks=6, num_cpu_blocks=6)
-        >>> seq = SimpleNamespace(seq_id=1, get_token_ids=lambda: range(10))
-        >>> group = SimpleNamespace(get_seqs=lambda: [seq])
-        >>> manager.can_allocate(group)
-        <AllocStatus.OK: 'ok'>
-        >>> manager.allocate(group)
-        >>> manager.swap_out(group), manager.can_swap_in(group, 0)
-        ([(0, 0), (1, 1), (2, 2)], <AllocStatus.OK: 'ok'>)
 
     A group is admitted and swapped as a whole: all of its sequences or none. For prefix caching, several
     kinds of attention, or copies that take longer than a step, use `KVCacheManager` and `BlockSwapper`
@@ -359,10 +360,6 @@ class BlockSpaceManager:
 def count_required_blocks(num_tokens: int, num_lookahead_slots: int, block_size: int) -> int:
     """Return the blocks of a sequence of `num_tokens` tokens followed by `num_lookahead_slots` slots.
 
-    >>> from kv_pool.integrations.block_space_manager import count_required_blocks
-    >>> count_required_blocks(8, 0, block_size=4), count_required_blocks(8, 1, block_size=4)
-    (2, 3)
-
     Raises:
         InvalidArgumentError: a negative count, or a block size below 1.
     Contract: `get_num_required_blocks` of vLLM v0.
@@ -379,10 +376,6 @@ def count_blocks_touched_by_append(
         |  0  1  2  3 |  4  5  .  . |  .  .  .  . |      6 tokens held, block size 4:
                                ^  ^    ^                 3 more touch 2 blocks
 
-    >>> from kv_pool.integrations.block_space_manager import count_blocks_touched_by_append
-    >>> count_blocks_touched_by_append(6, 3, 0, block_size=4), count_blocks_touched_by_append(6, 2, 0, 4)
-    (2, 1)
-
     Raises:
         InvalidArgumentError: a negative count, or a block size below 1.
     Contract: `get_num_blocks_touched_by_append_slots` of vLLM v0, with the same result except for an append
@@ -393,3 +386,28 @@ def count_blocks_touched_by_append(
     end = as_count("num_tokens_held", num_tokens_held) + num_appended
     num_before = num_tokens_held // as_count("block_size", block_size, 1)
     return -(-end // block_size) - num_before if num_appended else 0
+
+
+def main() -> None:
+    manager = BlockSpaceManager(block_size=4, num_gpu_blocks=6, num_cpu_blocks=6)
+    token_ids = list(range(10))
+    seq = SimpleNamespace(seq_id=1, get_token_ids=lambda: token_ids)
+    group = SimpleNamespace(get_seqs=lambda: [seq])
+    print("admission:", manager.can_allocate(group).name)
+    manager.allocate(group)
+    token_ids += [10, 11, 12]
+    print("copies before a step:", manager.append_slots(seq))
+    print("blocks:", manager.get_block_table(seq))
+    print("copies to the host:", manager.swap_out(group))
+    print("swapping in:", manager.can_swap_in(group).name)
+
+
+if __name__ == "__main__":
+    main()
+
+# prints:
+# admission: OK
+# copies before a step: []
+# blocks: [0, 1, 2, 3]
+# copies to the host: [(0, 0), (1, 1), (2, 2), (3, 3)]
+# swapping in: OK
