@@ -5,8 +5,8 @@
     E3  a reader of all sent events knows the resident keys and, for each, the fields of its first copy's
         event; so does a reader of a snapshot and all events sent after it                           (exact)
     E4  a store's parent is None, or known to the reader by then, or not stored later in the list
-    E5  no hash occurs twice in an event, or is its own parent                                       (dense)
-    E6  a store has hashes; it has the tokens of all its blocks, or none                             (dense)
+    E5  no hash occurs twice in an event, or is its own parent
+    E6  a store has hashes; it has the tokens of all its blocks, or none
     E7  a stored hash was unknown; a removed hash was known, or was never stored                     (exact)
 
 E4 applies to a snapshot, or to the events of one call of a pool: between two calls a parent may be evicted
@@ -25,7 +25,7 @@ from kv_pool.core.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from kv_pool.core.stored_events import make_external_hash
 from kv_pool.errors import CorruptedPoolError
 from kv_pool.events.place_blocks import Place
-from kv_pool.events.stored_spans import is_dense
+from kv_pool.events.stores import is_dense
 from kv_pool.events.stream_state import StreamState
 from kv_pool.ids import ExternalBlockHash
 
@@ -131,9 +131,8 @@ def check_events(state: StreamState, events: list[KVCacheEvent], reader: Reader)
 
 def check_store(state: StreamState, event: BlockStored, reader: Reader) -> None:
     """Check E5, E6 and E7 for one store."""
-    if state.dense:
-        check_distinct(event)
-    if state.dense and not (event.block_hashes and (is_dense(event) or not event.token_ids)):
+    check_distinct(event)
+    if not (event.block_hashes and (is_dense(event) or not event.token_ids)):
         raise CorruptedPoolError(
             f"E6: {len(event.token_ids)} tokens for {len(event.block_hashes)} blocks of {event.block_size}"
         )

@@ -22,7 +22,7 @@ import msgspec
 from kv_pool.core.block_keys import make_external_block_hashes
 from kv_pool.core.kv_events import MEDIUM_GPU, BlockReported
 from kv_pool.errors import InvalidArgumentError, InvalidTypeError
-from kv_pool.events.held_hashes import ABSENT, HeldHashes
+from kv_pool.events.place_blocks import ABSENT, HeldHashes
 from kv_pool.events.token_keys import chain_keys, count_packed, root_key
 from kv_pool.ids import GroupId
 

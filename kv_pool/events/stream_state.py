@@ -11,9 +11,8 @@ from mypy_extensions import mypyc_attr
 
 from kv_pool.core.kv_events import AllBlocksCleared, BlockRemoved, BlockReported, BlockStored, KVCacheEvent
 from kv_pool.errors import InvalidArgumentError, InvalidTypeError
-from kv_pool.events.chains import announce_with_tails, iter_chunks
-from kv_pool.events.place_blocks import NUM_SHARDS, BlockKind, Place, PlaceBlocks
-from kv_pool.events.stored_spans import find_distinct, slice_positions, split_repeats, without_holes
+from kv_pool.events.place_blocks import NUM_SHARDS, BlockKind, Place, PlaceBlocks, find_ranges
+from kv_pool.events.stores import announce_with_tails, find_distinct, iter_chunks, slice_ranges
 from kv_pool.events.yield_timer import YieldTimer
 from kv_pool.ids import ExternalBlockHash
 
@@ -34,6 +33,11 @@ _BY_NAME: Final[dict[str, Any]] = {own.__name__: own for own in (*OWN_CLASSES, B
 class StreamState:
     """A filter for the events of pools and connectors that tracks the resident blocks.
 
+    A store is sent with the tokens of all its blocks, or with none: a span with holes is sent without tokens,
+    since the event does not say where the holes are. Pools with `dense_events` create no such spans. No hash
+    occurs twice in a store or is its own parent, and no store is empty. Consecutive removals from one place
+    are merged into one event. Input events are never modified.
+
         >>> from kv_pool.core.kv_events import BlockRemoved, BlockStored
         >>> state = StreamState()
         >>> stored = BlockStored([7], None, [1, 2], block_size=2, lora_id=None, medium="GPU", lora_name=None)
@@ -46,13 +50,7 @@ class StreamState:
         exact: send a store only for the first copy of a hash, and a removal only for its last. Pools announce
             each copy, and in full report mode also hits. Removals of hashes that were never stored are still
             sent: a reader may know them.
-        dense: send stores with the tokens of all their blocks, or with none: a span with holes is sent
-            without tokens, since the event does not say where the holes are. Pools with `dense_events` create
-            no such spans. Also, no hash occurs twice in a store or is its own parent, and no store is empty.
-        coalesce_removals: merge consecutive removals from one place into one event.
         keeps_token_ids: include token ids in snapshots; without them most of the memory is saved.
-
-    If all of these are False, `apply` returns its input unchanged. Input events are never modified.
 
     A parent is sent as the pool names it, even if it was evicted or skipped in a window: its child is then an
     orphan, which some readers drop or hide. When an exact state that keeps token ids sends the parent, it
@@ -61,18 +59,9 @@ class StreamState:
     One thread calls `apply`; any other thread may take snapshots at the same time.
     """
 
-    def __init__(
-        self,
-        exact: bool = True,
-        dense: bool = True,
-        coalesce_removals: bool = True,
-        keeps_token_ids: bool = True,
-    ) -> None:
+    def __init__(self, exact: bool = True, keeps_token_ids: bool = True) -> None:
         self.exact = exact
-        self.dense = dense
-        self.coalesce_removals = coalesce_removals
-        self.resident = ResidentBlocks(keeps_token_ids)
-        self._filter = EventFilter(self.resident, exact, dense, coalesce_removals)
+        self.resident = ResidentBlocks(exact, keeps_token_ids)
         self.last_sequence = NOTHING_APPLIED
         self._lock = Lock()  # guards resident, last_sequence; held for a batch or a piece of a copy
         self._snapshot_lock = Lock()  # one snapshot at a time
@@ -94,7 +83,7 @@ class StreamState:
         """
         ours = adopt_all(events if type(events) is list else list(events))
         with self._lock:
-            sent = self._filter.apply(ours, packs_tokens)
+            sent = self.resident.apply(ours, packs_tokens)
             self.last_sequence = self.last_sequence + 1 if sequence is None else sequence
             self.resident.drop_some()
         return sent
@@ -142,17 +131,29 @@ class StreamState:
 class ResidentBlocks:
     """The resident blocks of a pool, counted from its events: one for each block that gains or loses a hash.
 
+    A class of its own, since calls within `StreamState`, which may be subclassed, are slower.
+
     Attributes:
         places: the blocks of each place.
         is_copying: whether a copy is being taken; the memory of cleared blocks is not freed meanwhile.
     """
 
-    def __init__(self, keeps_token_ids: bool) -> None:
+    def __init__(self, exact: bool, keeps_token_ids: bool) -> None:
+        self.exact = exact
         self.keeps_token_ids = keeps_token_ids
         self.places: dict[Place, PlaceBlocks] = {}
         self.is_copying = False
         self._kinds: dict[BlockKind, BlockKind] = {}
         self._forgotten: list[dict[Any, Any]] = []
+        # Of the call of `apply` that runs:
+        self._packs_tokens = False
+        self._sent: list[KVCacheEvent] = []
+        # Consecutive removals from one place are applied together and sent as one event. Stores that are not
+        # sent may come in between; the removals before them are applied first, and sent with later ones.
+        self._first: Any = None  # the first event of the pending removals; None if there are none
+        self._place: Any = None  # the fields of its place
+        self._hashes: list[Any] = []  # those that are not applied yet
+        self._gone: list[Any] = []  # of those applied, the ones to send
 
     def __len__(self) -> int:
         return sum(len(blocks.held) for blocks in self.places.values())
@@ -162,95 +163,6 @@ class ResidentBlocks:
         for place, blocks in self.places.items():
             for block_hash, num_copies in blocks.held:
                 yield place, block_hash, num_copies
-
-    def begin_copy(self) -> list[PlaceBlocks]:
-        """Begin a copy of the blocks of each place (`PlaceBlocks.begin_copy`)."""
-        self.is_copying = True
-        places = list(self.places.values())
-        for blocks in places:
-            blocks.begin_copy()
-        return places
-
-    def get_or_add_place(self, place: Any) -> PlaceBlocks:
-        """Return the blocks of a place, given as a tuple equal to a `Place`; a new place is added."""
-        blocks = self.places.get(place)
-        if blocks is None:
-            blocks = PlaceBlocks(Place(*place))
-            self.places[blocks.place] = blocks
-        return blocks
-
-    def store(self, fields: tuple[Any, ...]) -> tuple[PlaceBlocks, list[int] | None]:
-        """Add one copy of each hash of a `BlockStored` that has hashes. O(hashes).
-
-        Args:
-            fields: the event as a tuple, from `msgspec.structs.astuple`. In compiled code that call takes as
-                long as reading two fields by name.
-        Returns:
-            The blocks of the event's place, and the positions of hashes that had no copy before; None if this
-            is all of them.
-        """
-        # By index: unpacking the fields takes longer.
-        hashes: list[Any] = fields[0]
-        token_ids, block_size, extra_keys, lookahead = fields[2], fields[3], fields[7], fields[14]
-        place = (fields[5], fields[8], fields[11], fields[12])
-        kind_key: Any = (block_size, fields[4], fields[6], fields[9], fields[10], extra_keys is not None)
-        num_blocks = len(hashes)
-        kind = self._kinds.get(kind_key)  # equal to a `BlockKind`, and created faster
-        if kind is None:
-            kind = BlockKind(*kind_key)
-            self._kinds[kind] = kind
-        if not self.keeps_token_ids or not block_size or len(token_ids) != num_blocks * block_size:
-            token_ids = None
-        if lookahead is not None:
-            lookahead = one_each(lookahead, num_blocks) if self.keeps_token_ids else None
-        blocks = self.get_or_add_place(place)
-        if extra_keys is not None:
-            extra_keys = one_each(extra_keys, num_blocks)
-        return blocks, blocks.store(hashes, fields[1], kind, token_ids, extra_keys, lookahead)
-
-    def clear(self) -> None:
-        """Remove all hashes in all places. `drop_some` frees the memory in pieces."""
-        for blocks in self.places.values():
-            self._forgotten += [blocks.held.values, blocks.held.copies, blocks.children, *blocks.shards]
-        self.places = {}
-        self._kinds = {}
-
-    def drop_some(self) -> None:
-        """Free some of the memory of cleared blocks, for at most about 0.1 ms."""
-        num_left = 0 if self.is_copying else NUM_FORGOTTEN_AT_ONCE
-        while self._forgotten and num_left > 0:
-            last = self._forgotten[-1]
-            num_taken = min(num_left, len(last))
-            for _ in range(num_taken):
-                last.popitem()
-            if not last:
-                del self._forgotten[-1]
-            num_left -= num_taken + 1
-
-
-def one_each(entries: list[Any] | None, num_hashes: int) -> tuple[Any, ...] | None:
-    """Return the entries as a tuple; None if not one per hash, or if all are None."""
-    if entries and len(entries) == num_hashes and entries.count(None) < num_hashes:
-        return tuple(entries)
-    return None
-
-
-class EventFilter:
-    """The implementation of `StreamState.apply`; takes the arguments of `StreamState`."""
-
-    def __init__(self, resident: ResidentBlocks, exact: bool, dense: bool, coalesce_removals: bool) -> None:
-        self.resident = resident
-        self.exact = exact
-        self.dense = dense
-        self.coalesce_removals = coalesce_removals
-        self._packs_tokens = False
-        self._sent: list[KVCacheEvent] = []
-        # Consecutive removals from one place are applied together and sent as one event. Stores that are not
-        # sent may come in between; the removals before them are applied first, and sent with later ones.
-        self._first: Any = None  # the first event of the pending removals; None if there are none
-        self._place: Any = None  # the fields of its place
-        self._hashes: list[Any] = []  # those that are not applied yet
-        self._gone: list[Any] = []  # of those applied, the ones to send
 
     def apply(self, events: list[Any], packs_tokens: bool) -> list[KVCacheEvent]:
         """Record events returned by `adopt_all`; return the events to send instead."""
@@ -269,65 +181,82 @@ class EventFilter:
                 self._remove(event)
             elif isinstance(event, AllBlocksCleared):
                 self._end_removals()
-                self.resident.clear()
+                self._clear()
                 sent.append(event)
             elif not isinstance(event, BlockReported):
                 self._store(event)
-            elif not self.exact:
-                self._send_stores([event])
+            elif not self.exact and event.block_hashes:
+                self._end_removals()
+                sent.extend(slice_ranges(event, find_distinct(event.block_hashes)))
         self._end_removals()
         self._sent = []
         return sent
 
+    # ---- stores ------------------------------------------------------------------------------------
+
     def _store(self, event: Any) -> None:
+        """Add one copy of each hash of a `BlockStored`, and send what readers do not know. O(hashes)."""
         self._apply_removals()
+        # In compiled code this call takes as long as reading two fields by name.
         fields: tuple[Any, ...] = astuple(event)
         hashes: list[Any] = fields[0]
-        parts = [event]
-        if hashes:
-            blocks, first_copies = self.resident.store(fields)
-            if self.exact:
-                if first_copies is not None and not first_copies:
-                    return
-                if blocks.has_tails and self.resident.keeps_token_ids:
-                    fresh = hashes
-                    if first_copies is not None:
-                        fresh = [hashes[position] for position in first_copies]
-                    announced = announce_with_tails(blocks, fresh)
-                    if announced:
-                        self._end_removals()
-                        self._sent.extend(announced)
-                        return
-                if (
-                    first_copies is None
-                    and len(fields[2]) == len(hashes) * fields[3]
-                    and hashes[0] != fields[1]
-                ):
-                    # The path of most stores: they have their tokens, and are sent unchanged.
-                    self._end_removals()
-                    packed = blocks.packed
-                    if self._packs_tokens and packed is not None and len(packed) >= LEAST_PACKED_BYTES:
-                        event = replace(event, token_ids=Raw(packed))
-                    self._sent.append(event)
-                    return
-                if first_copies is not None:
-                    parts = slice_positions(event, first_copies)
-        elif self.exact:
+        if not hashes:
             return
-        self._send_stores(parts)
-
-    def _send_stores(self, events: list[Any]) -> None:
+        blocks = self._get_or_add_place((fields[5], fields[8], fields[11], fields[12]))
+        first_copies = self._add_copies(blocks, fields)
+        if self.exact and first_copies is not None and not first_copies:
+            return
+        if self.exact and blocks.has_tails and self.keeps_token_ids:
+            fresh = hashes if first_copies is None else [hashes[position] for position in first_copies]
+            announced = announce_with_tails(blocks, fresh)
+            if announced:
+                self._end_removals()
+                self._sent.extend(announced)
+                return
         self._end_removals()
-        for event in events:
-            if not self.dense:
-                self._sent.append(event)
-            elif event.block_hashes:
-                self._sent.extend(split_repeats(without_holes(event)))
+        if first_copies is None and len(fields[2]) == len(hashes) * fields[3] and hashes[0] != fields[1]:
+            # The path of most stores: they have their tokens, and are sent unchanged.
+            packed = blocks.packed
+            if self._packs_tokens and packed is not None and len(packed) >= LEAST_PACKED_BYTES:
+                event = replace(event, token_ids=Raw(packed))
+            self._sent.append(event)
+        elif self.exact and first_copies is not None:
+            self._sent.extend(slice_ranges(event, find_ranges(first_copies, len(hashes))))
+        else:
+            self._sent.extend(slice_ranges(event, find_distinct(hashes)))
+
+    def _add_copies(self, blocks: PlaceBlocks, fields: tuple[Any, ...]) -> list[int] | None:
+        """Add one copy of each hash of a store, given as its fields; return as `PlaceBlocks.store` does."""
+        # By index: unpacking the fields takes longer.
+        token_ids, block_size, extra_keys, lookahead = fields[2], fields[3], fields[7], fields[14]
+        kind_key: Any = (block_size, fields[4], fields[6], fields[9], fields[10], extra_keys is not None)
+        num_blocks = len(fields[0])
+        kind = self._kinds.get(kind_key)  # equal to a `BlockKind`, and created faster
+        if kind is None:
+            kind = BlockKind(*kind_key)
+            self._kinds[kind] = kind
+        if not self.keeps_token_ids or not block_size or len(token_ids) != num_blocks * block_size:
+            token_ids = None
+        if lookahead is not None:
+            lookahead = one_each(lookahead, num_blocks) if self.keeps_token_ids else None
+        if extra_keys is not None:
+            extra_keys = one_each(extra_keys, num_blocks)
+        return blocks.store(fields[0], fields[1], kind, token_ids, extra_keys, lookahead)
+
+    def _get_or_add_place(self, place: Any) -> PlaceBlocks:
+        """Return the blocks of a place, given as a tuple equal to a `Place`; a new place is added."""
+        blocks = self.places.get(place)
+        if blocks is None:
+            blocks = PlaceBlocks(Place(*place))
+            self.places[blocks.place] = blocks
+        return blocks
+
+    # ---- removals ----------------------------------------------------------------------------------
 
     def _remove(self, event: Any) -> None:
         fields: tuple[Any, ...] = astuple(event)
         place = fields[1:5]
-        if self._first is None or not self.coalesce_removals or place != self._place:
+        if self._first is None or place != self._place:
             self._end_removals()
             self._first, self._place = event, place
         self._hashes.extend(fields[0])
@@ -336,7 +265,7 @@ class EventFilter:
         hashes = self._hashes
         if hashes:
             self._hashes = []
-            gone = self.resident.get_or_add_place(self._place).remove(hashes)
+            gone = self._get_or_add_place(self._place).remove(hashes)
             self._gone.extend(gone if self.exact else hashes)
 
     def _end_removals(self) -> None:
@@ -351,6 +280,42 @@ class EventFilter:
             self._sent.append(first)
         elif gone:
             self._sent += [BlockRemoved(gone[start:end], *self._place) for start, end in find_distinct(gone)]
+
+    def _clear(self) -> None:
+        """Remove all hashes in all places. `drop_some` frees the memory in pieces."""
+        for blocks in self.places.values():
+            self._forgotten += [blocks.held.values, blocks.held.copies, blocks.children, *blocks.shards]
+        self.places = {}
+        self._kinds = {}
+
+    def drop_some(self) -> None:
+        """Free some of the memory of cleared blocks, for at most about 0.1 ms."""
+        num_left = 0 if self.is_copying else NUM_FORGOTTEN_AT_ONCE
+        while self._forgotten and num_left > 0:
+            last = self._forgotten[-1]
+            num_taken = min(num_left, len(last))
+            for _ in range(num_taken):
+                last.popitem()
+            if not last:
+                del self._forgotten[-1]
+            num_left -= num_taken + 1
+
+    # ---- copies ------------------------------------------------------------------------------------
+
+    def begin_copy(self) -> list[PlaceBlocks]:
+        """Begin a copy of the blocks of each place (`PlaceBlocks.begin_copy`)."""
+        self.is_copying = True
+        places = list(self.places.values())
+        for blocks in places:
+            blocks.begin_copy()
+        return places
+
+
+def one_each(entries: list[Any] | None, num_hashes: int) -> tuple[Any, ...] | None:
+    """Return the entries as a tuple; None if not one per hash, or if all are None."""
+    if entries and len(entries) == num_hashes and entries.count(None) < num_hashes:
+        return tuple(entries)
+    return None
 
 
 def adopt_all(events: list[Any]) -> list[Any]:

@@ -12,7 +12,7 @@ from kv_pool.core.extra_keys import CacheableRequest
 from kv_pool.core.kv_events import BlockRemoved, BlockStored
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.core.stored_events import hashes_of, make_external_hash, make_stored
-from kv_pool.events.stored_spans import slice_positions
+from kv_pool.events.stores import slice_positions
 from kv_pool.ids import BlockHash, BlockHashWithGroupId, ExternalBlockHash, GroupId
 
 

@@ -12,21 +12,6 @@ def send(state, *events):
     return draw(state.apply(list(events)))
 
 
-def test_all_options_off_sends_events_unchanged():
-    state = StreamState(exact=False, dense=False, coalesce_removals=False)
-    events = [
-        stored([1, 1, 2], parent=1, token_ids=[5]),
-        stored([], token_ids=[5]),
-        stored([1], event_class=BlockReported),
-        removed(1),
-        removed(2),
-        removed(2, 2),
-        AllBlocksCleared(),
-    ]
-    sent = state.apply(events)
-    assert all(one is other for one, other in zip(sent, events, strict=True))
-
-
 def test_only_new_blocks_of_a_store_are_sent():
     state = StreamState()
     state.apply([stored([2])])

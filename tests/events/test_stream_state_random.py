@@ -160,11 +160,9 @@ def one_by_one(events):
 
 @pytest.mark.parametrize("seed", range(3))  # hypothesis draws other cases for each
 @settings(max_examples=200, deadline=None)
-@given(
-    batches=st.lists(st.lists(events, max_size=6), max_size=8), dense=st.booleans(), coalesce=st.booleans()
-)
-def test_random_events_match_a_slow_model(seed, batches, dense, coalesce):
-    state = StreamState(dense=dense, coalesce_removals=coalesce)
+@given(batches=st.lists(st.lists(events, max_size=6), max_size=8))
+def test_random_events_match_a_slow_model(seed, batches):
+    state = StreamState()
     model, reader = SlowState(), Reader()
     for number, batch in enumerate(batches):
         before = draw(batch)
@@ -186,14 +184,13 @@ def test_random_events_match_a_slow_model(seed, batches, dense, coalesce):
             invariants.check_store(state, event, late)
             late.read([event])
         assert late.known.keys() == reader.known.keys()
-        if dense:
-            invariants.check_knowledge(state, reader, late)
+        invariants.check_knowledge(state, reader, late)
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(events, max_size=10), st.booleans(), st.booleans())
-def test_inexact_state_sends_every_hash_as_often_as_given(batch, dense, coalesce):
-    state = StreamState(exact=False, dense=dense, coalesce_removals=coalesce)
+@given(st.lists(events, max_size=10))
+def test_inexact_state_sends_every_hash_as_often_as_given(batch):
+    state = StreamState(exact=False)
     sent = state.apply(batch)
     assert one_by_one(sent) == one_by_one(batch)
     for event in sent:
