@@ -241,29 +241,12 @@ _TOKENS_DECODER = msgspec.msgpack.Decoder(list[int])
 _EVENT_DECODER: msgspec.msgpack.Decoder[_Event] = msgspec.msgpack.Decoder(_Event)
 
 _EVENT_TYPES: dict[str, type[KVCacheEvent]] = {
-    "BlockStored": BlockStored,
-    "BlockRemoved": BlockRemoved,
-    "AllBlocksCleared": AllBlocksCleared,
+    own.__name__: own for own in (BlockStored, BlockRemoved, AllBlocksCleared)
 }
 
-_POSITIONS: dict[str, tuple[str, ...]] = {
-    "BlockStored": (
-        "block_hashes",
-        "parent_block_hash",
-        "token_ids",
-        "block_size",
-        "lora_id",
-        "medium",
-        "lora_name",
-        "extra_keys",
-        "group_idx",
-        "kv_cache_spec_kind",
-        "kv_cache_spec_sliding_window",
-    ),
-    # Some vLLM versions appended a kind and a window here; stores already carry both.
-    "BlockRemoved": ("block_hashes", "medium", "group_idx"),
-    "AllBlocksCleared": (),
-}
+# Stores up to their window. Some vLLM versions appended a kind and a window to removals; stores have both.
+_NUM_POSITIONS = {"BlockStored": 11, "BlockRemoved": 3, "AllBlocksCleared": 0}
+_POSITIONS = {name: own.__struct_fields__[: _NUM_POSITIONS[name]] for name, own in _EVENT_TYPES.items()}
 """The fields of the array form, in order, after the class name."""
 
 _LATER_FIELDS = ("lora_id", "medium", "lora_name")
@@ -379,23 +362,21 @@ def encode_in_pieces(
                 except Exception:
                     num_left_out += 1
     # [ts, [pieces], rank]: the same bytes as from a single call.
-    head = b"\x93" + msgspec.msgpack.encode(ts) + _make_array_header(num_events)
-    return b"".join([head, *pieces, msgspec.msgpack.encode(rank)]), num_left_out
+    head = b"\x93" + _ENCODER.encode(ts) + _encode_header(num_events)
+    return b"".join([head, *pieces, _ENCODER.encode(rank)]), num_left_out
 
 
 def _encode_events(events: list[KVCacheEvent], encode: Callable[[KVEventBatch], bytes]) -> bytes:
     """Return the encoded events without an array header."""
     payload = encode(KVEventBatch(0.0, events, 0))
     # |<- 1: array of 3 ->|<- 9: ts ->|<- header ->|<- events ->|<- 1: rank ->|
-    return payload[10 + len(_make_array_header(len(events))) : -1]
+    return payload[10 + len(_encode_header(len(events))) : -1]
 
 
-def _make_array_header(length: int) -> bytes:
-    if length < 16:
-        return bytes([0x90 | length])
-    if length < 2**16:
-        return b"\xdc" + length.to_bytes(2, "big")
-    return b"\xdd" + length.to_bytes(4, "big")
+def _encode_header(num_elements: int) -> bytes:
+    """Return the header of an array with this many elements."""
+    encoded = _ENCODER.encode([0] * num_elements)
+    return encoded[: len(encoded) - num_elements]
 
 
 def is_snapshot(payload: bytes) -> bool:

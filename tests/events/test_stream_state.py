@@ -3,7 +3,6 @@
 import pytest
 from events.made_events import draw, removed, stored
 
-from kv_pool import AllBlocksCleared
 from kv_pool.core.kv_events import BlockReported
 from kv_pool.events.stream_state import StreamState
 
