@@ -421,7 +421,7 @@ class PlaceBlocks:
     # ---- removals ----------------------------------------------------------------------------------
 
     def remove(self, hashes: list[Any]) -> list[Any]:
-        """Remove one copy of each hash; return the hashes that are not resident afterwards.
+        """Remove one copy of each hash; return the hashes that are not resident afterwards, each once.
 
         These include hashes that were not resident before. A hash may occur several times. O(hashes).
         """
@@ -429,8 +429,11 @@ class PlaceBlocks:
             self.copy_spans_of(hashes)
         gone, spans = self.held.remove(hashes)
         span: BlockSpan
+        has_absent = False
         for found in spans:
-            if found is not ABSENT:
+            if found is ABSENT:
+                has_absent = True
+            else:
                 span = found
                 span.num_resident -= 1
         for index in range(len(spans)):
@@ -442,7 +445,7 @@ class PlaceBlocks:
             elif span.serial >= 0:  # the common case: all its blocks at once, or its only block
                 self.drop_span(span)
                 self.unlink(span.parent, span.hashes[0])
-        return gone
+        return list(dict.fromkeys(gone)) if has_absent else gone
 
     def detach(self, span: BlockSpan, block_hash: Any) -> None:
         """Update a span and the links of a block that has left `held`."""

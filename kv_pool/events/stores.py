@@ -54,19 +54,15 @@ def slice_event(event: BlockStored, first: int, end: int, parent: ExternalBlockH
 def slice_ranges(event: BlockStored, ranges: list[tuple[int, int]]) -> list[BlockStored]:
     """Return one event per range `[first, end)` of an event's blocks.
 
-    The parent of a part is the preceding block of the event, even if that block is in no range. A repeated
-    hash gets the parent of its first occurrence; a hash that is its own parent gets None. The event itself if
-    it is the only part, and its tokens match its blocks.
+    The parent of a part is the preceding block of the event, even if that block is in no range; None instead
+    of its own first hash.
     """
     hashes = event.block_hashes
-    if ranges == [(0, len(hashes))] and is_dense(event) and hashes[0] != event.parent_block_hash:
-        return [event]
-    parents: dict[ExternalBlockHash, ExternalBlockHash | None] = {}
-    parent = event.parent_block_hash
-    for block_hash in hashes:
-        parents.setdefault(block_hash, None if parent == block_hash else parent)
-        parent = block_hash
-    return [slice_event(event, first, end, parents[hashes[first]]) for first, end in ranges]
+    parts: list[BlockStored] = []
+    for first, end in ranges:
+        parent = hashes[first - 1] if first else event.parent_block_hash
+        parts.append(slice_event(event, first, end, None if parent == hashes[first] else parent))
+    return parts
 
 
 def slice_positions(event: BlockStored, positions: list[int]) -> list[BlockStored]:
@@ -77,23 +73,6 @@ def slice_positions(event: BlockStored, positions: list[int]) -> list[BlockStore
     if len(positions) == len(event.block_hashes):
         return [event]
     return slice_ranges(event, find_ranges(positions, len(positions)))
-
-
-def find_distinct(hashes: list[ExternalBlockHash]) -> list[tuple[int, int]]:
-    """Split hashes into as few ranges `[first, end)` as possible, none of which has a hash twice."""
-    if len(set(hashes)) == len(hashes):
-        return [(0, len(hashes))]
-    ranges: list[tuple[int, int]] = []
-    first = 0
-    seen: set[ExternalBlockHash] = set()
-    for position, block_hash in enumerate(hashes):
-        if block_hash in seen:
-            ranges.append((first, position))
-            first = position
-            seen.clear()
-        seen.add(block_hash)
-    ranges.append((first, len(hashes)))
-    return ranges
 
 
 # ---- chains of resident blocks ---------------------------------------------------------------------

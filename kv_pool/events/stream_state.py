@@ -12,7 +12,7 @@ from mypy_extensions import mypyc_attr
 from kv_pool.core.kv_events import AllBlocksCleared, BlockRemoved, BlockReported, BlockStored, KVCacheEvent
 from kv_pool.errors import InvalidArgumentError, InvalidTypeError
 from kv_pool.events.place_blocks import NUM_SHARDS, BlockKind, Place, PlaceBlocks, find_ranges
-from kv_pool.events.stores import announce_with_tails, find_distinct, iter_chunks, slice_ranges
+from kv_pool.events.stores import announce_with_tails, iter_chunks, slice_ranges
 from kv_pool.events.yield_timer import YieldTimer
 from kv_pool.ids import ExternalBlockHash
 
@@ -33,6 +33,10 @@ _BY_NAME: Final[dict[str, Any]] = {own.__name__: own for own in (*OWN_CLASSES, B
 class StreamState:
     """A filter for the events of pools and connectors that tracks the resident blocks.
 
+    A store is sent only for the first copy of a hash, and a removal only for its last. Pools announce each
+    copy, and in full report mode also hits. Removals of hashes that were never stored are sent: a reader may
+    know them.
+
     A store is sent with the tokens of all its blocks, or with none: a span with holes is sent without tokens,
     since the event does not say where the holes are. Pools with `dense_events` create no such spans. No hash
     occurs twice in a store or is its own parent, and no store is empty. Consecutive removals from one place
@@ -47,21 +51,17 @@ class StreamState:
         (0, 1)
 
     Args:
-        exact: send a store only for the first copy of a hash, and a removal only for its last. Pools announce
-            each copy, and in full report mode also hits. Removals of hashes that were never stored are still
-            sent: a reader may know them.
         keeps_token_ids: include token ids in snapshots; without them most of the memory is saved.
 
     A parent is sent as the pool names it, even if it was evicted or skipped in a window: its child is then an
-    orphan, which some readers drop or hide. When an exact state that keeps token ids sends the parent, it
-    announces the blocks after it again: removed, then stored, up to 1024 per event.
+    orphan, which some readers drop or hide. When a state that keeps token ids sends the parent, it announces
+    the blocks after it again: removed, then stored, up to 1024 per event.
 
     One thread calls `apply`; any other thread may take snapshots at the same time.
     """
 
-    def __init__(self, exact: bool = True, keeps_token_ids: bool = True) -> None:
-        self.exact = exact
-        self.resident = ResidentBlocks(exact, keeps_token_ids)
+    def __init__(self, keeps_token_ids: bool = True) -> None:
+        self.resident = ResidentBlocks(keeps_token_ids)
         self.last_sequence = NOTHING_APPLIED
         self._lock = Lock()  # guards resident, last_sequence; held for a batch or a piece of a copy
         self._snapshot_lock = Lock()  # one snapshot at a time
@@ -138,8 +138,7 @@ class ResidentBlocks:
         is_copying: whether a copy is being taken; the memory of cleared blocks is not freed meanwhile.
     """
 
-    def __init__(self, exact: bool, keeps_token_ids: bool) -> None:
-        self.exact = exact
+    def __init__(self, keeps_token_ids: bool) -> None:
         self.keeps_token_ids = keeps_token_ids
         self.places: dict[Place, PlaceBlocks] = {}
         self.is_copying = False
@@ -148,12 +147,9 @@ class ResidentBlocks:
         # Of the call of `apply` that runs:
         self._packs_tokens = False
         self._sent: list[KVCacheEvent] = []
-        # Consecutive removals from one place are applied together and sent as one event. Stores that are not
-        # sent may come in between; the removals before them are applied first, and sent with later ones.
-        self._first: Any = None  # the first event of the pending removals; None if there are none
-        self._place: Any = None  # the fields of its place
-        self._hashes: list[Any] = []  # those that are not applied yet
-        self._gone: list[Any] = []  # of those applied, the ones to send
+        # The pending removals: consecutive ones from one place are applied together and sent as one event.
+        self._place: Any = None
+        self._hashes: list[Any] = []
 
     def __len__(self) -> int:
         return sum(len(blocks.held) for blocks in self.places.values())
@@ -169,25 +165,23 @@ class ResidentBlocks:
         sent: list[KVCacheEvent] = []
         self._sent = sent
         self._packs_tokens = packs_tokens
-        self._first, self._hashes, self._gone = None, [], []  # a call that raised may have left some behind
+        self._place, self._hashes = None, []  # a call that raised may have left some behind
         # Reading a local name is faster than reading a module's, for each event.
         stored: Any = BlockStored
         removed: Any = BlockRemoved
         for event in events:
             kind = type(event)
+            if kind is removed or isinstance(event, BlockRemoved):
+                self._add_removal(event)
+                continue
+            self._end_removals()
             if kind is stored:
                 self._store(event)
-            elif kind is removed or isinstance(event, BlockRemoved):
-                self._remove(event)
             elif isinstance(event, AllBlocksCleared):
-                self._end_removals()
                 self._clear()
                 sent.append(event)
             elif not isinstance(event, BlockReported):
                 self._store(event)
-            elif not self.exact and event.block_hashes:
-                self._end_removals()
-                sent.extend(slice_ranges(event, find_distinct(event.block_hashes)))
         self._end_removals()
         self._sent = []
         return sent
@@ -196,7 +190,6 @@ class ResidentBlocks:
 
     def _store(self, event: Any) -> None:
         """Add one copy of each hash of a `BlockStored`, and send what readers do not know. O(hashes)."""
-        self._apply_removals()
         # In compiled code this call takes as long as reading two fields by name.
         fields: tuple[Any, ...] = astuple(event)
         hashes: list[Any] = fields[0]
@@ -204,26 +197,24 @@ class ResidentBlocks:
             return
         blocks = self._get_or_add_place((fields[5], fields[8], fields[11], fields[12]))
         first_copies = self._add_copies(blocks, fields)
-        if self.exact and first_copies is not None and not first_copies:
+        if first_copies is not None and not first_copies:
             return
-        if self.exact and blocks.has_tails and self.keeps_token_ids:
+        if blocks.has_tails and self.keeps_token_ids:
             fresh = hashes if first_copies is None else [hashes[position] for position in first_copies]
             announced = announce_with_tails(blocks, fresh)
             if announced:
-                self._end_removals()
                 self._sent.extend(announced)
                 return
-        self._end_removals()
-        if first_copies is None and len(fields[2]) == len(hashes) * fields[3] and hashes[0] != fields[1]:
+        if first_copies is not None:
+            self._sent.extend(slice_ranges(event, find_ranges(first_copies, len(hashes))))
+        elif len(fields[2]) != len(hashes) * fields[3] or hashes[0] == fields[1]:
+            self._sent.extend(slice_ranges(event, [(0, len(hashes))]))
+        else:
             # The path of most stores: they have their tokens, and are sent unchanged.
             packed = blocks.packed
             if self._packs_tokens and packed is not None and len(packed) >= LEAST_PACKED_BYTES:
                 event = replace(event, token_ids=Raw(packed))
             self._sent.append(event)
-        elif self.exact and first_copies is not None:
-            self._sent.extend(slice_ranges(event, find_ranges(first_copies, len(hashes))))
-        else:
-            self._sent.extend(slice_ranges(event, find_distinct(hashes)))
 
     def _add_copies(self, blocks: PlaceBlocks, fields: tuple[Any, ...]) -> list[int] | None:
         """Add one copy of each hash of a store, given as its fields; return as `PlaceBlocks.store` does."""
@@ -253,33 +244,22 @@ class ResidentBlocks:
 
     # ---- removals ----------------------------------------------------------------------------------
 
-    def _remove(self, event: Any) -> None:
+    def _add_removal(self, event: Any) -> None:
         fields: tuple[Any, ...] = astuple(event)
         place = fields[1:5]
-        if self._first is None or place != self._place:
+        if place != self._place:
             self._end_removals()
-            self._first, self._place = event, place
+            self._place = place
         self._hashes.extend(fields[0])
 
-    def _apply_removals(self) -> None:
+    def _end_removals(self) -> None:
+        """Apply the pending removals, and send those of hashes that are not resident afterwards."""
         hashes = self._hashes
         if hashes:
             self._hashes = []
             gone = self._get_or_add_place(self._place).remove(hashes)
-            self._gone.extend(gone if self.exact else hashes)
-
-    def _end_removals(self) -> None:
-        """Send the pending removals; the first event itself if it says the same."""
-        first = self._first
-        if first is None:
-            return
-        self._apply_removals()
-        gone = self._gone
-        self._first, self._gone = None, []
-        if gone and gone == first.block_hashes:
-            self._sent.append(first)
-        elif gone:
-            self._sent += [BlockRemoved(gone[start:end], *self._place) for start, end in find_distinct(gone)]
+            if gone:
+                self._sent.append(BlockRemoved(gone, *self._place))
 
     def _clear(self) -> None:
         """Remove all hashes in all places. `drop_some` frees the memory in pieces."""

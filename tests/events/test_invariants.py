@@ -101,9 +101,4 @@ def test_e4_to_e7_detect_forbidden_events(events, message):
     reader = Reader()
     reader.read([stored([9])])
     with pytest.raises(CorruptedPoolError, match=message):
-        check_events(StreamState(), events, reader)
-
-
-def test_checks_skip_what_the_options_do_not_guarantee():
-    events = [stored([1]), stored([1]), removed(1), removed(1)]
-    check_events(StreamState(exact=False), events, Reader())
+        check_events(events, reader)

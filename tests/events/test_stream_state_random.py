@@ -45,14 +45,14 @@ def test_random_pool_calls_satisfy_the_stream_invariants(seed):
     for _ in run(schedule, side, num_steps=NUM_STEPS):
         given = pool.take_events()
         sent = state.apply(given)
-        invariants.check_events(state, sent, reader)
+        invariants.check_events(sent, reader)
         if is_dense:
             assert all(event.token_ids for event in sent if isinstance(event, BlockStored))
         for one in (reader, *late_readers):
             one.read(sent)
         if rng.random() < 0.05:
             _, snapshot = state.take_snapshot()
-            invariants.check_events(state, snapshot[1:], Reader())
+            invariants.check_events(snapshot[1:], Reader())
             late_readers = [*late_readers[-2:], Reader()]
             late_readers[-1].read(snapshot)
         invariants.check_resident(state, pool)
@@ -85,8 +85,18 @@ events = st.one_of(
 )
 
 
+def is_pending(sent, *removal):
+    """Return whether the event of consecutive removals from one place that ends `sent` has this one."""
+    for one in reversed(sent):
+        if one[:2] != removal[:2]:
+            return False
+        if one == removal:
+            return True
+    return False
+
+
 class SlowState:
-    """A slow model of an exact state, with one hash per event: a counter and the announced parents."""
+    """A slow model of a state, with one hash per event: a counter and the announced parents."""
 
     def __init__(self):
         self.copies = Counter()
@@ -115,7 +125,8 @@ class SlowState:
                     self.copies[key] -= 1
                     if self.copies[key] <= 0:
                         del self.copies[key]
-                        sent.append(("-", *key))
+                        if not is_pending(sent, "-", *key):
+                            sent.append(("-", *key))
             sent += self.announce(place, new, before)
         return sent
 
@@ -172,7 +183,7 @@ def test_random_events_match_a_slow_model(seed, batches):
         assert without_again(one_by_one(sent), expected) == expected
         for event in sent:
             if isinstance(event, BlockStored):
-                invariants.check_store(state, event, reader)
+                invariants.check_store(event, reader)
             reader.read([event])
         assert model.copies.keys() == reader.known.keys()
         copies = {(place, found): num_copies for place, found, num_copies in state.resident}
@@ -181,20 +192,7 @@ def test_random_events_match_a_slow_model(seed, batches):
         assert sequence == number
         late = Reader()
         for event in snapshot[1:]:
-            invariants.check_store(state, event, late)
+            invariants.check_store(event, late)
             late.read([event])
         assert late.known.keys() == reader.known.keys()
         invariants.check_knowledge(state, reader, late)
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.lists(events, max_size=10))
-def test_inexact_state_sends_every_hash_as_often_as_given(batch):
-    state = StreamState(exact=False)
-    sent = state.apply(batch)
-    assert one_by_one(sent) == one_by_one(batch)
-    for event in sent:
-        if isinstance(event, BlockStored):
-            invariants.check_store(state, event, Reader())
-        elif isinstance(event, BlockRemoved):
-            invariants.check_distinct(event)
