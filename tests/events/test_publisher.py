@@ -291,9 +291,6 @@ def test_inproc_endpoint_is_in_the_shared_context():
         socket.close(linger=0)
 
 
-# ---- restarts ----------------------------------------------------------------------------------------
-
-
 # ---- CURVE -------------------------------------------------------------------------------------------
 
 
@@ -472,14 +469,4 @@ def test_garbage_on_the_ports_changes_nothing():
         publisher.publish([removed(1)])
         assert subscriber.receive_numbers() == (first, [1])
         with Requester(publisher.replay_endpoint) as requester:
-            assert requester.ask_for_sequences(first) == [first]
-
-
-def test_encrypted_stream_is_readable_with_the_server_key(keys):
-    with make_publisher(curve_secret_key_file=keys["server"]) as publisher:
-        options = client_options(keys, "friend")
-        with subscribed(publisher, **options) as (subscriber, first):
-            publisher.publish([removed(5)])
-            assert subscriber.receive_numbers() == (first, [5])
-        with Requester(publisher.replay_endpoint, **options) as requester:
             assert requester.ask_for_sequences(first) == [first]
