@@ -172,7 +172,8 @@ class PublisherConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
         The ports of the default endpoints leave room for 100 data-parallel ranks each.
         """
-        return cls(**{**_FOR_ROUTERS, **settings})
+        needed = {"replay_endpoint": "tcp://127.0.0.1:5657", "first_sequence": "clock", "heartbeat_s": 1.0}
+        return cls(**{**needed, **settings})
 
     @property
     def rank_endpoint(self) -> str:
@@ -231,12 +232,6 @@ class PublisherConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         except InvalidArgumentError as error:
             raise InvalidArgumentError(f"{path}: [{table}]: {error}") from error
 
-
-_FOR_ROUTERS: dict[str, Any] = {
-    "replay_endpoint": "tcp://127.0.0.1:5657",
-    "first_sequence": "clock",
-    "heartbeat_s": 1.0,
-}
 
 _LEAST = {
     "buffer_steps": 1,

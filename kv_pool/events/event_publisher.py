@@ -5,8 +5,7 @@ from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass
 from operator import itemgetter
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol
 
 from kv_pool.closing import Closing
 from kv_pool.core.kv_events import KVCacheEvent
@@ -74,15 +73,6 @@ class EventPublisher(Protocol):
     def close(self) -> None:
         """Send the batches published so far, and stop. Idempotent."""
 
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None: ...
-
 
 class NullEventPublisher(Closing):
     """A publisher that discards events, for engines whose stream is turned off."""
@@ -144,11 +134,7 @@ class ReplayBuffer:
 
     def has_all_from(self, start: int) -> bool:
         """Return True if `list_from` would begin with `start` itself, or if `start` is in the future."""
-        with self._lock:
-            if start > self.last_sequence:
-                return True
-            index = bisect_left(self._batches, start, key=itemgetter(0))
-            return index < len(self._batches) and self._batches[index][0] == start
+        return start > self.last_sequence or any(number == start for number, _ in self.list_from(start, 1))
 
 
 def is_worth_logging(count: int) -> bool:

@@ -27,7 +27,10 @@ from kv_pool.ids import ExternalBlockHash
 MAX_TAIL_BLOCKS: Final = 1024
 """Maximum number of blocks announced again per store; further blocks are not announced again."""
 
-NO_LIMIT: Final = 2**31 - 1
+MAX_BLOCKS_PER_CHUNK: Final = 256
+"""Maximum number of blocks in a store of resident blocks, and in a list of a snapshot."""
+
+NEVER_NS: Final = 2**60
 
 
 # ---- parts of one event ----------------------------------------------------------------------------
@@ -86,8 +89,8 @@ class Forest:
         children: hash -> the runs after it, in which a run that was not taken has its only place.
     """
 
-    def __init__(self, place: Place, runs: list[BlockRun], max_blocks: int, yield_timer: YieldTimer) -> None:
-        """Consumes `runs`, and splits those of more than `max_blocks`."""
+    def __init__(self, place: Place, runs: list[BlockRun], yield_timer: YieldTimer) -> None:
+        """Consumes `runs`, and splits those that one store cannot have."""
         self.place = place
         self.roots: list[BlockRun] = []
         self.orphans: list[BlockRun] = []
@@ -95,8 +98,8 @@ class Forest:
         # Nothing here goes over all blocks in one call: compiled code does not yield in one.
         pending: dict[Any, list[BlockRun]] = {}
         for run in runs:
-            for first in range(run.first, run.end, max_blocks):
-                part = BlockRun(run.span, first, min(first + max_blocks, run.end))
+            for first in range(run.first, run.end, MAX_BLOCKS_PER_CHUNK):
+                part = BlockRun(run.span, first, min(first + MAX_BLOCKS_PER_CHUNK, run.end))
                 if part.parent is None:
                     self.roots.append(part)
                 else:
@@ -120,15 +123,12 @@ class Forest:
             return []
         return [child for block_hash in hashes for child in self.children.pop(block_hash, ())]
 
-    def iter_stores(self, starts: list[BlockRun], max_blocks: int) -> Iterator[BlockStored]:
-        """Yield stores of these runs and of all that follow them, at most `max_blocks` per chain of runs.
-
-        Parents come before children. Consumes `starts`.
-        """
+    def iter_stores(self, starts: list[BlockRun]) -> Iterator[BlockStored]:
+        """Yield stores of these runs and of all that follow them, parents first. Consumes `starts`."""
         while starts:
             run = starts.pop()
             chain = [run]
-            num_left = max_blocks - len(run)
+            num_left = MAX_BLOCKS_PER_CHUNK - len(run)
             following: BlockRun | None = run
             while following is not None:
                 run = following
@@ -143,27 +143,27 @@ class Forest:
             yield make_store(self.place, chain)
 
 
-def iter_all(forests: list[Forest], max_blocks: int) -> Iterator[BlockStored]:
+def iter_all(forests: list[Forest]) -> Iterator[BlockStored]:
     """Yield the blocks of all places: trees from their roots, then orphans, then all remaining blocks."""
     for forest in forests:
-        yield from forest.iter_stores(forest.roots, max_blocks)
+        yield from forest.iter_stores(forest.roots)
     for forest in forests:
-        yield from forest.iter_stores(forest.orphans, max_blocks)
+        yield from forest.iter_stores(forest.orphans)
     for forest in forests:
         while forest.children:  # of hashes whose parents form a cycle: two prefixes have the same hash
-            yield from forest.iter_stores(forest.children.popitem()[1], max_blocks)
+            yield from forest.iter_stores(forest.children.popitem()[1])
 
 
 def iter_chunks(
-    copies: list[tuple[Place, list[BlockRun]]], max_blocks: int, yield_timer: YieldTimer
+    copies: list[tuple[Place, list[BlockRun]]], yield_timer: YieldTimer
 ) -> Iterator[list[KVCacheEvent]]:
-    """Yield stores of all copied blocks, in lists of at most `max_blocks` blocks. Consumes the copies."""
-    forests = [Forest(place, runs, max_blocks, yield_timer) for place, runs in copies]
+    """Yield stores of all copied blocks, in lists of `MAX_BLOCKS_PER_CHUNK` blocks. Consumes the copies."""
+    forests = [Forest(place, runs, yield_timer) for place, runs in copies]
     chunk: list[KVCacheEvent] = []
     num_blocks = 0
-    for event in iter_all(forests, max_blocks):
+    for event in iter_all(forests):
         yield_timer.yield_if_due()
-        if num_blocks + len(event.block_hashes) > max_blocks:
+        if num_blocks + len(event.block_hashes) > MAX_BLOCKS_PER_CHUNK:
             yield chunk
             chunk, num_blocks = [], 0
         chunk.append(event)
@@ -261,5 +261,5 @@ def announce_with_tails(blocks: PlaceBlocks, fresh: list[Any]) -> list[KVCacheEv
             runs.append(BlockRun(span, first, end))
     if not again:
         return []
-    forest = Forest(blocks.place, runs, NO_LIMIT, YieldTimer(NO_LIMIT))  # a lock is held: no yields
-    return [BlockRemoved(again, *blocks.place), *iter_all([forest], NO_LIMIT)]
+    forest = Forest(blocks.place, runs, YieldTimer(NEVER_NS))  # a lock is held
+    return [BlockRemoved(again, *blocks.place), *iter_all([forest])]

@@ -10,14 +10,13 @@ from msgspec.structs import astuple, replace
 from mypy_extensions import mypyc_attr
 
 from kv_pool.core.kv_events import AllBlocksCleared, BlockRemoved, BlockReported, BlockStored, KVCacheEvent
-from kv_pool.errors import InvalidArgumentError, InvalidTypeError
+from kv_pool.errors import InvalidTypeError
 from kv_pool.events.place_blocks import NUM_SHARDS, BlockKind, Place, PlaceBlocks, find_ranges
 from kv_pool.events.stores import announce_with_tails, iter_chunks, slice_ranges
 from kv_pool.events.yield_timer import YieldTimer
 from kv_pool.ids import ExternalBlockHash
 
 NOTHING_APPLIED: Final = -1
-MAX_BLOCKS_PER_CHUNK: Final = 256
 
 LEAST_PACKED_BYTES: Final = 256
 """Shorter token arrays are encoded twice: that is faster than copying the event."""
@@ -89,21 +88,19 @@ class StreamState:
         return sent
 
     def iter_snapshot(
-        self, max_blocks: int = MAX_BLOCKS_PER_CHUNK, yield_timer: YieldTimer | None = None
+        self, yield_timer: YieldTimer | None = None
     ) -> tuple[int, Iterator[list[KVCacheEvent]]]:
         """Return all resident blocks as events for a new reader.
 
         Returns:
             The number of the last batch included (-1 for none): the reader continues with the next one.
-            And the events, in lists of at most `max_blocks` blocks: `AllBlocksCleared`; then every hash once,
+            And the events, in lists of at most 256 blocks: `AllBlocksCleared`; then every hash once,
             parents before children, one event per chain; finally the orphans, with their original parents.
 
         Yields the GIL by `yield_timer`: by default every 0.4 ms, including the caller's work on a list, but
         for some ms when a dict of a large state grows. Next to a thread that never waits, each yield takes
         another 5 ms (`sys.setswitchinterval`).
         """
-        if max_blocks < 1:
-            raise InvalidArgumentError(f"max_blocks is {max_blocks}; it must be at least 1")
         yield_timer = YieldTimer() if yield_timer is None else yield_timer
         with self._snapshot_lock:
             with self._lock:
@@ -120,7 +117,7 @@ class StreamState:
                     self.resident.is_copying = False
                     copies = [(blocks.place, blocks.end_copy()) for blocks in places]
         cleared: list[KVCacheEvent] = [AllBlocksCleared()]
-        return sequence, chain([cleared], iter_chunks(copies, max_blocks, yield_timer))
+        return sequence, chain([cleared], iter_chunks(copies, yield_timer))
 
     def take_snapshot(self) -> tuple[int, list[KVCacheEvent]]:
         """Return `iter_snapshot` with all events in one list."""
