@@ -5,7 +5,7 @@ import contextlib
 import socket
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.events.batch import pack_sequence
@@ -17,26 +17,12 @@ from kv_pool.events.zmq_module import zmq
 
 # Messages read from a socket per turn: enough to spread the cost of a turn, few enough to limit the memory of
 # decoded batches.
-READ_AT_ONCE = 16
-READ_BYTES_AT_ONCE = 2**18
+_READ_AT_ONCE = 16
+_READ_BYTES_AT_ONCE = 2**18
 
 _REPLAY_HWM = 1000
 _FIRST_RECONNECT_S = 0.2
 _MAX_RECONNECT_S = 5.0
-
-
-class Arrived(NamedTuple):
-    """The messages read from the live socket and its monitor.
-
-    Attributes:
-        messages: the frames of each live message.
-        num_connections: number of times that the connection was established.
-        has_any: whether there was anything to read.
-    """
-
-    messages: list[list[bytes]]
-    num_connections: int
-    has_any: bool
 
 
 class SubscriberSockets:
@@ -137,19 +123,16 @@ class SubscriberSockets:
 
     # ---- reading -----------------------------------------------------------------------------------
 
-    def read(self) -> Arrived:
-        """Return some of the messages that have arrived, without waiting.
+    def read(self) -> tuple[list[list[bytes]], int, bool]:
+        """Read from the live socket and its monitor, without waiting.
 
-        The monitor is read last, so that it has reported the connection of each message read before.
+        Returns:
+            The frames of some of the messages that have arrived, the number of times that the connection was
+            established, and whether there was anything to read. The monitor is read last, so that it has
+            reported the connection of each of these messages.
         """
-        messages: list[list[bytes]] = []
-        num_bytes = num_events = num_connections = 0
-        while len(messages) < READ_AT_ONCE and num_bytes < READ_BYTES_AT_ONCE:
-            message = receive(self._live)
-            if message is None:
-                break
-            messages.append(message)
-            num_bytes += len(message[-1])
+        messages = receive_some(self._live)
+        num_events = num_connections = 0
         while self._monitor is not None and (event := receive(self._monitor)) is not None:
             num_events += 1
             if int.from_bytes(event[0][:2], sys.byteorder) == zmq.EVENT_DISCONNECTED:
@@ -161,11 +144,11 @@ class SubscriberSockets:
                 self._reconnecting.due_s = None
         if messages:
             self._reconnecting.shorten()
-        return Arrived(messages, num_connections, bool(messages) or num_events > 0)
+        return messages, num_connections, bool(messages) or num_events > 0
 
-    def read_reply(self) -> list[bytes] | None:
-        """Return the frames of the next reply to the last request; None if there is no reply or request."""
-        return None if self._replay is None else receive(self._replay)
+    def read_replies(self) -> list[list[bytes]]:
+        """Return the frames of some of the replies to the last request that have arrived."""
+        return [] if self._replay is None else receive_some(self._replay)
 
     def reconnect_if_due(self) -> None:
         """Reconnect when a planned reconnection is due."""
@@ -222,6 +205,19 @@ class SubscriberSockets:
         self._wake_writer.close()
         if self._owns_context:
             self._context.term()
+
+
+def receive_some(one: "zmq.SyncSocket") -> list[list[bytes]]:
+    """Return some of the messages that have arrived at a socket."""
+    messages: list[list[bytes]] = []
+    num_bytes = 0
+    while len(messages) < _READ_AT_ONCE and num_bytes < _READ_BYTES_AT_ONCE:
+        message = receive(one)
+        if message is None:
+            break
+        messages.append(message)
+        num_bytes += len(message[-1])
+    return messages
 
 
 def receive(one: "zmq.SyncSocket") -> list[bytes] | None:

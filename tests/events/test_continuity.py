@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kv_pool import AllBlocksCleared, BlockRemoved
-from kv_pool.events.batch import KVEventBatch, encode_batch, encode_batch_positional, is_snapshot
+from kv_pool.events.batch import KVEventBatch, encode_batch
 from kv_pool.events.continuity import Continuity
 from kv_pool.events.stream_items import BatchesLost, PublisherRestarted, PublisherSilent, ReceivedBatch
 
@@ -499,22 +499,6 @@ def test_malformed_batch_in_an_answer_is_counted_and_lost():
     assert stream.replay("a0") == "a0r"
     assert stream.words(stream.machine.handle_replayed(1, b"", stream.now)) == "lost:1-1"
     assert stream.replay("a2", "end") == "a2r"
-
-
-@pytest.mark.parametrize(
-    ("events", "expected"),
-    [
-        ([AllBlocksCleared()], True),
-        ([AllBlocksCleared()] * 70_000, True),
-        ([AllBlocksCleared(), BlockRemoved([1], "GPU")], True),
-        ([], False),
-        ([BlockRemoved([], None), AllBlocksCleared()], False),
-        ([BlockRemoved([1], "GPU")], False),
-    ],
-)
-@pytest.mark.parametrize("encode", [encode_batch, encode_batch_positional])
-def test_snapshot_is_recognized_by_its_first_bytes(events, expected, encode):
-    assert is_snapshot(encode(KVEventBatch(1.5, events, 0))) is expected
 
 
 # ---- random streams ------------------------------------------------------------------------------
