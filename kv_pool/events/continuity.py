@@ -159,10 +159,6 @@ class Continuity:
             return self.take_queued(now)
         return self._follow(sequence, payload, now)
 
-    def take_queued(self, now: float) -> list[StreamItem]:
-        """Return some of the queued batches; none while they still have to wait."""
-        return self._follow_queued(now) if self.has_ready else []
-
     def handle_replayed(self, sequence: int, payload: bytes, now: float) -> list[StreamItem]:
         """Handle a batch received in answer to `request`."""
         request = self.request
@@ -221,7 +217,7 @@ class Continuity:
             # A publisher keeps at least its newest batch: this one never sent the last batch received.
             return [self._begin_incarnation(), *self._ask(now)]
         self._num_fruitless += 1  # reset when a batch is returned
-        return self._follow_queued(now)
+        return self.take_queued(now)
 
     def handle_timers(self, now: float) -> list[StreamItem]:
         """Handle expired timers. Call it at `deadline`; safe at any other time."""
@@ -256,8 +252,8 @@ class Continuity:
             # It may be another incarnation, so no earlier state is valid.
             items = [self._begin_incarnation()]
             self._num_fruitless = self.max_attempts
-            return items + self._follow_queued(now)
-        return self._follow_queued(now)
+            return items + self.take_queued(now)
+        return self.take_queued(now)
 
     def handle_connection(self, now: float) -> list[StreamItem]:
         """Handle a new live connection. Call this before the batches that arrive over it.
@@ -278,7 +274,8 @@ class Continuity:
 
     # ---- inside ----------------------------------------------------------------------------------
 
-    def _follow_queued(self, now: float) -> list[StreamItem]:
+    def take_queued(self, now: float) -> list[StreamItem]:
+        """Return some of the queued batches; none while they have to wait for an answer."""
         items: list[StreamItem] = []
         for _ in range(_FOLLOW_AT_ONCE):
             if not self._queued or self.is_recovering:

@@ -11,7 +11,7 @@ from mypy_extensions import mypyc_attr
 
 from kv_pool.core.kv_events import AllBlocksCleared, BlockRemoved, BlockReported, BlockStored, KVCacheEvent
 from kv_pool.errors import InvalidTypeError
-from kv_pool.events.place_blocks import NUM_SHARDS, BlockKind, Place, PlaceBlocks, find_ranges
+from kv_pool.events.place_blocks import BlockKind, Place, PlaceBlocks, find_ranges
 from kv_pool.events.stores import announce_with_tails, iter_chunks, slice_ranges
 from kv_pool.events.yield_timer import YieldTimer
 from kv_pool.ids import ExternalBlockHash
@@ -20,6 +20,9 @@ NOTHING_APPLIED: Final = -1
 
 LEAST_PACKED_BYTES: Final = 256
 """Shorter token arrays are encoded twice: that is faster than copying the event."""
+
+NUM_COPIED_AT_ONCE: Final = 64
+"""Number of spans in a piece of a snapshot's copy."""
 
 NUM_FORGOTTEN_AT_ONCE: Final = 1024
 """Number of dict entries that one call of `drop_some` frees, in 0.1 ms."""
@@ -105,17 +108,18 @@ class StreamState:
         with self._snapshot_lock:
             with self._lock:
                 sequence = self.last_sequence
-                places = self.resident.begin_copy()
+                self.resident.is_copying = True
+                begun = [(blocks, blocks.begin_copy()) for blocks in self.resident.places.values()]
             try:
-                for blocks in places:
-                    for shard in range(NUM_SHARDS):
+                for blocks, spans in begun:
+                    for first in range(0, len(spans), NUM_COPIED_AT_ONCE):
                         with self._lock:
-                            blocks.copy_shard(shard)
+                            blocks.copy_spans(spans[first : first + NUM_COPIED_AT_ONCE])
                         yield_timer.yield_if_due()
             finally:
                 with self._lock:
                     self.resident.is_copying = False
-                    copies = [(blocks.place, blocks.end_copy()) for blocks in places]
+                    copies = [(blocks.place, blocks.end_copy()) for blocks, _ in begun]
         cleared: list[KVCacheEvent] = [AllBlocksCleared()]
         return sequence, chain([cleared], iter_chunks(copies, yield_timer))
 
@@ -261,7 +265,7 @@ class ResidentBlocks:
     def _clear(self) -> None:
         """Remove all hashes in all places. `drop_some` frees the memory in pieces."""
         for blocks in self.places.values():
-            self._forgotten += [blocks.held.values, blocks.held.copies, blocks.children, *blocks.shards]
+            self._forgotten += [blocks.held.values, blocks.held.copies, blocks.children, blocks.spans]
         self.places = {}
         self._kinds = {}
 
@@ -276,16 +280,6 @@ class ResidentBlocks:
             if not last:
                 del self._forgotten[-1]
             num_left -= num_taken + 1
-
-    # ---- copies ------------------------------------------------------------------------------------
-
-    def begin_copy(self) -> list[PlaceBlocks]:
-        """Begin a copy of the blocks of each place (`PlaceBlocks.begin_copy`)."""
-        self.is_copying = True
-        places = list(self.places.values())
-        for blocks in places:
-            blocks.begin_copy()
-        return places
 
 
 def one_each(entries: list[Any] | None, num_hashes: int) -> tuple[Any, ...] | None:

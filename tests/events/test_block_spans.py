@@ -32,8 +32,7 @@ def list_spans(state):
     (blocks,) = state.resident.places.values()
     return [
         [block_hash for block_hash in span.hashes if blocks.held.values.get(block_hash) is span]
-        for shard in blocks.shards
-        for span in shard.values()
+        for span in blocks.spans
     ]
 
 
@@ -154,4 +153,4 @@ def test_random_sequences_leave_readers_with_resident_blocks(seed):
     assert not blocks.children
     assert not blocks.tails
     assert not blocks.held.copies
-    assert not any(blocks.shards)
+    assert not blocks.spans
