@@ -4,23 +4,12 @@ import threading
 from itertools import pairwise
 
 import pytest
-from events.made_events import draw, removed, stored
+from events.made_events import draw, made, removed, snap, stored
 
 from kv_pool import AllBlocksCleared
 from kv_pool.events.invariants import Reader
 from kv_pool.events.stream_state import NUM_COPIED_AT_ONCE, StreamState
 from kv_pool.events.yield_timer import YieldTimer
-
-
-def snap(state):
-    return draw(state.take_snapshot()[1])
-
-
-def made(*events, **options):
-    state = StreamState(**options)
-    for event in events:
-        state.apply([event])
-    return state
 
 
 def test_chain_becomes_one_event_however_it_was_stored():

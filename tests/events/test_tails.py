@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from events.made_events import draw, removed, stored
+from events.made_events import removed, send, stored
 
 from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request
 from kv_pool.core.kv_events import BlockRemoved, BlockStored
@@ -14,10 +14,6 @@ from kv_pool.events.stores import MAX_TAIL_BLOCKS
 from kv_pool.events.stream_state import StreamState
 
 BLOCK_SIZE = 4
-
-
-def send(state, *events):
-    return draw(state.apply(list(events)))
 
 
 def test_blocks_after_a_restored_block_are_announced_again():
