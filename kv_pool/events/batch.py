@@ -175,9 +175,10 @@ def decode_lazily(payload: bytes) -> DecodedBatch:
     """
     try:
         if len(payload) >= _LARGE_BYTES:
-            raw_batch = _RAW_DECODER.decode(payload)
-            events: list[KVCacheEvent] = [_EVENT_DECODER.decode(raw_event) for raw_event in raw_batch.events]
-            return DecodedBatch(raw_batch.ts, events, raw_batch.data_parallel_rank, has_raw_tokens=True)
+            envelope = _ENVELOPE_DECODER.decode(payload)
+            raw_events = _LIST_DECODER.decode(envelope.events)
+            events: list[KVCacheEvent] = [_EVENT_DECODER.decode(raw_event) for raw_event in raw_events]
+            return DecodedBatch(envelope.ts, events, envelope.data_parallel_rank, has_raw_tokens=True)
         batch = _DECODER.decode(payload)
     except _UNREADABLE:
         return _decode_loosely(payload)
@@ -187,7 +188,7 @@ def decode_lazily(payload: bytes) -> DecodedBatch:
 def read_rank(payload: bytes) -> int | None:
     """Return the data-parallel rank of an encoded batch; None if it has none or is no batch."""
     try:
-        return _RANK_DECODER.decode(payload).data_parallel_rank
+        return _ENVELOPE_DECODER.decode(payload).data_parallel_rank
     except _UNREADABLE:
         return None
 
@@ -209,18 +210,10 @@ class _TypedBatch(msgspec.Struct, array_like=True):
     data_parallel_rank: int | None = None
 
 
-class _RawBatch(msgspec.Struct, array_like=True):
+class _Envelope(msgspec.Struct, array_like=True):
     """A batch whose events are not decoded yet."""
 
     ts: float
-    events: list[msgspec.Raw]
-    data_parallel_rank: int | None = None
-
-
-class _Envelope(msgspec.Struct, array_like=True):
-    """A batch of which only the rank is read."""
-
-    ts: msgspec.Raw
     events: msgspec.Raw
     data_parallel_rank: int | None = None
 
@@ -235,8 +228,8 @@ _UNREADABLE = (msgspec.MsgspecError, ValueError, TypeError, RecursionError)
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(_TypedBatch)
-_RAW_DECODER = msgspec.msgpack.Decoder(_RawBatch)
-_RANK_DECODER = msgspec.msgpack.Decoder(_Envelope)
+_ENVELOPE_DECODER = msgspec.msgpack.Decoder(_Envelope)
+_LIST_DECODER = msgspec.msgpack.Decoder(list[msgspec.Raw])
 _TOKENS_DECODER = msgspec.msgpack.Decoder(list[int])
 _EVENT_DECODER: msgspec.msgpack.Decoder[_Event] = msgspec.msgpack.Decoder(_Event)
 

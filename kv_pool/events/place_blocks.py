@@ -80,9 +80,7 @@ class HeldHashes:
         held = self.values
         num_before = len(held)
         if len(hashes) == 1:
-            for value in values:
-                held.setdefault(hashes[0], value)
-                break
+            held.setdefault(hashes[0], next(iter(values)))
         else:
             list(map(held.setdefault, hashes, values))  # one lookup per hash: with many, each is a cache miss
         num_new = len(held) - num_before
