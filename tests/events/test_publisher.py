@@ -106,14 +106,6 @@ def test_stores_carry_the_kind_of_their_group():
     ]
 
 
-def test_any_sequence_of_events_is_sent():
-    with make_publisher() as publisher, subscribed(publisher) as (subscriber, _):
-        publisher.publish((stored(0), removed(1)))
-        _, batch = subscriber.receive()
-        assert len(batch.events) == 2
-    assert publisher.get_statistics().num_batches_failed == 0
-
-
 def test_idle_publisher_sends_heartbeats():
     with make_publisher(heartbeat_s=0.001) as publisher, Subscriber(publisher.endpoint) as subscriber:
         first, batch = subscriber.receive()

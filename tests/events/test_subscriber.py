@@ -25,12 +25,7 @@ from kv_pool import AllBlocksCleared, BlockStored, InvalidArgumentError
 from kv_pool.errors import EndpointError, EventStreamError
 from kv_pool.events.curve_keys import CurveKeys
 from kv_pool.events.mirror import PrefixMirror, apply_item, follow, follow_async
-from kv_pool.events.stream_items import (
-    BatchesLost,
-    PublisherRestarted,
-    PublisherSilent,
-    ReceivedBatch,
-)
+from kv_pool.events.stream_items import BatchesLost, PublisherRestarted, PublisherSilent, ReceivedBatch
 from kv_pool.events.subscriber import KVEventSubscriber
 
 
