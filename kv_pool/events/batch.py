@@ -228,6 +228,7 @@ _UNREADABLE = (msgspec.MsgspecError, ValueError, TypeError, RecursionError)
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(_TypedBatch)
+_LOOSE_DECODER = msgspec.msgpack.Decoder(KVEventBatch)
 _ENVELOPE_DECODER = msgspec.msgpack.Decoder(_Envelope)
 _LIST_DECODER = msgspec.msgpack.Decoder(list[msgspec.Raw])
 _TOKENS_DECODER = msgspec.msgpack.Decoder(list[int])
@@ -259,29 +260,18 @@ def _list_positional(event: Any) -> list[Any]:
 
 def _decode_loosely(payload: bytes) -> DecodedBatch:
     try:
-        found = msgspec.msgpack.decode(payload)
+        batch = _LOOSE_DECODER.decode(payload)
     except _UNREADABLE as error:
         raise EventStreamError(f"a payload of {len(payload)} bytes is not an event batch: {error}") from error
-    if not isinstance(found, list) or len(found) < 2:
-        raise EventStreamError(
-            f"a payload of {len(payload)} bytes is not an event batch: it is {_describe(found)}; "
-            f"a batch is an array of ts, events, rank"
-        )
-    ts, raw_events, rank = found[0], found[1], found[2] if len(found) > 2 else None
-    is_batch = type(ts) in (int, float) and isinstance(raw_events, list) and type(rank) in (int, type(None))
-    if not is_batch:
-        raise EventStreamError(
-            f"a payload of {len(payload)} bytes is not an event batch: ts is {_describe(ts)}, events is "
-            f"{_describe(raw_events)}, rank is {_describe(rank)}"
-        )
     events = []
     reasons = []
-    for raw_event in raw_events:
+    for raw_event in batch.events:
         try:
             events.append(_read_event(raw_event))
         except _UNREADABLE as error:
             reasons.append(str(error))
-    return DecodedBatch(float(ts), events, rank, len(reasons), reasons[0] if reasons else None)
+    first_reason = reasons[0] if reasons else None
+    return DecodedBatch(batch.ts, events, batch.data_parallel_rank, len(reasons), first_reason)
 
 
 def _read_event(raw: Any) -> KVCacheEvent:
@@ -292,7 +282,7 @@ def _read_event(raw: Any) -> KVCacheEvent:
         fields = dict(zip(_POSITIONS.get(name, ()), raw[1:], strict=False)) if isinstance(name, str) else {}
         fields["type"] = name
     if not isinstance(fields, dict):
-        raise EventStreamError(f"an event is {_describe(raw)}, neither a map nor an array")
+        raise EventStreamError(f"an event is {raw!r:.80}, neither a map nor an array")
     name = fields.get("type")
     event_type = _EVENT_TYPES.get(name) if isinstance(name, str) else None
     if event_type is None:
@@ -322,10 +312,6 @@ def _read_token_ids(raw: msgspec.Raw) -> list[int]:
         if _has_no_tokens(msgspec.msgpack.decode(raw)):
             return []
         raise
-
-
-def _describe(value: Any) -> str:
-    return f"{type(value).__name__} of {len(value)}" if isinstance(value, list | dict) else repr(value)[:80]
 
 
 def encode_in_pieces(
