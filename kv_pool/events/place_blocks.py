@@ -418,7 +418,7 @@ class PlaceBlocks:
         These include hashes that were not resident before. A hash may occur several times. O(hashes).
         """
         if self.copied is not None:
-            self.copy_spans_of(hashes)
+            self.copy_spans([found for found in map(self.held.values.get, hashes) if found is not None])
         gone, spans = self.held.remove(hashes)
         span: BlockSpan
         has_absent = False
@@ -507,13 +507,6 @@ class PlaceBlocks:
         """Copy those of these spans that are not copied yet."""
         for span in spans:
             self.copy_span(span)
-
-    def copy_spans_of(self, hashes: list[Any]) -> None:
-        """Copy the spans of these hashes, unless they are copied already."""
-        for block_hash in hashes:
-            span = self.held.values.get(block_hash)
-            if span is not None:
-                self.copy_span(span)
 
     def copy_span(self, span: BlockSpan) -> None:
         """Copy the resident blocks of a span, unless no copy is taken, it has them, or they are new."""

@@ -110,10 +110,6 @@ class ReplayReader:
         """Return the size of its unread tracked replies, in bytes."""
         return sum(len(unread.payload) for unread in self.unread)
 
-    def find_deadline(self, slow_reader_s: float) -> float:
-        """Return the time at which the reader counts as slow if it reads nothing until then."""
-        return self.progress_s + slow_reader_s + self.count_unread() / LEAST_BYTES_PER_S
-
 
 class ReplayServer:
     """A server that answers each request with the batches from the requested one on, and an end marker.
@@ -328,7 +324,8 @@ class ReplayServer:
         now = self._monotonic()
         for reader in list(self._readers.values()):
             reader.note_progress(now)
-            if reader.answer is not None and now >= reader.find_deadline(self._config.slow_reader_s):
+            allowed_s = self._config.slow_reader_s + reader.count_unread() / LEAST_BYTES_PER_S
+            if reader.answer is not None and now >= reader.progress_s + allowed_s:
                 # Unread replies still count.
                 reader.answer = reader.next_reply = None
                 reader.starts.clear()
