@@ -187,12 +187,10 @@ class Continuity:
             self._counts.num_duplicates += 1
             return []
         if is_first:  # the expected batch has left the publisher's buffer, and there is no snapshot
-            items: list[StreamItem] = []
             if sequence > (expected or 0):
-                items.append(self._lose(expected or 0, sequence - 1))
                 # Queued live batches below it are lost, too: they may be from a previous incarnation.
                 self._replayed.passed = sequence
-            return items + self._deliver(sequence, payload, True)
+            return self._deliver_after_gap(sequence, payload, True)
         # A hole inside an answer: queued live batches may fill it. If not, the batch was dropped on the way
         # or never sent; the next answer shows which.
         items = self._fill_from_queued(sequence)
@@ -291,7 +289,7 @@ class Continuity:
     ) -> list[StreamItem]:
         """Handle a live batch while no request is pending; `has_waited` if it was queued during one."""
         if self.expected is None or sequence >= self.expected:
-            return self._deliver_or_recover(self.expected or 0, sequence, payload, now)
+            return self._deliver_or_recover(sequence, payload, now)
         if has_waited and self._replayed.contradicts(sequence, payload):
             self._counts.num_stale += 1  # the later answer has another batch with this number
             return []
@@ -300,21 +298,27 @@ class Continuity:
         if is_known:
             self._counts.num_duplicates += 1
             return []
-        return [self._begin_incarnation(), *self._deliver_or_recover(0, sequence, payload, now)]
+        return [self._begin_incarnation(), *self._deliver_or_recover(sequence, payload, now)]
 
-    def _deliver_or_recover(self, first: int, sequence: int, payload: bytes, now: float) -> list[StreamItem]:
-        """Handle a live batch when the expected sequence, `first`, is at most `sequence`."""
-        items: list[StreamItem] = []
-        if sequence > first:
-            is_worth_asking = self._num_fruitless < min(self.max_attempts, 2) and not self.is_incomplete
-            if self.can_replay and is_worth_asking:
-                self._queued.put_back(sequence, payload)
-                return self._ask(now)
-            items.append(self._lose(first, sequence - 1, is_healed=is_snapshot(payload)))
-        items += self._deliver(sequence, payload, False)
+    def _deliver_or_recover(self, sequence: int, payload: bytes, now: float) -> list[StreamItem]:
+        """Handle a live batch that is the expected one, or comes after it."""
+        has_gap = sequence > (self.expected or 0)
+        is_worth_asking = self._num_fruitless < min(self.max_attempts, 2) and not self.is_incomplete
+        if has_gap and self.can_replay and is_worth_asking:
+            self._queued.put_back(sequence, payload)
+            return self._ask(now)
+        items = self._deliver_after_gap(sequence, payload, False, is_healed=has_gap and is_snapshot(payload))
         self._replayed.last_live = sequence
         self._replayed.forget()
         return items
+
+    def _deliver_after_gap(
+        self, sequence: int, payload: bytes, is_replayed: bool, is_healed: bool = False
+    ) -> list[StreamItem]:
+        """Deliver a batch; the batches before it, from the expected one on, are lost."""
+        first = self.expected or 0
+        lost = [self._lose(first, sequence - 1, is_healed)] if sequence > first else []
+        return lost + self._deliver(sequence, payload, is_replayed)
 
     def _deliver(
         self, sequence: int, payload: bytes, is_replayed: bool, is_read_again: bool = False
@@ -356,11 +360,7 @@ class Continuity:
 
     def _take_snapshot(self, sequence: int, payload: bytes) -> list[StreamItem]:
         """Handle a snapshot, which replaces all batches up to its number."""
-        items: list[StreamItem] = []
-        first = self.expected or 0
-        if sequence > first:
-            items.append(self._lose(first, sequence - 1, is_healed=True))
-        items += self._deliver(sequence, payload, True)
+        items = self._deliver_after_gap(sequence, payload, True, is_healed=True)
         self._is_doubtful = False
         self._last_fingerprint = None  # the publisher has another batch with this number
         self._replayed.forget(passed=sequence)
