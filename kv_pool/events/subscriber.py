@@ -268,7 +268,7 @@ class KVEventSubscriber(Closing):
         if self._machine.has_ready:
             return 0.0
         deadlines = [one.deadline for one in self._list_machines()]
-        times = [one for one in (*deadlines, self._sockets.reconnect_at) if one is not None]
+        times = [one for one in (*deadlines, self._sockets.reconnecting.due_s) if one is not None]
         return max(0.0, min(times) - self._clock()) if times else None
 
     def _wait_and_read(self, wait_s: float | None) -> None:

@@ -41,6 +41,7 @@ class SubscriberSockets:
 
     Attributes:
         endpoint: with the actual port.
+        reconnecting: the pause before `reconnect_if_due` reconnects.
 
     Raises:
         EndpointError: an endpoint that cannot be connected to or bound. Nothing is left open.
@@ -64,7 +65,7 @@ class SubscriberSockets:
         self._curve = curve
         self._clock = clock
         self._binds = binds
-        self._reconnecting = GrowingPause(_FIRST_RECONNECT_S, _MAX_RECONNECT_S)
+        self.reconnecting = GrowingPause(_FIRST_RECONNECT_S, _MAX_RECONNECT_S)
         self._owns_context = context is None
         self._context: zmq.Context[Any] = zmq.Context() if context is None else context
         self._wake_reader, self._wake_writer = socket.socketpair()
@@ -82,11 +83,6 @@ class SubscriberSockets:
             on_failure.pop_all()
 
     # ---- waiting -----------------------------------------------------------------------------------
-
-    @property
-    def reconnect_at(self) -> float | None:
-        """The time at which `reconnect_if_due` will reconnect; None if no reconnection is planned."""
-        return self._reconnecting.due_s
 
     def wait(self, wait_s: float | None) -> None:
         """Wait until a socket is readable or `wake` is called, up to `wait_s`; None for no limit."""
@@ -137,13 +133,13 @@ class SubscriberSockets:
             num_events += 1
             if int.from_bytes(event[0][:2], sys.byteorder) == zmq.EVENT_DISCONNECTED:
                 # ZeroMQ reconnects by itself, but not after a message beyond the size limit.
-                if not self._binds and self._reconnecting.due_s is None:
-                    self._reconnecting.plan(self._clock())
+                if not self._binds and self.reconnecting.due_s is None:
+                    self.reconnecting.plan(self._clock())
             else:
                 num_connections += 1
-                self._reconnecting.due_s = None
+                self.reconnecting.due_s = None
         if messages:
-            self._reconnecting.shorten()
+            self.reconnecting.shorten()
         return messages, num_connections, bool(messages) or num_events > 0
 
     def read_replies(self) -> list[list[bytes]]:
@@ -152,8 +148,8 @@ class SubscriberSockets:
 
     def reconnect_if_due(self) -> None:
         """Reconnect when a planned reconnection is due."""
-        if self._reconnecting.is_due(self._clock()):
-            self._reconnecting.due_s = None
+        if self.reconnecting.is_due(self._clock()):
+            self.reconnecting.due_s = None
             with contextlib.suppress(zmq.ZMQError):  # ZeroMQ may have dropped the endpoint already
                 self._live.disconnect(self.endpoint)
             self._live.connect(self.endpoint)
