@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 
 from msgspec import MsgspecError
 from msgspec.msgpack import Decoder, Encoder
-from mypy_extensions import i32, mypyc_attr
+from mypy_extensions import i32, i64, mypyc_attr
 
 from kv_pool.ids import ExternalBlockHash, GroupId
 
@@ -34,6 +34,9 @@ MIN_TRIMMED_BLOCKS: Final = 32
 
 LEAST_INDEXED_BLOCKS: Final = 32
 """Spans of at least this length get an index of positions when an inner block is removed."""
+
+NUM_SHARDS: Final = 256
+"""Number of pieces in which the spans of a place are copied."""
 
 _encode: Final[Any] = Encoder().encode
 _decode: Final[Any] = Decoder().decode
@@ -154,7 +157,7 @@ class BlockSpan:
         extra_keys, lookahead_token_ids: the event's entries for all `hashes`; None if there are none.
         num_resident: number of blocks that are still resident.
         end: no block at this position or behind it is resident.
-        is_listed: whether it is one of the spans of a `PlaceBlocks`.
+        serial: unique among the spans of a `PlaceBlocks`; -1 before and after it is one of them.
         copy_number: number of the last copy of its `PlaceBlocks` that it is in, or is too new for.
         has_children: whether one of the hashes may be the parent of another span.
         has_gaps: whether a block may have been removed before one that is still resident.
@@ -178,7 +181,7 @@ class BlockSpan:
         self.lookahead_token_ids = lookahead_token_ids
         self.num_resident: i32 = len(hashes)
         self.end: i32 = len(hashes)
-        self.is_listed = False
+        self.serial: i64 = -1
         self.copy_number: i32 = 0
         self.has_children = False
         self.has_gaps = False
@@ -313,7 +316,7 @@ class PlaceBlocks:
         children: hash -> the first hash of the span that follows it; a dict with such hashes as keys if there
             are several. Of the children within the same span only those of removed blocks are included.
         tails: the hashes in `children` that are not resident.
-        spans: all spans that have resident blocks, as keys.
+        shards: all spans by serial, in `NUM_SHARDS` dicts, to be copied in pieces.
         packed: the token ids of the last `store` as a msgpack array, if it packed them.
         has_tails: whether the last `store` added the parent of blocks that were already resident.
         copied: while a copy is taken, all that it has; None otherwise.
@@ -324,11 +327,12 @@ class PlaceBlocks:
         self.held = HeldHashes()
         self.children: dict[Any, Any] = {}
         self.tails: set[Any] = set()
-        self.spans: dict[BlockSpan, None] = {}
+        self.shards: list[dict[int, BlockSpan]] = [{} for _ in range(NUM_SHARDS)]
         self.packed: bytes | None = None
         self.has_tails = False
         self.copied: list[BlockRun] | None = None
         self._copy_number: i32 = 0
+        self._next_serial: i64 = 0
 
     # ---- stores ------------------------------------------------------------------------------------
 
@@ -398,9 +402,11 @@ class PlaceBlocks:
     def add_span(self, span: BlockSpan) -> None:
         """Register a span whose hashes are in `held` already, and link it to its parent and children."""
         self.attach_tails(span)
-        span.is_listed = True
+        serial = self._next_serial
+        self._next_serial = serial + 1
+        span.serial = serial
         span.copy_number = self._copy_number
-        self.spans[span] = None
+        self.shards[serial % NUM_SHARDS][serial] = span
         parent = span.parent
         if parent is not None:
             self.link(parent, span.hashes[0])
@@ -434,7 +440,7 @@ class PlaceBlocks:
             span = spans[index]
             if span.num_resident > 0 or span.has_gaps or span.has_children:
                 self.detach(span, gone[index])
-            elif span.is_listed:  # the common case: all its blocks at once, or its only block
+            elif span.serial >= 0:  # the common case: all its blocks at once, or its only block
                 self.drop_span(span)
                 self.unlink(span.parent, span.hashes[0])
         return list(dict.fromkeys(gone)) if has_absent else gone
@@ -460,13 +466,14 @@ class PlaceBlocks:
             self.unlink(hashes[position - 1], block_hash)
         if span.num_resident > 0:
             trim(span)
-        elif span.is_listed:
+        elif span.serial >= 0:
             self.drop_span(span)
 
     def drop_span(self, span: BlockSpan) -> None:
         """Forget a span without resident blocks."""
-        del self.spans[span]
-        span.is_listed = False
+        serial: int = span.serial
+        del self.shards[serial % NUM_SHARDS][serial]
+        span.serial = -1
 
     # ---- parents and children ----------------------------------------------------------------------
 
@@ -494,16 +501,15 @@ class PlaceBlocks:
 
     # ---- copies ------------------------------------------------------------------------------------
 
-    def begin_copy(self) -> list[BlockSpan]:
-        """Begin a copy of the blocks that are resident now; return their spans.
+    def begin_copy(self) -> None:
+        """Begin a copy of the blocks that are resident now.
 
-        From now on each span is copied before it changes; the caller copies all others with `copy_spans`.
+        From now on each span is copied before it changes; the caller copies all others, shard by shard.
         """
         self._copy_number += 1
         self.copied = []
-        return list(self.spans)
 
-    def copy_spans(self, spans: list[BlockSpan]) -> None:
+    def copy_spans(self, spans: Iterable[BlockSpan]) -> None:
         """Copy those of these spans that are not copied yet."""
         for span in spans:
             self.copy_span(span)

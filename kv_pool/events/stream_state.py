@@ -21,9 +21,6 @@ NOTHING_APPLIED: Final = -1
 LEAST_PACKED_BYTES: Final = 256
 """Shorter token arrays are encoded twice: that is faster than copying the event."""
 
-NUM_COPIED_AT_ONCE: Final = 64
-"""Number of spans in a piece of a snapshot's copy."""
-
 NUM_FORGOTTEN_AT_ONCE: Final = 1024
 """Number of dict entries that one call of `drop_some` frees, in 0.1 ms."""
 
@@ -109,17 +106,19 @@ class StreamState:
             with self._lock:
                 sequence = self.last_sequence
                 self.resident.is_copying = True
-                begun = [(blocks, blocks.begin_copy()) for blocks in self.resident.places.values()]
+                places = list(self.resident.places.values())
+                for blocks in places:
+                    blocks.begin_copy()
             try:
-                for blocks, spans in begun:
-                    for first in range(0, len(spans), NUM_COPIED_AT_ONCE):
+                for blocks in places:
+                    for shard in blocks.shards:
                         with self._lock:
-                            blocks.copy_spans(spans[first : first + NUM_COPIED_AT_ONCE])
+                            blocks.copy_spans(shard.values())
                         yield_timer.yield_if_due()
             finally:
                 with self._lock:
                     self.resident.is_copying = False
-                    copies = [(blocks.place, blocks.end_copy()) for blocks, _ in begun]
+                    copies = [(blocks.place, blocks.end_copy()) for blocks in places]
         cleared: list[KVCacheEvent] = [AllBlocksCleared()]
         return sequence, chain([cleared], iter_chunks(copies, yield_timer))
 
@@ -265,7 +264,7 @@ class ResidentBlocks:
     def _clear(self) -> None:
         """Remove all hashes in all places. `drop_some` frees the memory in pieces."""
         for blocks in self.places.values():
-            self._forgotten += [blocks.held.values, blocks.held.copies, blocks.children, blocks.spans]
+            self._forgotten += [blocks.held.values, blocks.held.copies, blocks.children, *blocks.shards]
         self.places = {}
         self._kinds = {}
 

@@ -21,7 +21,8 @@ def list_spans(state):
     (blocks,) = state.resident.places.values()
     return [
         [block_hash for block_hash in span.hashes if blocks.held.values.get(block_hash) is span]
-        for span in blocks.spans
+        for shard in blocks.shards
+        for span in shard.values()
     ]
 
 
@@ -142,4 +143,4 @@ def test_random_sequences_leave_readers_with_resident_blocks(seed):
     assert not blocks.children
     assert not blocks.tails
     assert not blocks.held.copies
-    assert not blocks.spans
+    assert not any(blocks.shards)

@@ -8,7 +8,7 @@ from events.made_events import draw, made, removed, snap, stored
 
 from kv_pool import AllBlocksCleared
 from kv_pool.events.invariants import Reader
-from kv_pool.events.stream_state import NUM_COPIED_AT_ONCE, StreamState
+from kv_pool.events.stream_state import StreamState
 from kv_pool.events.yield_timer import YieldTimer
 
 
@@ -129,13 +129,12 @@ class Interruption(YieldTimer):
     ids=lambda batches: " | ".join(" ".join(draw(batch)) for batch in batches),
 )
 def test_batches_applied_during_the_copy_are_not_in_a_snapshot(batches):
-    others = [stored([1000 + number]) for number in range(3 * NUM_COPIED_AT_ONCE)]
     places = [stored(range(250)), stored([3, 4], medium="CPU")]
-    state = made(*others, stored([7]), *places, removed(100), stored([500], 7))
+    state = made(stored([7]), *places, removed(100), stored([500], 7))
     reader, late = Reader(), Reader()
     reader.read(state.take_snapshot()[1])
     sequence, chunks = state.iter_snapshot(yield_timer=Interruption(state, list(batches)))
-    assert state.last_sequence == sequence + len(batches) == 4 + len(others) + len(batches)
+    assert state.last_sequence == sequence + len(batches) == 4 + len(batches)
     for chunk in chunks:
         late.read(chunk)
     assert late.known == reader.known
