@@ -37,11 +37,9 @@ CONTIGUOUS = (
 )
 # What every event of a stream goes through, in a publisher and in a router; none may import zmq.
 EVENTS = (
-    "chains",
-    "held_hashes",
-    "publisher_blocks",
     "place_blocks",
-    "stored_spans",
+    "publisher_blocks",
+    "stores",
     "stream_state",
     "token_keys",
 )

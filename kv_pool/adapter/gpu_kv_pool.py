@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
     from kv_pool.adapter.migration_routes import MigrationRoutes
     from kv_pool.core.cache_policy import CachePolicy
-    from kv_pool.events.event_publisher import ResidentState
+    from kv_pool.events.stream_state import StreamState
     from kv_pool.manager.retention.block_retention import BlockRetention
     from kv_pool.migration.migrator import Migrator
     from kv_pool.storage.block_layout import BlockLayout
@@ -628,7 +628,7 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
         path: "str | PathLike[str]",
         *,
         layout: "BlockLayout | None" = None,
-        stream_state: "ResidentState | None" = None,
+        stream_state: "StreamState | None" = None,
     ) -> "PoolDumpHeader":
         """Write the prefix cache to a file, with its bytes if there is a storage. See `tiers.pool_dump`.
 

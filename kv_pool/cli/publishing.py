@@ -3,8 +3,9 @@
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.events.config import PublisherConfig

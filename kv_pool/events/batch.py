@@ -175,9 +175,10 @@ def decode_lazily(payload: bytes) -> DecodedBatch:
     """
     try:
         if len(payload) >= _LARGE_BYTES:
-            raw_batch = _RAW_DECODER.decode(payload)
-            events: list[KVCacheEvent] = [_EVENT_DECODER.decode(raw_event) for raw_event in raw_batch.events]
-            return DecodedBatch(raw_batch.ts, events, raw_batch.data_parallel_rank, has_raw_tokens=True)
+            envelope = _ENVELOPE_DECODER.decode(payload)
+            raw_events = _LIST_DECODER.decode(envelope.events)
+            events: list[KVCacheEvent] = [_EVENT_DECODER.decode(raw_event) for raw_event in raw_events]
+            return DecodedBatch(envelope.ts, events, envelope.data_parallel_rank, has_raw_tokens=True)
         batch = _DECODER.decode(payload)
     except _UNREADABLE:
         return _decode_loosely(payload)
@@ -187,7 +188,7 @@ def decode_lazily(payload: bytes) -> DecodedBatch:
 def read_rank(payload: bytes) -> int | None:
     """Return the data-parallel rank of an encoded batch; None if it has none or is no batch."""
     try:
-        return _RANK_DECODER.decode(payload).data_parallel_rank
+        return _ENVELOPE_DECODER.decode(payload).data_parallel_rank
     except _UNREADABLE:
         return None
 
@@ -209,18 +210,10 @@ class _TypedBatch(msgspec.Struct, array_like=True):
     data_parallel_rank: int | None = None
 
 
-class _RawBatch(msgspec.Struct, array_like=True):
+class _Envelope(msgspec.Struct, array_like=True):
     """A batch whose events are not decoded yet."""
 
     ts: float
-    events: list[msgspec.Raw]
-    data_parallel_rank: int | None = None
-
-
-class _Envelope(msgspec.Struct, array_like=True):
-    """A batch of which only the rank is read."""
-
-    ts: msgspec.Raw
     events: msgspec.Raw
     data_parallel_rank: int | None = None
 
@@ -235,35 +228,19 @@ _UNREADABLE = (msgspec.MsgspecError, ValueError, TypeError, RecursionError)
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(_TypedBatch)
-_RAW_DECODER = msgspec.msgpack.Decoder(_RawBatch)
-_RANK_DECODER = msgspec.msgpack.Decoder(_Envelope)
+_LOOSE_DECODER = msgspec.msgpack.Decoder(KVEventBatch)
+_ENVELOPE_DECODER = msgspec.msgpack.Decoder(_Envelope)
+_LIST_DECODER = msgspec.msgpack.Decoder(list[msgspec.Raw])
 _TOKENS_DECODER = msgspec.msgpack.Decoder(list[int])
 _EVENT_DECODER: msgspec.msgpack.Decoder[_Event] = msgspec.msgpack.Decoder(_Event)
 
 _EVENT_TYPES: dict[str, type[KVCacheEvent]] = {
-    "BlockStored": BlockStored,
-    "BlockRemoved": BlockRemoved,
-    "AllBlocksCleared": AllBlocksCleared,
+    own.__name__: own for own in (BlockStored, BlockRemoved, AllBlocksCleared)
 }
 
-_POSITIONS: dict[str, tuple[str, ...]] = {
-    "BlockStored": (
-        "block_hashes",
-        "parent_block_hash",
-        "token_ids",
-        "block_size",
-        "lora_id",
-        "medium",
-        "lora_name",
-        "extra_keys",
-        "group_idx",
-        "kv_cache_spec_kind",
-        "kv_cache_spec_sliding_window",
-    ),
-    # Some vLLM versions appended a kind and a window here; stores already carry both.
-    "BlockRemoved": ("block_hashes", "medium", "group_idx"),
-    "AllBlocksCleared": (),
-}
+# Stores up to their window. Some vLLM versions appended a kind and a window to removals; stores have both.
+_NUM_POSITIONS = {"BlockStored": 11, "BlockRemoved": 3, "AllBlocksCleared": 0}
+_POSITIONS = {name: own.__struct_fields__[: _NUM_POSITIONS[name]] for name, own in _EVENT_TYPES.items()}
 """The fields of the array form, in order, after the class name."""
 
 _LATER_FIELDS = ("lora_id", "medium", "lora_name")
@@ -283,29 +260,18 @@ def _list_positional(event: Any) -> list[Any]:
 
 def _decode_loosely(payload: bytes) -> DecodedBatch:
     try:
-        found = msgspec.msgpack.decode(payload)
+        batch = _LOOSE_DECODER.decode(payload)
     except _UNREADABLE as error:
         raise EventStreamError(f"a payload of {len(payload)} bytes is not an event batch: {error}") from error
-    if not isinstance(found, list) or len(found) < 2:
-        raise EventStreamError(
-            f"a payload of {len(payload)} bytes is not an event batch: it is {_describe(found)}; "
-            f"a batch is an array of ts, events, rank"
-        )
-    ts, raw_events, rank = found[0], found[1], found[2] if len(found) > 2 else None
-    is_batch = type(ts) in (int, float) and isinstance(raw_events, list) and type(rank) in (int, type(None))
-    if not is_batch:
-        raise EventStreamError(
-            f"a payload of {len(payload)} bytes is not an event batch: ts is {_describe(ts)}, events is "
-            f"{_describe(raw_events)}, rank is {_describe(rank)}"
-        )
     events = []
     reasons = []
-    for raw_event in raw_events:
+    for raw_event in batch.events:
         try:
             events.append(_read_event(raw_event))
         except _UNREADABLE as error:
             reasons.append(str(error))
-    return DecodedBatch(float(ts), events, rank, len(reasons), reasons[0] if reasons else None)
+    first_reason = reasons[0] if reasons else None
+    return DecodedBatch(batch.ts, events, batch.data_parallel_rank, len(reasons), first_reason)
 
 
 def _read_event(raw: Any) -> KVCacheEvent:
@@ -316,7 +282,7 @@ def _read_event(raw: Any) -> KVCacheEvent:
         fields = dict(zip(_POSITIONS.get(name, ()), raw[1:], strict=False)) if isinstance(name, str) else {}
         fields["type"] = name
     if not isinstance(fields, dict):
-        raise EventStreamError(f"an event is {_describe(raw)}, neither a map nor an array")
+        raise EventStreamError(f"an event is {raw!r:.80}, neither a map nor an array")
     name = fields.get("type")
     event_type = _EVENT_TYPES.get(name) if isinstance(name, str) else None
     if event_type is None:
@@ -348,10 +314,6 @@ def _read_token_ids(raw: msgspec.Raw) -> list[int]:
         raise
 
 
-def _describe(value: Any) -> str:
-    return f"{type(value).__name__} of {len(value)}" if isinstance(value, list | dict) else repr(value)[:80]
-
-
 def encode_in_pieces(
     ts: float, chunks: Iterable[list[KVCacheEvent]], rank: int, encode: Callable[[KVEventBatch], bytes]
 ) -> tuple[bytes, int]:
@@ -379,23 +341,21 @@ def encode_in_pieces(
                 except Exception:
                     num_left_out += 1
     # [ts, [pieces], rank]: the same bytes as from a single call.
-    head = b"\x93" + msgspec.msgpack.encode(ts) + _make_array_header(num_events)
-    return b"".join([head, *pieces, msgspec.msgpack.encode(rank)]), num_left_out
+    head = b"\x93" + _ENCODER.encode(ts) + _encode_header(num_events)
+    return b"".join([head, *pieces, _ENCODER.encode(rank)]), num_left_out
 
 
 def _encode_events(events: list[KVCacheEvent], encode: Callable[[KVEventBatch], bytes]) -> bytes:
     """Return the encoded events without an array header."""
     payload = encode(KVEventBatch(0.0, events, 0))
     # |<- 1: array of 3 ->|<- 9: ts ->|<- header ->|<- events ->|<- 1: rank ->|
-    return payload[10 + len(_make_array_header(len(events))) : -1]
+    return payload[10 + len(_encode_header(len(events))) : -1]
 
 
-def _make_array_header(length: int) -> bytes:
-    if length < 16:
-        return bytes([0x90 | length])
-    if length < 2**16:
-        return b"\xdc" + length.to_bytes(2, "big")
-    return b"\xdd" + length.to_bytes(4, "big")
+def _encode_header(num_elements: int) -> bytes:
+    """Return the header of an array with this many elements."""
+    encoded = _ENCODER.encode([0] * num_elements)
+    return encoded[: len(encoded) - num_elements]
 
 
 def is_snapshot(payload: bytes) -> bool:

@@ -2,7 +2,6 @@
 
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
 from os import PathLike
 from typing import Any, Literal, Self
 
@@ -27,8 +26,17 @@ SPEC_KINDS = (
 """The kinds of KV cache groups in events. Readers index full, mla and sink_full, and drop the others."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GroupSpec:
+def _check_count(name: str, value: Any, least: int) -> None:
+    if type(value) is not int or value < least:
+        raise InvalidArgumentError(f"{name} is {value!r}; it must be an integer, {least} or more")
+
+
+def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise InvalidArgumentError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")
+
+
+class GroupSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The properties of one KV cache group, as its stores carry them.
 
     Attributes:
@@ -40,14 +48,12 @@ class GroupSpec:
     sliding_window: int | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in SPEC_KINDS:
-            raise InvalidArgumentError(f"kind is {self.kind!r}; it must be one of {', '.join(SPEC_KINDS)}")
+        _check_choice("kind", self.kind, SPEC_KINDS)
         if self.sliding_window is not None:
             _check_count("sliding_window", self.sliding_window, 1)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PublisherConfig:
+class PublisherConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The settings of a publisher. Names shared with vLLM's `KVEventsConfig` have the same meaning.
 
         >>> from kv_pool.events import PublisherConfig
@@ -166,7 +172,8 @@ class PublisherConfig:
 
         The ports of the default endpoints leave room for 100 data-parallel ranks each.
         """
-        return cls(**{**_FOR_ROUTERS, **settings})
+        needed = {"replay_endpoint": "tcp://127.0.0.1:5657", "first_sequence": "clock", "heartbeat_s": 1.0}
+        return cls(**{**needed, **settings})
 
     @property
     def rank_endpoint(self) -> str:
@@ -193,24 +200,13 @@ class PublisherConfig:
         Raises:
             InvalidArgumentError: an unknown key, a value of the wrong type, or an invalid value.
         """
-        known = [field.name for field in fields(cls)]
-        unknown = [key for key in values if key not in known]
-        groups = values.get("groups")
-        unknown += [
-            f"groups.{key}"
-            for group in (groups if isinstance(groups, list | tuple) else ())  # msgspec rejects others below
-            for key in (group if isinstance(group, Mapping) else ())
-            if key not in ("kind", "sliding_window")
-        ]
-        if unknown:
-            raise InvalidArgumentError(
-                f"unknown key {', '.join(map(repr, unknown))} for a publisher; known are {', '.join(known)}, "
-                f"and in groups kind and sliding_window"
-            )
         try:
             return msgspec.convert(dict(values), cls)
         except msgspec.ValidationError as error:
-            raise InvalidArgumentError(f"the publisher's configuration: {error}") from error
+            known = ""
+            if "unknown field" in str(error):
+                known = f"; known are {', '.join(cls.__struct_fields__)}, and in groups kind, sliding_window"
+            raise InvalidArgumentError(f"the publisher's configuration: {error}{known}") from error
 
     @classmethod
     def from_toml(cls, path: str | PathLike[str], table: str = "publisher") -> Self:
@@ -237,12 +233,6 @@ class PublisherConfig:
             raise InvalidArgumentError(f"{path}: [{table}]: {error}") from error
 
 
-_FOR_ROUTERS: dict[str, Any] = {
-    "replay_endpoint": "tcp://127.0.0.1:5657",
-    "first_sequence": "clock",
-    "heartbeat_s": 1.0,
-}
-
 _LEAST = {
     "buffer_steps": 1,
     "hwm": 1,  # ZeroMQ treats 0 as no bound
@@ -252,13 +242,3 @@ _LEAST = {
     "data_parallel_rank": 0,
 }
 """The integer settings and their minimum values."""
-
-
-def _check_count(name: str, value: Any, least: int) -> None:
-    if type(value) is not int or value < least:
-        raise InvalidArgumentError(f"{name} is {value!r}; it must be an integer, {least} or more")
-
-
-def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise InvalidArgumentError(f"{name} is {value!r}; it must be {' or '.join(map(repr, choices))}")

@@ -71,6 +71,7 @@ class Continuity:
 
     Attributes:
         source: the publisher, which the items name.
+        expected: the sequence of the next batch; None if no batch of this incarnation was received.
 
     After an answer the queued batches are returned in portions: call `take_queued` while `has_ready`.
     Memory: at most `max_queued` payloads with `max_queued_bytes` in total, plus `ReplayedBatches`.
@@ -104,7 +105,7 @@ class Continuity:
         self._settled_at: float | None = None
         # The connection was lost: the publisher may have restarted since.
         self._is_doubtful = False
-        self._expected: int | None = None
+        self.expected: int | None = None
         self._last_fingerprint: int | None = None
         self._replayed = ReplayedBatches()
         # First sequence after the last loss: 0 after a clear, None if no batch was received since.
@@ -112,11 +113,6 @@ class Continuity:
         self._healing = GrowingPause(replay_timeout_s, _MAX_HEALING_WAITS * replay_timeout_s)
         if can_replay:
             self._settle_and_ask(now)
-
-    @property
-    def expected(self) -> int | None:
-        """The sequence of the next batch; None if no batch of this incarnation was received."""
-        return self._expected
 
     @property
     def is_recovering(self) -> bool:
@@ -163,10 +159,6 @@ class Continuity:
             return self.take_queued(now)
         return self._follow(sequence, payload, now)
 
-    def take_queued(self, now: float) -> list[StreamItem]:
-        """Return some of the queued batches; none while they still have to wait."""
-        return self._follow_queued(now) if self.has_ready else []
-
     def handle_replayed(self, sequence: int, payload: bytes, now: float) -> list[StreamItem]:
         """Handle a batch received in answer to `request`."""
         request = self.request
@@ -178,7 +170,7 @@ class Continuity:
         is_first = request.num_replies == 1
         if request.is_healing:
             return self._take_healing_reply(request, sequence, payload)
-        expected = self._expected
+        expected = self.expected
         if sequence == expected and not (is_first and self._is_doubtful):
             delivered = self._deliver(sequence, payload, True)
             self._pass_filled(delivered[0], payload)
@@ -195,16 +187,14 @@ class Continuity:
             self._counts.num_duplicates += 1
             return []
         if is_first:  # the expected batch has left the publisher's buffer, and there is no snapshot
-            items: list[StreamItem] = []
             if sequence > (expected or 0):
-                items.append(self._lose(expected or 0, sequence - 1))
                 # Queued live batches below it are lost, too: they may be from a previous incarnation.
                 self._replayed.passed = sequence
-            return items + self._deliver(sequence, payload, True)
+            return self._deliver_after_gap(sequence, payload, True)
         # A hole inside an answer: queued live batches may fill it. If not, the batch was dropped on the way
         # or never sent; the next answer shows which.
         items = self._fill_from_queued(sequence)
-        if self._expected == sequence:
+        if self.expected == sequence:
             return items + self._deliver(sequence, payload, True)
         return items + self._ask(now, is_overlapping=False)
 
@@ -220,12 +210,12 @@ class Continuity:
             return []
         if self.is_incomplete:
             self._healing.due_s = now  # requests are answered again
-        is_empty = request.num_replies == 0 and self._expected is not None
+        is_empty = request.num_replies == 0 and self.expected is not None
         if is_empty and (request.is_overlapping or self._is_doubtful):
             # A publisher keeps at least its newest batch: this one never sent the last batch received.
             return [self._begin_incarnation(), *self._ask(now)]
         self._num_fruitless += 1  # reset when a batch is returned
-        return self._follow_queued(now)
+        return self.take_queued(now)
 
     def handle_timers(self, now: float) -> list[StreamItem]:
         """Handle expired timers. Call it at `deadline`; safe at any other time."""
@@ -256,12 +246,12 @@ class Continuity:
             self._num_fruitless = 0
             return [self._fall_silent(now)]
         self._healing.plan(now)
-        if self._is_doubtful and self._expected is not None:
+        if self._is_doubtful and self.expected is not None:
             # It may be another incarnation, so no earlier state is valid.
             items = [self._begin_incarnation()]
             self._num_fruitless = self.max_attempts
-            return items + self._follow_queued(now)
-        return self._follow_queued(now)
+            return items + self.take_queued(now)
+        return self.take_queued(now)
 
     def handle_connection(self, now: float) -> list[StreamItem]:
         """Handle a new live connection. Call this before the batches that arrive over it.
@@ -282,7 +272,8 @@ class Continuity:
 
     # ---- inside ----------------------------------------------------------------------------------
 
-    def _follow_queued(self, now: float) -> list[StreamItem]:
+    def take_queued(self, now: float) -> list[StreamItem]:
+        """Return some of the queued batches; none while they have to wait for an answer."""
         items: list[StreamItem] = []
         for _ in range(_FOLLOW_AT_ONCE):
             if not self._queued or self.is_recovering:
@@ -297,8 +288,8 @@ class Continuity:
         self, sequence: int, payload: bytes, now: float, has_waited: bool = False
     ) -> list[StreamItem]:
         """Handle a live batch while no request is pending; `has_waited` if it was queued during one."""
-        if self._expected is None or sequence >= self._expected:
-            return self._deliver_or_recover(self._expected or 0, sequence, payload, now)
+        if self.expected is None or sequence >= self.expected:
+            return self._deliver_or_recover(sequence, payload, now)
         if has_waited and self._replayed.contradicts(sequence, payload):
             self._counts.num_stale += 1  # the later answer has another batch with this number
             return []
@@ -307,26 +298,32 @@ class Continuity:
         if is_known:
             self._counts.num_duplicates += 1
             return []
-        return [self._begin_incarnation(), *self._deliver_or_recover(0, sequence, payload, now)]
+        return [self._begin_incarnation(), *self._deliver_or_recover(sequence, payload, now)]
 
-    def _deliver_or_recover(self, first: int, sequence: int, payload: bytes, now: float) -> list[StreamItem]:
-        """Handle a live batch when the expected sequence, `first`, is at most `sequence`."""
-        items: list[StreamItem] = []
-        if sequence > first:
-            is_worth_asking = self._num_fruitless < min(self.max_attempts, 2) and not self.is_incomplete
-            if self.can_replay and is_worth_asking:
-                self._queued.put_back(sequence, payload)
-                return self._ask(now)
-            items.append(self._lose(first, sequence - 1, is_healed=is_snapshot(payload)))
-        items += self._deliver(sequence, payload, False)
+    def _deliver_or_recover(self, sequence: int, payload: bytes, now: float) -> list[StreamItem]:
+        """Handle a live batch that is the expected one, or comes after it."""
+        has_gap = sequence > (self.expected or 0)
+        is_worth_asking = self._num_fruitless < min(self.max_attempts, 2) and not self.is_incomplete
+        if has_gap and self.can_replay and is_worth_asking:
+            self._queued.put_back(sequence, payload)
+            return self._ask(now)
+        items = self._deliver_after_gap(sequence, payload, False, is_healed=has_gap and is_snapshot(payload))
         self._replayed.last_live = sequence
         self._replayed.forget()
         return items
 
+    def _deliver_after_gap(
+        self, sequence: int, payload: bytes, is_replayed: bool, is_healed: bool = False
+    ) -> list[StreamItem]:
+        """Deliver a batch; the batches before it, from the expected one on, are lost."""
+        first = self.expected or 0
+        lost = [self._lose(first, sequence - 1, is_healed)] if sequence > first else []
+        return lost + self._deliver(sequence, payload, is_replayed)
+
     def _deliver(
         self, sequence: int, payload: bytes, is_replayed: bool, is_read_again: bool = False
     ) -> list[StreamItem]:
-        self._expected = sequence + 1
+        self.expected = sequence + 1
         self._last_fingerprint = make_fingerprint(payload)
         self._num_fruitless = 0
         if is_replayed:
@@ -363,11 +360,7 @@ class Continuity:
 
     def _take_snapshot(self, sequence: int, payload: bytes) -> list[StreamItem]:
         """Handle a snapshot, which replaces all batches up to its number."""
-        items: list[StreamItem] = []
-        first = self._expected or 0
-        if sequence > first:
-            items.append(self._lose(first, sequence - 1, is_healed=True))
-        items += self._deliver(sequence, payload, True)
+        items = self._deliver_after_gap(sequence, payload, True, is_healed=True)
         self._is_doubtful = False
         self._last_fingerprint = None  # the publisher has another batch with this number
         self._replayed.forget(passed=sequence)
@@ -404,11 +397,11 @@ class Continuity:
     def _fill_from_queued(self, end: int) -> list[StreamItem]:
         """Return queued live batches that are next in order, up to `end` (exclusive)."""
         items: list[StreamItem] = []
-        while self._queued and self._expected is not None:
+        while self._queued and self.expected is not None:
             sequence, payload = self._queued.first
-            if sequence > self._expected or sequence >= end:
+            if sequence > self.expected or sequence >= end:
                 break
-            if sequence == self._expected:
+            if sequence == self.expected:
                 items += self._deliver(sequence, payload, False)
             elif not self._replayed.contains(sequence, payload):
                 break
@@ -417,7 +410,7 @@ class Continuity:
         return items
 
     def _begin_incarnation(self) -> StreamItem:
-        self._expected = None
+        self.expected = None
         self._last_fingerprint = None
         self._is_doubtful = False
         self._replayed.begin_incarnation()
@@ -436,8 +429,8 @@ class Continuity:
 
     def _ask(self, now: float, is_overlapping: bool = True, is_probe: bool = False) -> list[StreamItem]:
         """Request the next batches, starting with the last batch received if overlapping."""
-        is_overlapping = is_overlapping and bool(self._expected) and self._last_fingerprint is not None
-        start = min((self._expected or 0) - is_overlapping, MAX_SEQUENCE)
+        is_overlapping = is_overlapping and bool(self.expected) and self._last_fingerprint is not None
+        start = min((self.expected or 0) - is_overlapping, MAX_SEQUENCE)
         self._settled_at = None
         self.request = BatchRequest(start, is_overlapping, now + self.replay_timeout_s, is_probe)
         self._counts.num_requests += 1

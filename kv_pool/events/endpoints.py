@@ -13,7 +13,6 @@ MAX_PORT = 65535
 
 _SCHEMES = ("tcp://", "ipc://", "inproc://")
 _TCP = re.compile(r"tcp://(?P<host>\[[^\]]+\]|[^\[\]:]+|::|::1):(?P<port>\d{1,5}|\*)")
-_LOOPBACK = re.compile(r"127(\.\d{1,3}){3}|localhost")
 
 
 def check_endpoint(endpoint: str) -> None:
@@ -40,10 +39,8 @@ def should_bind(endpoint: str) -> bool:
     if "*" in endpoint or "::" in endpoint or not endpoint.startswith("tcp://"):
         return True
     host, _ = _split_tcp(endpoint)
-    address = _parse_ipv6(host)
-    if address is not None and address.is_unspecified:
-        return True
-    return host == "0.0.0.0" or is_loopback(endpoint)
+    address = _parse_address(host)
+    return is_loopback(endpoint) or (address is not None and address.is_unspecified)
 
 
 def check_unused(endpoint: str) -> None:
@@ -80,8 +77,8 @@ def is_loopback(endpoint: str) -> bool:
     if not endpoint.startswith("tcp://"):
         return True
     host, _ = _split_tcp(endpoint)
-    address = _parse_ipv6(host)
-    return _LOOPBACK.fullmatch(host) is not None if address is None else address.is_loopback
+    address = _parse_address(host)
+    return host == "localhost" if address is None else address.is_loopback
 
 
 def is_ipv6(endpoint: str) -> bool:
@@ -89,10 +86,10 @@ def is_ipv6(endpoint: str) -> bool:
     return endpoint.startswith("tcp://") and ":" in _split_tcp(endpoint)[0]
 
 
-def _parse_ipv6(host: str) -> ipaddress.IPv6Address | None:
-    """Return the address of an IPv6 host, with or without brackets; None for other hosts."""
+def _parse_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Return the address of a host, IPv6 with or without brackets; None for names."""
     try:
-        return ipaddress.IPv6Address(host.removeprefix("[").removesuffix("]"))
+        return ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
     except ValueError:
         return None
 

@@ -1,9 +1,11 @@
-"""The protocols of a publisher and of its state, its statistics, and a publisher that sends nothing."""
+"""The protocol of a publisher, its statistics and its buffer, and a publisher that sends nothing."""
 
-from collections.abc import Iterator
+import threading
+from bisect import bisect_left
+from collections import deque
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Protocol, Self
+from operator import itemgetter
+from typing import Protocol
 
 from kv_pool.closing import Closing
 from kv_pool.core.kv_events import KVCacheEvent
@@ -71,15 +73,6 @@ class EventPublisher(Protocol):
     def close(self) -> None:
         """Send the batches published so far, and stop. Idempotent."""
 
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None: ...
-
 
 class NullEventPublisher(Closing):
     """A publisher that discards events, for engines whose stream is turned off."""
@@ -100,23 +93,48 @@ class NullEventPublisher(Closing):
         self._is_closed = True
 
 
-class ResidentState(Protocol):
-    """A state that tracks the resident blocks through the events applied to it."""
+SentBatch = tuple[int, bytes]
+"""A sequence and its payload."""
 
-    def apply(
-        self, events: list[KVCacheEvent], sequence: int | None = None, *, packs_tokens: bool = False
-    ) -> list[KVCacheEvent]:
-        """Apply the batch with this sequence; return the events to send instead, possibly none.
 
-        Called from the publisher's thread, with increasing sequences. A batch without events only records
-        that the sequence is used.
-        """
+class ReplayBuffer:
+    """The last `capacity` batches. One thread appends, any thread reads.
 
-    def iter_snapshot(self) -> tuple[int, Iterator[list[KVCacheEvent]]]:
-        """Return the sequence of the last included batch, and events: a clear, then stores, parents first.
+    ```text
+    first_sequence ... | oldest ... a hole ... last_sequence
+       dropped           in the buffer, except for holes: batches that were never sent
+    ```
 
-        Called, and its lists consumed, by another thread while batches are applied.
-        """
+    Attributes:
+        last_sequence: sequence of the latest batch or hole; one below the first sequence at the start.
+    """
+
+    def __init__(self, capacity: int, first_sequence: int) -> None:
+        self.last_sequence = first_sequence - 1
+        self._batches: deque[SentBatch] = deque(maxlen=capacity)
+        # An append to a full deque shifts the indices that a search in another thread uses.
+        self._lock = threading.Lock()
+
+    def append(self, sequence: int, payload: bytes) -> None:
+        """Add a batch with a higher sequence than all others; drop the oldest beyond `capacity`. O(1)."""
+        with self._lock:
+            self._batches.append((sequence, payload))
+            self.last_sequence = sequence
+
+    def leave_hole(self, sequence: int) -> None:
+        """Record that the batch with this sequence, higher than all others, will never be sent."""
+        with self._lock:
+            self.last_sequence = sequence
+
+    def list_from(self, start: int, limit: int) -> list[SentBatch]:
+        """Return the first `limit` buffered batches from `start` on, in order. No bytes are copied."""
+        with self._lock:
+            first = bisect_left(self._batches, start, key=itemgetter(0))
+            return [self._batches[index] for index in range(first, min(first + limit, len(self._batches)))]
+
+    def has_all_from(self, start: int) -> bool:
+        """Return True if `list_from` would begin with `start` itself, or if `start` is in the future."""
+        return start > self.last_sequence or any(number == start for number, _ in self.list_from(start, 1))
 
 
 def is_worth_logging(count: int) -> bool:

@@ -3,11 +3,11 @@
     E1  the resident keys == the keys in the pools' prefix maps, as events name them
     E2  a key's num_copies == the number of blocks that carry it
     E3  a reader of all sent events knows the resident keys and, for each, the fields of its first copy's
-        event; so does a reader of a snapshot and all events sent after it                           (exact)
+        event; so does a reader of a snapshot and all events sent after it
     E4  a store's parent is None, or known to the reader by then, or not stored later in the list
-    E5  no hash occurs twice in an event, or is its own parent                                       (dense)
-    E6  a store has hashes; it has the tokens of all its blocks, or none                             (dense)
-    E7  a stored hash was unknown; a removed hash was known, or was never stored                     (exact)
+    E5  no hash occurs twice in an event, or is its own parent
+    E6  a store has hashes; it has the tokens of all its blocks, or none
+    E7  a stored hash was unknown; a removed hash was known, or was never stored
 
 E4 applies to a snapshot, or to the events of one call of a pool: between two calls a parent may be evicted
 and cached again, and is then stored later. Each check raises CorruptedPoolError with the number of the first
@@ -25,7 +25,7 @@ from kv_pool.core.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from kv_pool.core.stored_events import make_external_hash
 from kv_pool.errors import CorruptedPoolError
 from kv_pool.events.place_blocks import Place
-from kv_pool.events.stored_spans import is_dense
+from kv_pool.events.stores import is_dense
 from kv_pool.events.stream_state import StreamState
 from kv_pool.ids import ExternalBlockHash
 
@@ -93,7 +93,7 @@ def check_resident(state: StreamState, *pools: BlockPool) -> None:
 
 
 def check_knowledge(state: StreamState, *readers: Reader) -> None:
-    """Check E3. O(keys). For an exact state that keeps token ids; `readers[0]` has read all sent events."""
+    """Check E3. O(keys). For a state that keeps token ids; `readers[0]` has read all sent events."""
     resident = {(place, block_hash) for place, block_hash, _ in state.resident}
     for reader in readers:
         for wrong in resident ^ reader.known.keys():
@@ -105,14 +105,14 @@ def check_knowledge(state: StreamState, *readers: Reader) -> None:
                 raise CorruptedPoolError(f"E3: {key} is known as {reader.known[key]}, but sent as {sent}")
 
 
-def check_events(state: StreamState, events: list[KVCacheEvent], reader: Reader) -> None:
-    """Check those of E4 to E7 that `state` guarantees. `reader` has read all events sent before these."""
+def check_events(events: list[KVCacheEvent], reader: Reader) -> None:
+    """Check E4 to E7. `reader` has read all events sent before these."""
     now = Reader()
     now.known = dict(reader.known)
     named_too_early: set[Key] = set()
     for event in events:
         if isinstance(event, BlockStored):
-            check_store(state, event, now)
+            check_store(event, now)
             place = find_place(event)
             for block_hash in event.block_hashes:
                 if (place, block_hash) in named_too_early:
@@ -124,21 +124,20 @@ def check_events(state: StreamState, events: list[KVCacheEvent], reader: Reader)
             check_distinct(event)
             for block_hash in event.block_hashes:
                 key = (find_place(event), block_hash)
-                if state.exact and key not in now.known and key in reader.known:
+                if key not in now.known and key in reader.known:
                     raise CorruptedPoolError(f"E7: {key} is removed twice")
         now.read([event])
 
 
-def check_store(state: StreamState, event: BlockStored, reader: Reader) -> None:
+def check_store(event: BlockStored, reader: Reader) -> None:
     """Check E5, E6 and E7 for one store."""
-    if state.dense:
-        check_distinct(event)
-    if state.dense and not (event.block_hashes and (is_dense(event) or not event.token_ids)):
+    check_distinct(event)
+    if not (event.block_hashes and (is_dense(event) or not event.token_ids)):
         raise CorruptedPoolError(
             f"E6: {len(event.token_ids)} tokens for {len(event.block_hashes)} blocks of {event.block_size}"
         )
     for block_hash in event.block_hashes:
-        if state.exact and (find_place(event), block_hash) in reader.known:
+        if (find_place(event), block_hash) in reader.known:
             raise CorruptedPoolError(f"E7: {block_hash!r} is stored again")
 
 

@@ -19,15 +19,6 @@ from kv_pool.events.stream_items import (
 from kv_pool.events.token_keys import chain_keys, root_key
 from kv_pool.ids import ExternalBlockHash, GroupId
 
-MAX_PLACES = 32
-"""Default of `PrefixMirror.max_places`."""
-
-MAX_BLOCK_SIZES = 8
-"""Default of `PrefixMirror.max_block_sizes`."""
-
-MAX_BLOCKS = 20_000_000
-"""Default of `PrefixMirror.max_blocks`."""
-
 _Id = str | Callable[[StreamSource], str]
 
 _CLEAR_AT_ONCE = 4096
@@ -104,9 +95,9 @@ class PrefixMirror:
         self,
         learns_tokens: bool = False,
         counts_copies: bool = True,
-        max_places: int = MAX_PLACES,
-        max_block_sizes: int = MAX_BLOCK_SIZES,
-        max_blocks: int = MAX_BLOCKS,
+        max_places: int = 32,
+        max_block_sizes: int = 8,
+        max_blocks: int = 20_000_000,
     ) -> None:
         if min(max_places, max_block_sizes, max_blocks) < 1:
             raise InvalidArgumentError(

@@ -1,4 +1,4 @@
-"""`PlaceBlocks`: the blocks of one place by hash, and their parents and children. Compiled.
+"""`HeldHashes`: the hashes at one place. `PlaceBlocks`: with their parents, children and fields. Compiled.
 
 Most events announce many blocks. One `BlockSpan` for all of them costs less time and memory than one object
 per block.
@@ -10,17 +10,18 @@ tails     {}                                           {b} once b is removed, an
 ```
 """
 
-from collections.abc import Sequence
-from itertools import repeat
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice, repeat
 from typing import Any, Final, NamedTuple
 
 from msgspec import MsgspecError
 from msgspec.msgpack import Decoder, Encoder
 from mypy_extensions import i32, i64, mypyc_attr
 
-from kv_pool.events.held_hashes import ABSENT, HeldHashes
-from kv_pool.events.stored_spans import find_ranges
-from kv_pool.ids import GroupId
+from kv_pool.ids import ExternalBlockHash, GroupId
+
+ABSENT: Final[Any] = object()
+"""The value of a hash that was not held, in the answer of `HeldHashes.remove`."""
 
 MAX_SPAN_BLOCKS: Final = 512
 """Longer events are split into several spans, so that unpacking the tokens of one span stays fast."""
@@ -39,6 +40,88 @@ NUM_SHARDS: Final = 256
 
 _encode: Final[Any] = Encoder().encode
 _decode: Final[Any] = Decoder().decode
+
+
+class HeldHashes:
+    """The hashes at one place, each with a value and a number of copies.
+
+    It is the one index of a stream: a `StreamState` keeps one for each group and medium of its pool, and a
+    `PrefixMirror` one for each group and medium of each publisher.
+
+    `values` is one dict, for bulk calls: with a million blocks, growing it blocks other threads for some
+    milliseconds, as growing the pool's own map does.
+
+    Attributes:
+        values: hash -> its value.
+        copies: hash -> number of blocks beyond the first that carry it, if any.
+    """
+
+    __slots__ = ("copies", "values")
+
+    def __init__(self) -> None:
+        self.values: dict[Any, Any] = {}
+        self.copies: dict[Any, int] = {}
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __iter__(self) -> Iterator[tuple[ExternalBlockHash, int]]:
+        """Yield each hash and the number of blocks that carry it."""
+        for block_hash in self.values:
+            yield block_hash, 1 + self.copies.get(block_hash, 0)
+
+    def store(self, hashes: Any, values: Iterable[Any], counts_copies: bool = True) -> list[int] | None:
+        """Add one copy of each hash. O(hashes).
+
+        Args:
+            hashes: a sequence; a hash may occur several times.
+            values: at least one per hash, for those that had no copy before.
+            counts_copies: whether a hash that is held gets another copy.
+        Returns:
+            The positions of hashes that had no copy before; None if this is all of them.
+        """
+        held = self.values
+        num_before = len(held)
+        if len(hashes) == 1:
+            held.setdefault(hashes[0], next(iter(values)))
+        else:
+            list(map(held.setdefault, hashes, values))  # one lookup per hash: with many, each is a cache miss
+        num_new = len(held) - num_before
+        if num_new == len(hashes):
+            return None
+        new: set[Any] = set(islice(reversed(held), num_new))
+        positions: list[int] = []
+        position = -1
+        for block_hash in hashes:
+            position += 1
+            if block_hash in new:
+                new.remove(block_hash)
+                positions.append(position)
+            elif counts_copies:
+                self.copies[block_hash] = self.copies.get(block_hash, 0) + 1
+        return positions
+
+    def remove(self, hashes: Any) -> tuple[list[Any], list[Any]]:
+        """Remove one copy of each hash; a hash may occur several times. O(hashes).
+
+        Returns:
+            The hashes that are not held afterwards, and for each its value, or `ABSENT` if it was not held.
+        """
+        copies = self.copies
+        gone = hashes
+        if copies and not copies.keys().isdisjoint(hashes):
+            gone = []
+            for block_hash in hashes:
+                num_copies = copies.get(block_hash, 0)
+                if num_copies == 0:
+                    gone.append(block_hash)
+                elif num_copies == 1:
+                    del copies[block_hash]
+                else:
+                    copies[block_hash] = num_copies - 1
+        if len(gone) == 1:
+            return gone, [self.values.pop(gone[0], ABSENT)]
+        return gone, list(map(self.values.pop, gone, repeat(ABSENT)))
 
 
 class Place(NamedTuple):
@@ -213,6 +296,17 @@ def find_position(span: BlockSpan, block_hash: Any) -> i32:
     return position
 
 
+def find_ranges(positions: list[int], max_length: int) -> list[tuple[int, int]]:
+    """Return the runs `[first, end)` of consecutive positions, which ascend, of at most this length."""
+    ranges: list[tuple[int, int]] = []
+    for position in positions:
+        if ranges and ranges[-1][1] == position < ranges[-1][0] + max_length:
+            ranges[-1] = ranges[-1][0], position + 1
+        else:
+            ranges.append((position, position + 1))
+    return ranges
+
+
 class PlaceBlocks:
     """The blocks of one place.
 
@@ -325,16 +419,19 @@ class PlaceBlocks:
     # ---- removals ----------------------------------------------------------------------------------
 
     def remove(self, hashes: list[Any]) -> list[Any]:
-        """Remove one copy of each hash; return the hashes that are not resident afterwards.
+        """Remove one copy of each hash; return the hashes that are not resident afterwards, each once.
 
         These include hashes that were not resident before. A hash may occur several times. O(hashes).
         """
         if self.copied is not None:
-            self.copy_spans_of(hashes)
+            self.copy_spans([found for found in map(self.held.values.get, hashes) if found is not None])
         gone, spans = self.held.remove(hashes)
         span: BlockSpan
+        has_absent = False
         for found in spans:
-            if found is not ABSENT:
+            if found is ABSENT:
+                has_absent = True
+            else:
                 span = found
                 span.num_resident -= 1
         for index in range(len(spans)):
@@ -346,7 +443,7 @@ class PlaceBlocks:
             elif span.serial >= 0:  # the common case: all its blocks at once, or its only block
                 self.drop_span(span)
                 self.unlink(span.parent, span.hashes[0])
-        return gone
+        return list(dict.fromkeys(gone)) if has_absent else gone
 
     def detach(self, span: BlockSpan, block_hash: Any) -> None:
         """Update a span and the links of a block that has left `held`."""
@@ -407,22 +504,15 @@ class PlaceBlocks:
     def begin_copy(self) -> None:
         """Begin a copy of the blocks that are resident now.
 
-        From now on each span is copied before it changes, and `copy_shard` copies those that do not change.
+        From now on each span is copied before it changes; the caller copies all others, shard by shard.
         """
         self._copy_number += 1
         self.copied = []
 
-    def copy_shard(self, shard: int) -> None:
-        """Copy the spans of one shard that are not copied yet."""
-        for span in self.shards[shard].values():
+    def copy_spans(self, spans: Iterable[BlockSpan]) -> None:
+        """Copy those of these spans that are not copied yet."""
+        for span in spans:
             self.copy_span(span)
-
-    def copy_spans_of(self, hashes: list[Any]) -> None:
-        """Copy the spans of these hashes, unless they are copied already."""
-        for block_hash in hashes:
-            span = self.held.values.get(block_hash)
-            if span is not None:
-                self.copy_span(span)
 
     def copy_span(self, span: BlockSpan) -> None:
         """Copy the resident blocks of a span, unless no copy is taken, it has them, or they are new."""

@@ -16,9 +16,10 @@ from kv_pool.errors import PublisherClosedError
 from kv_pool.events.batch import KVEventBatch, encode_batch, encode_batch_positional, pack_sequence
 from kv_pool.events.config import PublisherConfig
 from kv_pool.events.endpoints import is_loopback
-from kv_pool.events.event_publisher import PublisherStatistics, ResidentState, is_worth_logging
-from kv_pool.events.replay_server import ReplayBuffer, ReplayServer
+from kv_pool.events.event_publisher import PublisherStatistics, ReplayBuffer, is_worth_logging
+from kv_pool.events.replay_server import ReplayServer
 from kv_pool.events.sockets import PublisherSockets
+from kv_pool.events.stream_state import StreamState
 from kv_pool.events.zmq_module import zmq
 from kv_pool.threads import start_thread
 
@@ -74,7 +75,7 @@ class ZMQEventPublisher(Closing):
     def __init__(
         self,
         config: PublisherConfig,
-        state: ResidentState | None = None,
+        state: StreamState | None = None,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -279,7 +280,7 @@ class ZMQEventPublisher(Closing):
         if is_worth_logging(counts.num_batches_failed):
             _logger.exception("%d batches of events failed so far", counts.num_batches_failed)
 
-    def _filter(self, state: ResidentState, events: list[KVCacheEvent], sequence: int) -> list[KVCacheEvent]:
+    def _filter(self, state: StreamState, events: list[KVCacheEvent], sequence: int) -> list[KVCacheEvent]:
         """Return the events to send instead of these: with kinds, and filtered by the state.
 
         If the state missed the batch before, because it was dropped or rejected, a clear comes first. The

@@ -22,7 +22,7 @@ import msgspec
 from kv_pool.core.block_keys import make_external_block_hashes
 from kv_pool.core.kv_events import MEDIUM_GPU, BlockReported
 from kv_pool.errors import InvalidArgumentError, InvalidTypeError
-from kv_pool.events.held_hashes import ABSENT, HeldHashes
+from kv_pool.events.place_blocks import ABSENT, HeldHashes
 from kv_pool.events.token_keys import chain_keys, count_packed, root_key
 from kv_pool.ids import GroupId
 
@@ -179,7 +179,7 @@ class PublisherTables:
         counts.num_stored += len(new)
         publisher.num_held += len(new)
         if not blocks.held.values:
-            self._drop_blocks(publisher, group, medium)
+            self.release_table(publisher.places.pop((group, medium)))
 
     def apply_removed(self, publisher: TrackedPublisher, event: Any) -> None:
         """Remove the blocks of a `BlockRemoved`. Raises InvalidTypeError; nothing has changed then."""
@@ -202,7 +202,7 @@ class PublisherTables:
         counts.num_removed += num_removed
         publisher.num_held -= num_removed
         if not blocks.held.values:
-            self._drop_blocks(publisher, group, medium)
+            self.release_table(publisher.places.pop((group, medium)))
 
     def remove_from_table(
         self, publisher: TrackedPublisher, blocks: PublisherBlocks, hashes: list[Any], token_keys: list[Any]
@@ -254,10 +254,6 @@ class PublisherTables:
             if publisher.prefix_groups.get(group, group == 0):
                 self._join_table(publisher, group, medium, blocks)
         return blocks
-
-    def _drop_blocks(self, publisher: TrackedPublisher, group: GroupId, medium: str) -> None:
-        """Drop a group and medium without blocks."""
-        self.release_table(publisher.places.pop((group, medium)))
 
     def _join_table(
         self, publisher: TrackedPublisher, group: GroupId, medium: str, blocks: PublisherBlocks

@@ -2,12 +2,10 @@
 
 import logging
 import threading
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
-from operator import itemgetter
 from socket import socketpair
 from typing import Any
 
@@ -15,8 +13,9 @@ from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.errors import EventStreamError
 from kv_pool.events.batch import END_OF_REPLAY, KVEventBatch, encode_in_pieces, pack_sequence, unpack_sequence
 from kv_pool.events.config import PublisherConfig
-from kv_pool.events.event_publisher import PublisherStatistics, ResidentState, is_worth_logging
+from kv_pool.events.event_publisher import PublisherStatistics, ReplayBuffer, SentBatch, is_worth_logging
 from kv_pool.events.sockets import REPLAY_HWM
+from kv_pool.events.stream_state import StreamState
 from kv_pool.events.yield_timer import YieldTimer
 from kv_pool.events.zmq_module import zmq
 from kv_pool.threads import start_thread
@@ -49,54 +48,6 @@ LEAST_BYTES_PER_S = 1_000_000
 """A reader that reads as fast as this is never dropped."""
 
 _logger = logging.getLogger(__name__)
-
-
-SentBatch = tuple[int, bytes]
-"""A sequence and its payload."""
-
-
-class ReplayBuffer:
-    """The last `capacity` batches. One thread appends, any thread reads.
-
-    ```text
-    first_sequence ... | oldest ... a hole ... last_sequence
-       dropped           in the buffer, except for holes: batches that were never sent
-    ```
-
-    Attributes:
-        last_sequence: sequence of the latest batch or hole; one below the first sequence at the start.
-    """
-
-    def __init__(self, capacity: int, first_sequence: int) -> None:
-        self.last_sequence = first_sequence - 1
-        self._batches: deque[SentBatch] = deque(maxlen=capacity)
-        # An append to a full deque shifts the indices that a search in another thread uses.
-        self._lock = threading.Lock()
-
-    def append(self, sequence: int, payload: bytes) -> None:
-        """Add a batch with a higher sequence than all others; drop the oldest beyond `capacity`. O(1)."""
-        with self._lock:
-            self._batches.append((sequence, payload))
-            self.last_sequence = sequence
-
-    def leave_hole(self, sequence: int) -> None:
-        """Record that the batch with this sequence, higher than all others, will never be sent."""
-        with self._lock:
-            self.last_sequence = sequence
-
-    def list_from(self, start: int, limit: int) -> list[SentBatch]:
-        """Return the first `limit` buffered batches from `start` on, in order. No bytes are copied."""
-        with self._lock:
-            first = bisect_left(self._batches, start, key=itemgetter(0))
-            return [self._batches[index] for index in range(first, min(first + limit, len(self._batches)))]
-
-    def has_all_from(self, start: int) -> bool:
-        """Return True if `list_from` would begin with `start` itself, or if `start` is in the future."""
-        with self._lock:
-            if start > self.last_sequence:
-                return True
-            index = bisect_left(self._batches, start, key=itemgetter(0))
-            return index < len(self._batches) and self._batches[index][0] == start
 
 
 @dataclass(slots=True)
@@ -159,10 +110,6 @@ class ReplayReader:
         """Return the size of its unread tracked replies, in bytes."""
         return sum(len(unread.payload) for unread in self.unread)
 
-    def find_deadline(self, slow_reader_s: float) -> float:
-        """Return the time at which the reader counts as slow if it reads nothing until then."""
-        return self.progress_s + slow_reader_s + self.count_unread() / LEAST_BYTES_PER_S
-
 
 class ReplayServer:
     """A server that answers each request with the batches from the requested one on, and an end marker.
@@ -202,7 +149,7 @@ class ReplayServer:
         self,
         socket: "zmq.SyncSocket",
         buffer: ReplayBuffer,
-        state: ResidentState | None,
+        state: StreamState | None,
         config: PublisherConfig,
         encode: Callable[[KVEventBatch], bytes],
         clock: Callable[[], float],
@@ -377,7 +324,8 @@ class ReplayServer:
         now = self._monotonic()
         for reader in list(self._readers.values()):
             reader.note_progress(now)
-            if reader.answer is not None and now >= reader.find_deadline(self._config.slow_reader_s):
+            allowed_s = self._config.slow_reader_s + reader.count_unread() / LEAST_BYTES_PER_S
+            if reader.answer is not None and now >= reader.progress_s + allowed_s:
                 # Unread replies still count.
                 reader.answer = reader.next_reply = None
                 reader.starts.clear()
@@ -449,7 +397,7 @@ class ReplayServer:
         reader.progress_s = self._monotonic()  # the wait is not this reader's fault
         return True
 
-    def _take_snapshot(self, state: ResidentState, number: int) -> SentBatch | None:
+    def _take_snapshot(self, state: StreamState, number: int) -> SentBatch | None:
         """Return a batch with all resident blocks; the previous one if the buffer continues from it.
 
         None if the state raises an error: readers then get the batches in the buffer.

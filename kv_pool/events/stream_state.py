@@ -10,15 +10,13 @@ from msgspec.structs import astuple, replace
 from mypy_extensions import mypyc_attr
 
 from kv_pool.core.kv_events import AllBlocksCleared, BlockRemoved, BlockReported, BlockStored, KVCacheEvent
-from kv_pool.errors import InvalidArgumentError, InvalidTypeError
-from kv_pool.events.chains import announce_with_tails, iter_chunks
-from kv_pool.events.place_blocks import NUM_SHARDS, BlockKind, Place, PlaceBlocks
-from kv_pool.events.stored_spans import find_distinct, slice_positions, split_repeats, without_holes
+from kv_pool.errors import InvalidTypeError
+from kv_pool.events.place_blocks import BlockKind, Place, PlaceBlocks, find_ranges
+from kv_pool.events.stores import announce_with_tails, iter_chunks, slice_ranges
 from kv_pool.events.yield_timer import YieldTimer
 from kv_pool.ids import ExternalBlockHash
 
 NOTHING_APPLIED: Final = -1
-MAX_BLOCKS_PER_CHUNK: Final = 256
 
 LEAST_PACKED_BYTES: Final = 256
 """Shorter token arrays are encoded twice: that is faster than copying the event."""
@@ -34,6 +32,15 @@ _BY_NAME: Final[dict[str, Any]] = {own.__name__: own for own in (*OWN_CLASSES, B
 class StreamState:
     """A filter for the events of pools and connectors that tracks the resident blocks.
 
+    A store is sent only for the first copy of a hash, and a removal only for its last. Pools announce each
+    copy, and in full report mode also hits. Removals of hashes that were never stored are sent: a reader may
+    know them.
+
+    A store is sent with the tokens of all its blocks, or with none: a span with holes is sent without tokens,
+    since the event does not say where the holes are. Pools with `dense_events` create no such spans. No hash
+    occurs twice in a store or is its own parent, and no store is empty. Consecutive removals from one place
+    are merged into one event. Input events are never modified.
+
         >>> from kv_pool.core.kv_events import BlockRemoved, BlockStored
         >>> state = StreamState()
         >>> stored = BlockStored([7], None, [1, 2], block_size=2, lora_id=None, medium="GPU", lora_name=None)
@@ -43,36 +50,17 @@ class StreamState:
         (0, 1)
 
     Args:
-        exact: send a store only for the first copy of a hash, and a removal only for its last. Pools announce
-            each copy, and in full report mode also hits. Removals of hashes that were never stored are still
-            sent: a reader may know them.
-        dense: send stores with the tokens of all their blocks, or with none: a span with holes is sent
-            without tokens, since the event does not say where the holes are. Pools with `dense_events` create
-            no such spans. Also, no hash occurs twice in a store or is its own parent, and no store is empty.
-        coalesce_removals: merge consecutive removals from one place into one event.
         keeps_token_ids: include token ids in snapshots; without them most of the memory is saved.
 
-    If all of these are False, `apply` returns its input unchanged. Input events are never modified.
-
     A parent is sent as the pool names it, even if it was evicted or skipped in a window: its child is then an
-    orphan, which some readers drop or hide. When an exact state that keeps token ids sends the parent, it
-    announces the blocks after it again: removed, then stored, up to 1024 per event.
+    orphan, which some readers drop or hide. When a state that keeps token ids sends the parent, it announces
+    the blocks after it again: removed, then stored, up to 1024 per event.
 
     One thread calls `apply`; any other thread may take snapshots at the same time.
     """
 
-    def __init__(
-        self,
-        exact: bool = True,
-        dense: bool = True,
-        coalesce_removals: bool = True,
-        keeps_token_ids: bool = True,
-    ) -> None:
-        self.exact = exact
-        self.dense = dense
-        self.coalesce_removals = coalesce_removals
+    def __init__(self, keeps_token_ids: bool = True) -> None:
         self.resident = ResidentBlocks(keeps_token_ids)
-        self._filter = EventFilter(self.resident, exact, dense, coalesce_removals)
         self.last_sequence = NOTHING_APPLIED
         self._lock = Lock()  # guards resident, last_sequence; held for a batch or a piece of a copy
         self._snapshot_lock = Lock()  # one snapshot at a time
@@ -94,44 +82,45 @@ class StreamState:
         """
         ours = adopt_all(events if type(events) is list else list(events))
         with self._lock:
-            sent = self._filter.apply(ours, packs_tokens)
+            sent = self.resident.apply(ours, packs_tokens)
             self.last_sequence = self.last_sequence + 1 if sequence is None else sequence
             self.resident.drop_some()
         return sent
 
     def iter_snapshot(
-        self, max_blocks: int = MAX_BLOCKS_PER_CHUNK, yield_timer: YieldTimer | None = None
+        self, yield_timer: YieldTimer | None = None
     ) -> tuple[int, Iterator[list[KVCacheEvent]]]:
         """Return all resident blocks as events for a new reader.
 
         Returns:
             The number of the last batch included (-1 for none): the reader continues with the next one.
-            And the events, in lists of at most `max_blocks` blocks: `AllBlocksCleared`; then every hash once,
+            And the events, in lists of at most 256 blocks: `AllBlocksCleared`; then every hash once,
             parents before children, one event per chain; finally the orphans, with their original parents.
 
         Yields the GIL by `yield_timer`: by default every 0.4 ms, including the caller's work on a list, but
         for some ms when a dict of a large state grows. Next to a thread that never waits, each yield takes
         another 5 ms (`sys.setswitchinterval`).
         """
-        if max_blocks < 1:
-            raise InvalidArgumentError(f"max_blocks is {max_blocks}; it must be at least 1")
         yield_timer = YieldTimer() if yield_timer is None else yield_timer
         with self._snapshot_lock:
             with self._lock:
                 sequence = self.last_sequence
-                places = self.resident.begin_copy()
+                self.resident.is_copying = True
+                places = list(self.resident.places.values())
+                for blocks in places:
+                    blocks.begin_copy()
             try:
                 for blocks in places:
-                    for shard in range(NUM_SHARDS):
+                    for shard in blocks.shards:
                         with self._lock:
-                            blocks.copy_shard(shard)
+                            blocks.copy_spans(shard.values())
                         yield_timer.yield_if_due()
             finally:
                 with self._lock:
                     self.resident.is_copying = False
                     copies = [(blocks.place, blocks.end_copy()) for blocks in places]
         cleared: list[KVCacheEvent] = [AllBlocksCleared()]
-        return sequence, chain([cleared], iter_chunks(copies, max_blocks, yield_timer))
+        return sequence, chain([cleared], iter_chunks(copies, yield_timer))
 
     def take_snapshot(self) -> tuple[int, list[KVCacheEvent]]:
         """Return `iter_snapshot` with all events in one list."""
@@ -141,6 +130,8 @@ class StreamState:
 
 class ResidentBlocks:
     """The resident blocks of a pool, counted from its events: one for each block that gains or loses a hash.
+
+    A class of its own, since calls within `StreamState`, which may be subclassed, are slower.
 
     Attributes:
         places: the blocks of each place.
@@ -153,6 +144,12 @@ class ResidentBlocks:
         self.is_copying = False
         self._kinds: dict[BlockKind, BlockKind] = {}
         self._forgotten: list[dict[Any, Any]] = []
+        # Of the call of `apply` that runs:
+        self._packs_tokens = False
+        self._sent: list[KVCacheEvent] = []
+        # The pending removals: consecutive ones from one place are applied together and sent as one event.
+        self._place: Any = None
+        self._hashes: list[Any] = []
 
     def __len__(self) -> int:
         return sum(len(blocks.held) for blocks in self.places.values())
@@ -163,38 +160,68 @@ class ResidentBlocks:
             for block_hash, num_copies in blocks.held:
                 yield place, block_hash, num_copies
 
-    def begin_copy(self) -> list[PlaceBlocks]:
-        """Begin a copy of the blocks of each place (`PlaceBlocks.begin_copy`)."""
-        self.is_copying = True
-        places = list(self.places.values())
-        for blocks in places:
-            blocks.begin_copy()
-        return places
+    def apply(self, events: list[Any], packs_tokens: bool) -> list[KVCacheEvent]:
+        """Record events returned by `adopt_all`; return the events to send instead."""
+        sent: list[KVCacheEvent] = []
+        self._sent = sent
+        self._packs_tokens = packs_tokens
+        self._place, self._hashes = None, []  # a call that raised may have left some behind
+        # Reading a local name is faster than reading a module's, for each event.
+        stored: Any = BlockStored
+        removed: Any = BlockRemoved
+        for event in events:
+            kind = type(event)
+            if kind is removed or isinstance(event, BlockRemoved):
+                self._add_removal(event)
+                continue
+            self._end_removals()
+            if kind is stored:
+                self._store(event)
+            elif isinstance(event, AllBlocksCleared):
+                self._clear()
+                sent.append(event)
+            elif not isinstance(event, BlockReported):
+                self._store(event)
+        self._end_removals()
+        self._sent = []
+        return sent
 
-    def get_or_add_place(self, place: Any) -> PlaceBlocks:
-        """Return the blocks of a place, given as a tuple equal to a `Place`; a new place is added."""
-        blocks = self.places.get(place)
-        if blocks is None:
-            blocks = PlaceBlocks(Place(*place))
-            self.places[blocks.place] = blocks
-        return blocks
+    # ---- stores ------------------------------------------------------------------------------------
 
-    def store(self, fields: tuple[Any, ...]) -> tuple[PlaceBlocks, list[int] | None]:
-        """Add one copy of each hash of a `BlockStored` that has hashes. O(hashes).
-
-        Args:
-            fields: the event as a tuple, from `msgspec.structs.astuple`. In compiled code that call takes as
-                long as reading two fields by name.
-        Returns:
-            The blocks of the event's place, and the positions of hashes that had no copy before; None if this
-            is all of them.
-        """
-        # By index: unpacking the fields takes longer.
+    def _store(self, event: Any) -> None:
+        """Add one copy of each hash of a `BlockStored`, and send what readers do not know. O(hashes)."""
+        # In compiled code this call takes as long as reading two fields by name.
+        fields: tuple[Any, ...] = astuple(event)
         hashes: list[Any] = fields[0]
+        if not hashes:
+            return
+        blocks = self._get_or_add_place((fields[5], fields[8], fields[11], fields[12]))
+        first_copies = self._add_copies(blocks, fields)
+        if first_copies is not None and not first_copies:
+            return
+        if blocks.has_tails and self.keeps_token_ids:
+            fresh = hashes if first_copies is None else [hashes[position] for position in first_copies]
+            announced = announce_with_tails(blocks, fresh)
+            if announced:
+                self._sent.extend(announced)
+                return
+        if first_copies is not None:
+            self._sent.extend(slice_ranges(event, find_ranges(first_copies, len(hashes))))
+        elif len(fields[2]) != len(hashes) * fields[3] or hashes[0] == fields[1]:
+            self._sent.extend(slice_ranges(event, [(0, len(hashes))]))
+        else:
+            # The path of most stores: they have their tokens, and are sent unchanged.
+            packed = blocks.packed
+            if self._packs_tokens and packed is not None and len(packed) >= LEAST_PACKED_BYTES:
+                event = replace(event, token_ids=Raw(packed))
+            self._sent.append(event)
+
+    def _add_copies(self, blocks: PlaceBlocks, fields: tuple[Any, ...]) -> list[int] | None:
+        """Add one copy of each hash of a store, given as its fields; return as `PlaceBlocks.store` does."""
+        # By index: unpacking the fields takes longer.
         token_ids, block_size, extra_keys, lookahead = fields[2], fields[3], fields[7], fields[14]
-        place = (fields[5], fields[8], fields[11], fields[12])
         kind_key: Any = (block_size, fields[4], fields[6], fields[9], fields[10], extra_keys is not None)
-        num_blocks = len(hashes)
+        num_blocks = len(fields[0])
         kind = self._kinds.get(kind_key)  # equal to a `BlockKind`, and created faster
         if kind is None:
             kind = BlockKind(*kind_key)
@@ -203,12 +230,38 @@ class ResidentBlocks:
             token_ids = None
         if lookahead is not None:
             lookahead = one_each(lookahead, num_blocks) if self.keeps_token_ids else None
-        blocks = self.get_or_add_place(place)
         if extra_keys is not None:
             extra_keys = one_each(extra_keys, num_blocks)
-        return blocks, blocks.store(hashes, fields[1], kind, token_ids, extra_keys, lookahead)
+        return blocks.store(fields[0], fields[1], kind, token_ids, extra_keys, lookahead)
 
-    def clear(self) -> None:
+    def _get_or_add_place(self, place: Any) -> PlaceBlocks:
+        """Return the blocks of a place, given as a tuple equal to a `Place`; a new place is added."""
+        blocks = self.places.get(place)
+        if blocks is None:
+            blocks = PlaceBlocks(Place(*place))
+            self.places[blocks.place] = blocks
+        return blocks
+
+    # ---- removals ----------------------------------------------------------------------------------
+
+    def _add_removal(self, event: Any) -> None:
+        fields: tuple[Any, ...] = astuple(event)
+        place = fields[1:5]
+        if place != self._place:
+            self._end_removals()
+            self._place = place
+        self._hashes.extend(fields[0])
+
+    def _end_removals(self) -> None:
+        """Apply the pending removals, and send those of hashes that are not resident afterwards."""
+        hashes = self._hashes
+        if hashes:
+            self._hashes = []
+            gone = self._get_or_add_place(self._place).remove(hashes)
+            if gone:
+                self._sent.append(BlockRemoved(gone, *self._place))
+
+    def _clear(self) -> None:
         """Remove all hashes in all places. `drop_some` frees the memory in pieces."""
         for blocks in self.places.values():
             self._forgotten += [blocks.held.values, blocks.held.copies, blocks.children, *blocks.shards]
@@ -233,124 +286,6 @@ def one_each(entries: list[Any] | None, num_hashes: int) -> tuple[Any, ...] | No
     if entries and len(entries) == num_hashes and entries.count(None) < num_hashes:
         return tuple(entries)
     return None
-
-
-class EventFilter:
-    """The implementation of `StreamState.apply`; takes the arguments of `StreamState`."""
-
-    def __init__(self, resident: ResidentBlocks, exact: bool, dense: bool, coalesce_removals: bool) -> None:
-        self.resident = resident
-        self.exact = exact
-        self.dense = dense
-        self.coalesce_removals = coalesce_removals
-        self._packs_tokens = False
-        self._sent: list[KVCacheEvent] = []
-        # Consecutive removals from one place are applied together and sent as one event. Stores that are not
-        # sent may come in between; the removals before them are applied first, and sent with later ones.
-        self._first: Any = None  # the first event of the pending removals; None if there are none
-        self._place: Any = None  # the fields of its place
-        self._hashes: list[Any] = []  # those that are not applied yet
-        self._gone: list[Any] = []  # of those applied, the ones to send
-
-    def apply(self, events: list[Any], packs_tokens: bool) -> list[KVCacheEvent]:
-        """Record events returned by `adopt_all`; return the events to send instead."""
-        sent: list[KVCacheEvent] = []
-        self._sent = sent
-        self._packs_tokens = packs_tokens
-        self._first, self._hashes, self._gone = None, [], []  # a call that raised may have left some behind
-        # Reading a local name is faster than reading a module's, for each event.
-        stored: Any = BlockStored
-        removed: Any = BlockRemoved
-        for event in events:
-            kind = type(event)
-            if kind is stored:
-                self._store(event)
-            elif kind is removed or isinstance(event, BlockRemoved):
-                self._remove(event)
-            elif isinstance(event, AllBlocksCleared):
-                self._end_removals()
-                self.resident.clear()
-                sent.append(event)
-            elif not isinstance(event, BlockReported):
-                self._store(event)
-            elif not self.exact:
-                self._send_stores([event])
-        self._end_removals()
-        self._sent = []
-        return sent
-
-    def _store(self, event: Any) -> None:
-        self._apply_removals()
-        fields: tuple[Any, ...] = astuple(event)
-        hashes: list[Any] = fields[0]
-        parts = [event]
-        if hashes:
-            blocks, first_copies = self.resident.store(fields)
-            if self.exact:
-                if first_copies is not None and not first_copies:
-                    return
-                if blocks.has_tails and self.resident.keeps_token_ids:
-                    fresh = hashes
-                    if first_copies is not None:
-                        fresh = [hashes[position] for position in first_copies]
-                    announced = announce_with_tails(blocks, fresh)
-                    if announced:
-                        self._end_removals()
-                        self._sent.extend(announced)
-                        return
-                if (
-                    first_copies is None
-                    and len(fields[2]) == len(hashes) * fields[3]
-                    and hashes[0] != fields[1]
-                ):
-                    # The path of most stores: they have their tokens, and are sent unchanged.
-                    self._end_removals()
-                    packed = blocks.packed
-                    if self._packs_tokens and packed is not None and len(packed) >= LEAST_PACKED_BYTES:
-                        event = replace(event, token_ids=Raw(packed))
-                    self._sent.append(event)
-                    return
-                if first_copies is not None:
-                    parts = slice_positions(event, first_copies)
-        elif self.exact:
-            return
-        self._send_stores(parts)
-
-    def _send_stores(self, events: list[Any]) -> None:
-        self._end_removals()
-        for event in events:
-            if not self.dense:
-                self._sent.append(event)
-            elif event.block_hashes:
-                self._sent.extend(split_repeats(without_holes(event)))
-
-    def _remove(self, event: Any) -> None:
-        fields: tuple[Any, ...] = astuple(event)
-        place = fields[1:5]
-        if self._first is None or not self.coalesce_removals or place != self._place:
-            self._end_removals()
-            self._first, self._place = event, place
-        self._hashes.extend(fields[0])
-
-    def _apply_removals(self) -> None:
-        hashes = self._hashes
-        if hashes:
-            self._hashes = []
-            gone = self.resident.get_or_add_place(self._place).remove(hashes)
-            self._gone.extend(gone if self.exact else hashes)
-
-    def _end_removals(self) -> None:
-        """Send the pending removals; the first event itself if it says the same."""
-        first = self._first
-        if first is None:
-            return
-        self._apply_removals()
-        gone = self._gone
-        self._first, self._gone = None, []
-        if gone and gone == first.block_hashes:
-            self._sent.append(first)
-        elif gone:
-            self._sent += [BlockRemoved(gone[start:end], *self._place) for start, end in find_distinct(gone)]
 
 
 def adopt_all(events: list[Any]) -> list[Any]:

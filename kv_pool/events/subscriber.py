@@ -22,7 +22,7 @@ from kv_pool.events.stream_items import (
     StreamSource,
     sum_counts,
 )
-from kv_pool.events.subscriber_sockets import READ_AT_ONCE, READ_BYTES_AT_ONCE, SubscriberSockets
+from kv_pool.events.subscriber_sockets import SubscriberSockets
 from kv_pool.events.zmq_module import zmq
 
 DEFAULT_MAX_MESSAGE_BYTES = 128 * 2**20
@@ -268,7 +268,7 @@ class KVEventSubscriber(Closing):
         if self._machine.has_ready:
             return 0.0
         deadlines = [one.deadline for one in self._list_machines()]
-        times = [one for one in (*deadlines, self._sockets.reconnect_at) if one is not None]
+        times = [one for one in (*deadlines, self._sockets.reconnecting.due_s) if one is not None]
         return max(0.0, min(times) - self._clock()) if times else None
 
     def _wait_and_read(self, wait_s: float | None) -> None:
@@ -289,19 +289,16 @@ class KVEventSubscriber(Closing):
             self._take(self._machine.handle_connection(self._clock()))
         for message in messages:
             self._take_live(message)
-        num_replies = num_bytes = 0
-        while num_replies < READ_AT_ONCE and num_bytes < READ_BYTES_AT_ONCE:
-            # Handling a reply may end the request and close its socket.
-            reply = self._sockets.read_reply()
-            if reply is None:
-                break
-            num_replies += 1
-            num_bytes += len(reply[-1])
+        asked = self._asked
+        replies = self._sockets.read_replies()
+        for reply in replies:
+            if self._asked is not asked:
+                break  # an earlier reply ended the request; these answer it, too
             self._take_reply(reply)
         self._sockets.reconnect_if_due()
         for machine in self._list_machines():
             self._take(machine.handle_timers(self._clock()))
-        return has_any or num_replies > 0 or bool(self._ready)
+        return has_any or bool(replies) or bool(self._ready)
 
     def _take(self, items: list[StreamItem]) -> None:
         self._ready.extend(items)

@@ -5,7 +5,7 @@ import contextlib
 import socket
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.events.batch import pack_sequence
@@ -17,26 +17,12 @@ from kv_pool.events.zmq_module import zmq
 
 # Messages read from a socket per turn: enough to spread the cost of a turn, few enough to limit the memory of
 # decoded batches.
-READ_AT_ONCE = 16
-READ_BYTES_AT_ONCE = 2**18
+_READ_AT_ONCE = 16
+_READ_BYTES_AT_ONCE = 2**18
 
 _REPLAY_HWM = 1000
 _FIRST_RECONNECT_S = 0.2
 _MAX_RECONNECT_S = 5.0
-
-
-class Arrived(NamedTuple):
-    """The messages read from the live socket and its monitor.
-
-    Attributes:
-        messages: the frames of each live message.
-        num_connections: number of times that the connection was established.
-        has_any: whether there was anything to read.
-    """
-
-    messages: list[list[bytes]]
-    num_connections: int
-    has_any: bool
 
 
 class SubscriberSockets:
@@ -55,6 +41,7 @@ class SubscriberSockets:
 
     Attributes:
         endpoint: with the actual port.
+        reconnecting: the pause before `reconnect_if_due` reconnects.
 
     Raises:
         EndpointError: an endpoint that cannot be connected to or bound. Nothing is left open.
@@ -78,7 +65,7 @@ class SubscriberSockets:
         self._curve = curve
         self._clock = clock
         self._binds = binds
-        self._reconnecting = GrowingPause(_FIRST_RECONNECT_S, _MAX_RECONNECT_S)
+        self.reconnecting = GrowingPause(_FIRST_RECONNECT_S, _MAX_RECONNECT_S)
         self._owns_context = context is None
         self._context: zmq.Context[Any] = zmq.Context() if context is None else context
         self._wake_reader, self._wake_writer = socket.socketpair()
@@ -96,11 +83,6 @@ class SubscriberSockets:
             on_failure.pop_all()
 
     # ---- waiting -----------------------------------------------------------------------------------
-
-    @property
-    def reconnect_at(self) -> float | None:
-        """The time at which `reconnect_if_due` will reconnect; None if no reconnection is planned."""
-        return self._reconnecting.due_s
 
     def wait(self, wait_s: float | None) -> None:
         """Wait until a socket is readable or `wake` is called, up to `wait_s`; None for no limit."""
@@ -137,40 +119,37 @@ class SubscriberSockets:
 
     # ---- reading -----------------------------------------------------------------------------------
 
-    def read(self) -> Arrived:
-        """Return some of the messages that have arrived, without waiting.
+    def read(self) -> tuple[list[list[bytes]], int, bool]:
+        """Read from the live socket and its monitor, without waiting.
 
-        The monitor is read last, so that it has reported the connection of each message read before.
+        Returns:
+            The frames of some of the messages that have arrived, the number of times that the connection was
+            established, and whether there was anything to read. The monitor is read last, so that it has
+            reported the connection of each of these messages.
         """
-        messages: list[list[bytes]] = []
-        num_bytes = num_events = num_connections = 0
-        while len(messages) < READ_AT_ONCE and num_bytes < READ_BYTES_AT_ONCE:
-            message = receive(self._live)
-            if message is None:
-                break
-            messages.append(message)
-            num_bytes += len(message[-1])
+        messages = receive_some(self._live)
+        num_events = num_connections = 0
         while self._monitor is not None and (event := receive(self._monitor)) is not None:
             num_events += 1
             if int.from_bytes(event[0][:2], sys.byteorder) == zmq.EVENT_DISCONNECTED:
                 # ZeroMQ reconnects by itself, but not after a message beyond the size limit.
-                if not self._binds and self._reconnecting.due_s is None:
-                    self._reconnecting.plan(self._clock())
+                if not self._binds and self.reconnecting.due_s is None:
+                    self.reconnecting.plan(self._clock())
             else:
                 num_connections += 1
-                self._reconnecting.due_s = None
+                self.reconnecting.due_s = None
         if messages:
-            self._reconnecting.shorten()
-        return Arrived(messages, num_connections, bool(messages) or num_events > 0)
+            self.reconnecting.shorten()
+        return messages, num_connections, bool(messages) or num_events > 0
 
-    def read_reply(self) -> list[bytes] | None:
-        """Return the frames of the next reply to the last request; None if there is no reply or request."""
-        return None if self._replay is None else receive(self._replay)
+    def read_replies(self) -> list[list[bytes]]:
+        """Return the frames of some of the replies to the last request that have arrived."""
+        return [] if self._replay is None else receive_some(self._replay)
 
     def reconnect_if_due(self) -> None:
         """Reconnect when a planned reconnection is due."""
-        if self._reconnecting.is_due(self._clock()):
-            self._reconnecting.due_s = None
+        if self.reconnecting.is_due(self._clock()):
+            self.reconnecting.due_s = None
             with contextlib.suppress(zmq.ZMQError):  # ZeroMQ may have dropped the endpoint already
                 self._live.disconnect(self.endpoint)
             self._live.connect(self.endpoint)
@@ -222,6 +201,19 @@ class SubscriberSockets:
         self._wake_writer.close()
         if self._owns_context:
             self._context.term()
+
+
+def receive_some(one: "zmq.SyncSocket") -> list[list[bytes]]:
+    """Return some of the messages that have arrived at a socket."""
+    messages: list[list[bytes]] = []
+    num_bytes = 0
+    while len(messages) < _READ_AT_ONCE and num_bytes < _READ_BYTES_AT_ONCE:
+        message = receive(one)
+        if message is None:
+            break
+        messages.append(message)
+        num_bytes += len(message[-1])
+    return messages
 
 
 def receive(one: "zmq.SyncSocket") -> list[bytes] | None:

@@ -17,12 +17,10 @@ class YieldTimer:
     def __init__(
         self,
         work_ns: int = WORK_NS,
-        rest_s: float = REST_S,
         clock_ns: Callable[[], int] = time.perf_counter_ns,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         self.work_ns = work_ns
-        self.rest_s = rest_s
         self._clock_ns = clock_ns
         self._sleep = sleep
         self._worked_since_ns = clock_ns()
@@ -34,5 +32,5 @@ class YieldTimer:
             self._worked_since_ns = self._clock_ns()
 
     def yield_now(self) -> None:
-        """Yield the GIL to other threads by sleeping for `rest_s`."""
-        self._sleep(self.rest_s)
+        """Yield the GIL to other threads by sleeping for 50 microseconds."""
+        self._sleep(REST_S)

@@ -19,8 +19,8 @@ from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.core.stored_events import make_external_hash
 from kv_pool.core.taking import take_listed
 from kv_pool.errors import InvalidArgumentError, LayoutMismatchError, PoolDumpError
-from kv_pool.events.event_publisher import ResidentState
-from kv_pool.events.stored_spans import slice_positions
+from kv_pool.events.stores import slice_positions
+from kv_pool.events.stream_state import StreamState
 from kv_pool.ids import BlockHashWithGroupId, BlockId, ExternalBlockHash, GroupId
 from kv_pool.storage.block_layout import BlockLayout, check_alike, describe_root
 from kv_pool.storage.block_storage import BlockStorage
@@ -72,7 +72,7 @@ def dump_pool(
     *,
     storage: BlockStorage | None = None,
     layout: BlockLayout | None = None,
-    stream_state: ResidentState | None = None,
+    stream_state: StreamState | None = None,
 ) -> PoolDumpHeader:
     """Write a pool's cached blocks to a file: keys, eviction order and, with a storage, bytes.
 

@@ -44,7 +44,7 @@ REFUSED = {
     f"{REPLAY} --copy-rate 0GB": "copy_bytes_per_s is 0; it must be above 0",
     f"{REPLAY} --keep-sessions 60": "has no session_id",
     f"{REPLAY} --model llama-3-8b --num-layers 3": "pass either --model, or --num-layers",
-    f"{REPLAY} --publish-config wrong.toml": "wrong.toml: [publisher]: unknown key 'topics' for a publisher",
+    f"{REPLAY} --publish-config wrong.toml": "unknown field `topics`; known are endpoint",
     f"{REPLAY} --pace 3": "--pace is for events; pass --publish, too",
     f"{REPLAY} --publish tcp://127.0.0.1:0 --pace 0": "the pace is 0.0 requests per second; it must be above",
     f"{REPLAY} --publish nowhere": "endpoint is 'nowhere'; write tcp://host:port",

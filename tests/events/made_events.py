@@ -1,6 +1,7 @@
 """Short notation for events: hashes are numbers, block size is 2, block n has tokens 10n and 10n + 1."""
 
 from kv_pool.core.kv_events import BlockRemoved, BlockStored
+from kv_pool.events.stream_state import StreamState
 
 
 def stored(hashes, parent=None, event_class=BlockStored, *, token_ids=None, **fields):
@@ -34,3 +35,21 @@ def draw(events, name=str):
         else:
             drawn.append("clear")
     return drawn
+
+
+def made(*events, **options):
+    """Return a state to which these events were applied, one batch for each."""
+    state = StreamState(**options)
+    for event in events:
+        state.apply([event])
+    return state
+
+
+def send(state, *events):
+    """Return what a state sends for one batch, drawn."""
+    return draw(state.apply(list(events)))
+
+
+def snap(state):
+    """Return a snapshot, drawn."""
+    return draw(state.take_snapshot()[1])

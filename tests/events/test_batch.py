@@ -7,15 +7,20 @@ import msgspec
 import pytest
 
 from kv_pool.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
-from kv_pool.errors import EventStreamError, InvalidTypeError
+from kv_pool.errors import EventStreamError, InvalidArgumentError, InvalidTypeError
 from kv_pool.events.batch import (
     _LARGE_BYTES,
+    MAX_SEQUENCE,
     DecodedBatch,
     KVEventBatch,
     decode_batch,
     decode_lazily,
     encode_batch,
     encode_batch_positional,
+    encode_in_pieces,
+    is_snapshot,
+    pack_sequence,
+    unpack_sequence,
 )
 from kv_pool.events.mirror import PrefixMirror
 
@@ -280,3 +285,61 @@ def test_stores_with_grouped_tokens_keep_their_hashes(form, is_large, tokens):
     mirror.apply("again", batch.events)
     assert mirror.find_prefix([11])["again"] == 1
     assert mirror.find_prefix_of_tokens([100, 101, 102, 103]) == {}
+
+
+# ---- frames and snapshots ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sequence", "frame"),
+    [(0, "0000000000000000"), (258, "0000000000000102"), (MAX_SEQUENCE, "fffffffffffffffe")],
+)
+def test_sequence_is_8_bytes_big_endian(sequence, frame):
+    assert pack_sequence(sequence).hex() == frame
+    assert unpack_sequence(bytes.fromhex(frame)) == sequence
+
+
+@pytest.mark.parametrize("sequence", [-1, MAX_SEQUENCE + 1])
+def test_end_marker_is_not_a_valid_sequence(sequence):
+    with pytest.raises(InvalidArgumentError, match=f"sequence is {sequence}"):
+        pack_sequence(sequence)
+
+
+@pytest.mark.parametrize("frame", [b"", b"\x00" * 7, b"\x00" * 9])
+def test_frame_of_another_length_is_rejected(frame):
+    with pytest.raises(EventStreamError, match=f"has {len(frame)} bytes"):
+        unpack_sequence(frame)
+
+
+@pytest.mark.parametrize("num_events", [0, 1, 15, 16, 300, 70_000])
+@pytest.mark.parametrize("encode", [encode_batch, encode_batch_positional])
+@pytest.mark.parametrize("rank", [0, 200])
+def test_pieces_give_the_same_bytes_as_one_call(num_events, encode, rank):
+    events = [BlockRemoved([number], "GPU") for number in range(num_events)]
+    chunks = [events[first : first + 17] for first in range(0, num_events, 17)]
+    payload, num_left_out = encode_in_pieces(2.5, chunks, rank, encode)
+    assert payload == encode(KVEventBatch(2.5, events, rank))
+    assert num_left_out == 0
+
+
+def test_event_that_cannot_be_encoded_is_omitted_and_counted():
+    good = [AllBlocksCleared(), BlockRemoved([1], None)]
+    payload, num_left_out = encode_in_pieces(2.5, [[good[0]], [object(), good[1]], []], 0, encode_batch)
+    assert payload == encode_batch(KVEventBatch(2.5, good, 0))
+    assert num_left_out == 1
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        ([AllBlocksCleared()], True),
+        ([AllBlocksCleared()] * 70_000, True),
+        ([AllBlocksCleared(), BlockRemoved([1], "GPU")], True),
+        ([], False),
+        ([BlockRemoved([], None), AllBlocksCleared()], False),
+        ([BlockRemoved([1], "GPU")], False),
+    ],
+)
+@pytest.mark.parametrize("encode", [encode_batch, encode_batch_positional])
+def test_snapshot_is_recognized_by_its_first_bytes(events, expected, encode):
+    assert is_snapshot(encode(KVEventBatch(1.5, events, 0))) is expected

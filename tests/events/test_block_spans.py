@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from events.made_events import draw, removed, stored
+from events.made_events import made, removed, snap, stored
 
 from kv_pool.events.invariants import Reader, check_knowledge
 from kv_pool.events.place_blocks import (
@@ -14,17 +14,6 @@ from kv_pool.events.place_blocks import (
     unpack_tokens,
 )
 from kv_pool.events.stream_state import StreamState
-
-
-def made(*events, **options):
-    state = StreamState(**options)
-    for event in events:
-        state.apply([event])
-    return state
-
-
-def snap(state):
-    return draw(state.take_snapshot()[1])[1:]
 
 
 def list_spans(state):
@@ -62,7 +51,7 @@ def test_single_blocks_in_sequence_share_a_span():
     state = made(*(stored([number], number - 1 or None) for number in numbers))
     sizes = sorted(map(len, list_spans(state)))
     assert sizes == [1, MAX_GROWN_BLOCKS, MAX_GROWN_BLOCKS]
-    assert snap(state) == ["> " + " ".join(map(str, numbers))]
+    assert snap(state) == ["clear", "> " + " ".join(map(str, numbers))]
 
 
 def test_span_drops_fields_of_blocks_once_most_are_removed():
@@ -74,7 +63,7 @@ def test_span_drops_fields_of_blocks_once_most_are_removed():
     (span,) = {blocks.held.values[number] for number in kept}
     assert span.hashes == tuple(kept)
     assert unpack_tokens(span.tokens) == [token for n in kept for token in (10 * n, 10 * n + 1)]
-    assert snap(state) == ["> " + " ".join(map(str, kept))]
+    assert snap(state) == ["clear", "> " + " ".join(map(str, kept))]
 
 
 def test_token_ids_are_lists_unless_packing_is_allowed():

@@ -61,7 +61,7 @@ def test_error_for_invalid_file_names_the_file(tmp_path, text, table, message):
 
 @pytest.mark.parametrize("values", [{"bufer_steps": 3}, {"groups": [{"bufer_steps": 3}]}])
 def test_error_for_unknown_key_lists_known_keys(values):
-    with pytest.raises(InvalidArgumentError, match=r"unknown key '.*bufer_steps'.* known are .*buffer_steps"):
+    with pytest.raises(InvalidArgumentError, match=r"unknown field `bufer_steps`.* known are .*buffer_steps"):
         PublisherConfig.from_mapping(values)
 
 

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kv_pool import AllBlocksCleared, BlockRemoved
-from kv_pool.events.batch import KVEventBatch, encode_batch, encode_batch_positional, is_snapshot
+from kv_pool.events.batch import KVEventBatch, encode_batch
 from kv_pool.events.continuity import Continuity
 from kv_pool.events.stream_items import BatchesLost, PublisherRestarted, PublisherSilent, ReceivedBatch
 
@@ -120,14 +120,6 @@ def test_lower_numbers_show_a_restart_after_a_snapshot():
     assert stream.live("b0", ts=98.0) == "restarted b0"
 
 
-def test_publisher_without_batches_gets_a_second_request():
-    stream = Stream()
-    assert stream.live("a3") == ""
-    assert stream.replay("end") == ""
-    assert (stream.asked(), stream.replay("end")) == (0, "lost:0-2 a3")
-    assert stream.live("a4") == "a4"
-
-
 def test_first_live_batch_triggers_the_first_request():
     """Batches sent between an answer and the subscription are lost, and may need a second snapshot."""
     stream = Stream(settle_s=0.25)
@@ -154,17 +146,6 @@ def test_first_request_is_sent_after_a_delay_without_batches():
     assert not stream.machine.is_recovering
 
 
-def test_request_from_before_the_connection_is_repeated():
-    """A publisher that started after its reader may have answered before it knew the subscription."""
-    stream = Stream(settle_s=0.25)
-    stream.wait(0.25)
-    assert stream.asked() == 0
-    stream.machine.handle_connection(stream.now)
-    assert stream.machine.request is None
-    assert stream.live("a3") == ""
-    assert stream.asked() == 0
-
-
 def test_live_batch_after_reconnection_does_not_end_the_delay():
     stream = Stream(settle_s=0.25)
     stream.machine.handle_connection(stream.now)
@@ -188,12 +169,6 @@ def test_late_start_without_replay_is_a_loss():
 
 
 # ---- gaps ----------------------------------------------------------------------------------------
-
-
-def test_gap_gets_the_remaining_batches():
-    stream = started("a0")
-    stream.live("a5", "a6")
-    assert stream.replay("a4", "a5", "end") == "lost:1-3 a4r a5r a6"
 
 
 def test_hole_in_an_answer_is_filled_by_live_batches():
@@ -400,14 +375,6 @@ def test_unanswered_reconnection_counts_as_a_restart():
     assert stream.machine.request is None
 
 
-def test_next_request_starts_after_the_snapshot():
-    """Under the snapshot's number the publisher has a batch with other bytes."""
-    stream = started("S8")
-    stream.live("a10")
-    assert stream.asked() == 9
-    assert stream.replay("a9", "a10", "end") == "a9r a10r"
-
-
 def test_reconnection_after_a_snapshot_takes_another_snapshot():
     """No batch that identifies this incarnation is known yet."""
     stream = started("S8")
@@ -468,13 +435,6 @@ def test_silence_without_replay_is_reported_at_once():
     assert stream.machine.get_counts().num_silences == 1
 
 
-def test_heartbeats_prevent_silence():
-    stream = Stream(can_replay=False, silence_after_s=10)
-    for sequence in range(5):
-        stream.machine.handle_live(sequence, encode_batch(KVEventBatch(0.0, [], 0)), stream.now)
-        assert stream.wait(9) == ""
-
-
 def test_live_batch_during_a_probe_ends_silence():
     stream = started("a0", silence_after_s=10, replay_timeout_s=5, max_attempts=1)
     stream.wait(10)
@@ -499,22 +459,6 @@ def test_malformed_batch_in_an_answer_is_counted_and_lost():
     assert stream.replay("a0") == "a0r"
     assert stream.words(stream.machine.handle_replayed(1, b"", stream.now)) == "lost:1-1"
     assert stream.replay("a2", "end") == "a2r"
-
-
-@pytest.mark.parametrize(
-    ("events", "expected"),
-    [
-        ([AllBlocksCleared()], True),
-        ([AllBlocksCleared()] * 70_000, True),
-        ([AllBlocksCleared(), BlockRemoved([1], "GPU")], True),
-        ([], False),
-        ([BlockRemoved([], None), AllBlocksCleared()], False),
-        ([BlockRemoved([1], "GPU")], False),
-    ],
-)
-@pytest.mark.parametrize("encode", [encode_batch, encode_batch_positional])
-def test_snapshot_is_recognized_by_its_first_bytes(events, expected, encode):
-    assert is_snapshot(encode(KVEventBatch(1.5, events, 0))) is expected
 
 
 # ---- random streams ------------------------------------------------------------------------------

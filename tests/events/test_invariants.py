@@ -101,9 +101,4 @@ def test_e4_to_e7_detect_forbidden_events(events, message):
     reader = Reader()
     reader.read([stored([9])])
     with pytest.raises(CorruptedPoolError, match=message):
-        check_events(StreamState(), events, reader)
-
-
-def test_checks_skip_what_the_options_do_not_guarantee():
-    state = StreamState(exact=False, dense=False)
-    check_events(state, [stored([1, 1], token_ids=[3]), stored([1], 1), stored([], token_ids=[1])], Reader())
+        check_events(events, reader)

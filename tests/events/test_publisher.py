@@ -106,14 +106,6 @@ def test_stores_carry_the_kind_of_their_group():
     ]
 
 
-def test_any_sequence_of_events_is_sent():
-    with make_publisher() as publisher, subscribed(publisher) as (subscriber, _):
-        publisher.publish((stored(0), removed(1)))
-        _, batch = subscriber.receive()
-        assert len(batch.events) == 2
-    assert publisher.get_statistics().num_batches_failed == 0
-
-
 def test_idle_publisher_sends_heartbeats():
     with make_publisher(heartbeat_s=0.001) as publisher, Subscriber(publisher.endpoint) as subscriber:
         first, batch = subscriber.receive()
@@ -289,9 +281,6 @@ def test_inproc_endpoint_is_in_the_shared_context():
         while not socket.poll(10):
             publisher.publish([removed(1)])
         socket.close(linger=0)
-
-
-# ---- restarts ----------------------------------------------------------------------------------------
 
 
 # ---- CURVE -------------------------------------------------------------------------------------------
@@ -472,14 +461,4 @@ def test_garbage_on_the_ports_changes_nothing():
         publisher.publish([removed(1)])
         assert subscriber.receive_numbers() == (first, [1])
         with Requester(publisher.replay_endpoint) as requester:
-            assert requester.ask_for_sequences(first) == [first]
-
-
-def test_encrypted_stream_is_readable_with_the_server_key(keys):
-    with make_publisher(curve_secret_key_file=keys["server"]) as publisher:
-        options = client_options(keys, "friend")
-        with subscribed(publisher, **options) as (subscriber, first):
-            publisher.publish([removed(5)])
-            assert subscriber.receive_numbers() == (first, [5])
-        with Requester(publisher.replay_endpoint, **options) as requester:
             assert requester.ask_for_sequences(first) == [first]

@@ -1,10 +1,10 @@
-"""Queued batches, compared with a list."""
+"""Queued batches, compared with a list; live batches that were replayed."""
 
 import random
 
 import pytest
 
-from kv_pool.events.queued_batches import QueuedBatches
+from kv_pool.events.queued_batches import QueuedBatches, ReplayedBatches, make_fingerprint
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -30,3 +30,22 @@ def test_random_calls_match_a_list(seed):
                 expected.clear()
         assert len(held) == len(expected)
         assert held.num_bytes == sum(len(payload) for _, payload in expected)
+
+
+def test_new_incarnation_forgets_all_batches():
+    batches = ReplayedBatches()
+    batches.add(3, make_fingerprint(b"three"))
+    batches.passed = 5
+    batches.last_live = 4
+    batches.begin_incarnation()
+    assert not batches.contains(3, b"three")
+    assert batches.passed is None
+    batches.passed = 4
+    assert batches.contains(4, b"x")
+
+
+def test_oldest_fingerprints_are_dropped():
+    batches = ReplayedBatches()
+    for sequence in range(100_001):
+        batches.add(sequence, make_fingerprint(b"x"))
+    assert (batches.contains(0, b"x"), batches.contains(1, b"x")) == (False, True)

@@ -115,9 +115,6 @@ def test_close_returns_if_the_replay_thread_has_ended():
         assert not server._thread.is_alive()
 
 
-# ---- slow readers ------------------------------------------------------------------------------------
-
-
 # ---- snapshots ---------------------------------------------------------------------------------------
 
 
@@ -253,22 +250,3 @@ def test_failing_state_costs_readers_only_the_snapshot():
         requester.ask_until(0, 4)
         assert requester.ask_for_sequences(0) == [3, 4]
     assert publisher.get_statistics().num_snapshots == 0
-
-
-@pytest.mark.slow
-def test_reader_that_only_sends_requests_is_abandoned():
-    with make_publisher(linger_s=0.0, buffer_steps=20) as publisher:
-        publish_large_batches(publisher, 20, 2_000)
-        with (
-            Requester(publisher.replay_endpoint) as requester,
-            Reader(zmq.DEALER, publisher.replay_endpoint, rcvhwm=1, rcvbuf=4096) as stalled,
-        ):
-            requester.ask_until(0, 19)
-            while not publisher.get_statistics().num_replays_abandoned:
-                stalled.socket.send_multipart([b"", pack_sequence(0)])
-                assert len(requester.ask(0)) == 20
-
-
-def publish_large_batches(publisher, num_batches, num_hashes):
-    for number in range(num_batches):
-        publisher.publish([removed(2**60 + offset) for offset in range(num_hashes)] + [removed(number)])

@@ -109,16 +109,3 @@ def count_connections(endpoint):
     port = int(endpoint.rpartition(":")[2])
     rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
     return sum(row[1].endswith(f":{port:04X}") and row[3] == "01" for row in rows)
-
-
-def test_slow_reader_does_not_block_the_replays_of_others():
-    with (
-        make_publisher(buffer_steps=400, linger_s=0.0) as publisher,
-        Requester(publisher.replay_endpoint) as requester,
-        Reader(zmq.DEALER, publisher.replay_endpoint, **NEVER_READS) as stalled,
-    ):
-        publish_20_kb(publisher, 400)
-        stalled.socket.send_multipart([b"", pack_sequence(0)])
-        for _ in range(3):
-            assert len(requester.ask(0)) == 400
-        assert publisher.get_statistics().num_readers_dropped == 0

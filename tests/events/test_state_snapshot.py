@@ -4,23 +4,12 @@ import threading
 from itertools import pairwise
 
 import pytest
-from events.made_events import draw, removed, stored
+from events.made_events import draw, made, removed, snap, stored
 
-from kv_pool import AllBlocksCleared, InvalidArgumentError
+from kv_pool import AllBlocksCleared
 from kv_pool.events.invariants import Reader
 from kv_pool.events.stream_state import StreamState
 from kv_pool.events.yield_timer import YieldTimer
-
-
-def snap(state):
-    return draw(state.take_snapshot()[1])
-
-
-def made(*events, **options):
-    state = StreamState(**options)
-    for event in events:
-        state.apply([event])
-    return state
 
 
 def test_chain_becomes_one_event_however_it_was_stored():
@@ -106,13 +95,6 @@ def test_long_chains_are_split_to_fit_into_chunks():
     assert [found for event in events for found in event.block_hashes] == list(numbers)
     for before, after in pairwise(events):
         assert after.parent_block_hash == before.block_hashes[-1]
-
-
-def test_max_blocks_below_one_is_rejected():
-    state = made(stored([1, 2]), stored([3], 2))
-    assert [draw(chunk) for chunk in state.iter_snapshot(1)[1]] == [["clear"], ["> 1"], ["1 > 2"], ["2 > 3"]]
-    with pytest.raises(InvalidArgumentError, match="max_blocks is 0"):
-        state.iter_snapshot(0)
 
 
 # ---- while batches are applied ------------------------------------------------------------------------
@@ -209,7 +191,7 @@ def test_threaded_snapshots_match_the_state_after_their_batch():
 
 
 def test_memory_of_cleared_blocks_is_freed_by_later_batches():
-    state = made(stored(range(1000)), AllBlocksCleared())
+    state = made(stored(range(2000)), AllBlocksCleared())
     assert state.resident._forgotten
     state.apply([])
     state.apply([])

@@ -1,30 +1,14 @@
 """The events that a state sends instead of a pool's, in the notation of made_events.py."""
 
+from types import SimpleNamespace
+
+import msgspec
 import pytest
-from events.made_events import draw, removed, stored
+from events.made_events import draw, removed, send, stored
 
-from kv_pool import AllBlocksCleared
+from kv_pool import AllBlocksCleared, InvalidTypeError
 from kv_pool.core.kv_events import BlockReported
-from kv_pool.events.stream_state import StreamState
-
-
-def send(state, *events):
-    return draw(state.apply(list(events)))
-
-
-def test_all_options_off_sends_events_unchanged():
-    state = StreamState(exact=False, dense=False, coalesce_removals=False)
-    events = [
-        stored([1, 1, 2], parent=1, token_ids=[5]),
-        stored([], token_ids=[5]),
-        stored([1], event_class=BlockReported),
-        removed(1),
-        removed(2),
-        removed(2, 2),
-        AllBlocksCleared(),
-    ]
-    sent = state.apply(events)
-    assert all(one is other for one, other in zip(sent, events, strict=True))
+from kv_pool.events.stream_state import StreamState, adopt
 
 
 def test_only_new_blocks_of_a_store_are_sent():
@@ -37,14 +21,8 @@ def test_only_new_blocks_of_a_store_are_sent():
     assert [event.extra_keys for event in sent] == [[("a",)], [None, ("d",)]]
 
 
-def test_report_that_is_sent_is_not_counted_as_a_copy():
-    state = StreamState(exact=False)
-    assert send(state, stored([1], event_class=BlockReported)) == ["> 1"]
-    assert len(state.resident) == 0
-
-
 def test_consecutive_removals_from_one_place_are_merged():
-    state = StreamState(exact=False)
+    state = StreamState()
     events = [
         removed(1),
         removed(2),
@@ -56,14 +34,8 @@ def test_consecutive_removals_from_one_place_are_merged():
         removed(7),
         removed(6),
     ]
-    assert send(state, *events) == ["- 1 2", "- 3", "- 4 5", "> 9", "- 6 7", "- 6"]
+    assert send(state, *events) == ["- 1 2", "- 3", "- 4 5", "> 9", "- 6 7"]
     assert [event.block_hashes for event in events[:2]] == [[1], [2]], "what was given is as it was"
-
-
-def test_dropped_events_do_not_separate_removals():
-    state = StreamState()
-    state.apply([stored([1, 2, 3]), stored([3])])
-    assert send(state, removed(1), removed(3), stored([3]), removed(2)) == ["- 1 2"]
 
 
 def test_span_with_holes_is_sent_without_tokens():
@@ -71,27 +43,79 @@ def test_span_with_holes_is_sent_without_tokens():
     assert (sent.block_hashes, sent.token_ids) == ([1, 2], [])
 
 
-def test_empty_store_is_not_sent():
-    assert send(StreamState(exact=False), stored([], token_ids=[1, 2])) == []
-
-
 @pytest.mark.parametrize(
-    ("hashes", "parent", "expected"),
+    ("event", "expected"),
     [
-        ([1, 2, 2, 3], None, ["> 1 2", "1 > 2 3"]),
-        ([1, 2, 1, 3], 8, ["8 > 1 2", "8 > 1 3"]),
-        ([1, 2, 1, 2], None, ["> 1 2", "> 1 2"]),
-        ([1, 2], 1, ["> 1 2"]),
-        ([1, 1, 1], 1, ["> 1", "> 1", "> 1"]),
+        (stored([], token_ids=[1, 2]), []),
+        (stored([1], event_class=BlockReported), []),
+        (stored([1, 2], 1), ["> 1 2"]),
+        (stored([1, 1, 1], 1), ["> 1"]),
+        (stored([1, 2, 2, 3], 1), ["> 1 2", "2 > 3"]),
+        (stored([1, 2, 1, 3], 8), ["8 > 1 2", "1 > 3"]),
+        (removed(7, 8, 7), ["- 7 8"]),
     ],
 )
-def test_dense_store_has_no_repeated_hash_or_own_parent(hashes, parent, expected):
-    sent = StreamState(exact=False).apply([stored(hashes, parent)])
-    assert draw(sent) == expected
-    assert [token for event in sent for token in event.token_ids] == stored(hashes).token_ids
+def test_no_sent_event_is_empty_or_has_a_hash_twice(event, expected):
+    assert send(StreamState(), event) == expected
 
 
-def test_repeated_hash_in_an_exact_store_is_a_second_copy():
+def test_repeated_hash_in_a_store_is_a_second_copy():
     state = StreamState()
     assert send(state, stored([1, 2, 2, 3], 1)) == ["> 1 2", "2 > 3"]
     assert send(state, removed(2)) == []
+
+
+# ---- events of an engine's own classes -------------------------------------------------------------
+
+
+def make_foreign(event, *left_out, name=None, **more):
+    """Return the same event as a struct of another class with that name, as an engine defines it."""
+    kind = type(event)
+    fields = [field for field in kind.__struct_fields__ if field not in left_out]
+    foreign = msgspec.defstruct(name or kind.__name__, [*fields, *more])
+    return foreign(**{field: getattr(event, field) for field in fields}, **more)
+
+
+EVENTS = [
+    stored([1, 2], 7, lora_name="a", extra_keys=[None, ("salt",)], session_id="s-1"),
+    removed(1, 2, locality="LOCAL"),
+    AllBlocksCleared(),
+]
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
+def test_event_of_an_engine_is_converted(event):
+    assert adopt(make_foreign(event)) == event
+    assert adopt(make_foreign(event, news=1)) == event
+    assert adopt(event) is event
+
+
+def test_fields_missing_in_an_older_engine_are_unset():
+    event = stored([1])
+    assert adopt(make_foreign(event, "session_id", "lookahead_token_ids", "ownership")) == event
+
+
+def test_report_of_an_engine_is_converted_to_a_report():
+    adopted = adopt(make_foreign(stored([1], event_class=BlockReported)))
+    assert type(adopted) is BlockReported
+
+
+@pytest.mark.parametrize(
+    ("event", "message"),
+    [
+        ({"type": "BlockStored"}, "a dict cannot be sent"),
+        (SimpleNamespace(block_hashes=[1]), "a SimpleNamespace cannot be sent"),
+        (make_foreign(stored([1]), "token_ids"), "a BlockStored cannot be sent: .*token_ids"),
+    ],
+)
+def test_object_that_is_not_an_event_is_rejected_without_change(event, message):
+    state = StreamState()
+    with pytest.raises(InvalidTypeError, match=message):
+        state.apply([stored([1]), event])
+    assert len(state.resident) == 0
+
+
+def test_state_counts_own_and_foreign_events_together():
+    state = StreamState()
+    assert draw(state.apply([make_foreign(stored([1])), stored([1])])) == ["> 1"]
+    assert draw(state.apply([removed(1), make_foreign(removed(1))])) == ["- 1"]

@@ -10,7 +10,6 @@ import pytest
 import zmq
 from events.followed_stream import (
     LIMIT_S,
-    DroppingSocket,
     losses,
     our_publisher,
     read_to_the_end,
@@ -26,12 +25,7 @@ from kv_pool import AllBlocksCleared, BlockStored, InvalidArgumentError
 from kv_pool.errors import EndpointError, EventStreamError
 from kv_pool.events.curve_keys import CurveKeys
 from kv_pool.events.mirror import PrefixMirror, apply_item, follow, follow_async
-from kv_pool.events.stream_items import (
-    BatchesLost,
-    PublisherRestarted,
-    PublisherSilent,
-    ReceivedBatch,
-)
+from kv_pool.events.stream_items import BatchesLost, PublisherRestarted, PublisherSilent, ReceivedBatch
 from kv_pool.events.subscriber import KVEventSubscriber
 
 
@@ -66,27 +60,6 @@ def test_earlier_batches_are_replayed_and_later_ones_live():
             assert sequences(items) == list(range(len(items)))
             assert [item.is_replayed for item in items[:3]] == [True] * 3
             assert subscriber.get_statistics().counts.num_lost == 0
-
-
-def test_dropped_batch_is_replayed():
-    with WirePublisher() as publisher, subscribe(publisher) as subscriber:
-        read = len(join(subscriber, publisher))
-        publisher.publish([], is_dropped=True)
-        publisher.publish([], is_dropped=True)
-        publisher.publish([])
-        items = read_until(subscriber, has(read + 2))
-        assert sequences(items) == [read, read + 1, read + 2]
-        assert publisher.requests[-1] == read - 1  # starting with the last batch received
-
-
-def test_unanswered_replay_is_abandoned():
-    with WirePublisher() as publisher:
-        publisher.ignores_requests = True
-        with subscribe(publisher, replay_timeout_s=0.1, max_attempts=2) as subscriber:
-            read_until(subscriber, lambda _: subscriber.get_statistics().counts.num_timeouts == 2)
-            items = join(subscriber, publisher)
-    assert isinstance(items[-1], ReceivedBatch)
-    assert subscriber.get_statistics().counts.num_batches == len(sequences(items))
 
 
 def test_live_frame_with_the_end_marker_is_unreadable():
@@ -345,8 +318,6 @@ def test_stream_of_vllm_is_followed_by_counting_copies():
     life = LivingPool()
     mirror = PrefixMirror()
     with WirePublisher() as publisher:
-        import msgspec
-
         for number in range(300):
             payload = msgspec.msgpack.encode([float(number), life.step(), 0])
             publisher.publish(None, payload=payload, is_dropped=number % 50 == 7)
@@ -359,8 +330,6 @@ def test_loss_clears_the_publisher_in_the_mirror():
     life = LivingPool()
     mirror = PrefixMirror()
     with WirePublisher(buffer_steps=5) as publisher:
-        import msgspec
-
         for number in range(50):
             publisher.publish(None, payload=msgspec.msgpack.encode([float(number), life.step(), 0]))
         mirror.apply("pool", [AllBlocksCleared()])
@@ -545,37 +514,3 @@ def test_mirror_matches_the_pool_after_drops_and_restarts(first_sequence):
     assert num_snapshots + subscriber.get_statistics().counts.num_snapshots <= 1 + fault
     subscriber.close()
     publisher.close()
-
-
-@pytest.mark.parametrize("buffer_steps", [10_000, 3])
-def test_mirror_matches_the_pool_with_1_percent_loss(buffer_steps):
-    life = LivingPool()
-    mirror = PrefixMirror(learns_tokens=True)
-    with our_publisher(buffer_steps=buffer_steps) as publisher, subscribe(publisher) as subscriber:
-        dropping = DroppingSocket(publisher._sockets.live, random.Random(1), 0.01)
-        publisher._sockets.live = dropping
-        items = []
-
-        def note(item):
-            apply_item(mirror, item, "pool")
-
-        published = 0
-        while published < 2000:
-            publisher.publish(life.step())
-            published += 1
-            if published % 20 == 0:
-                for item in subscriber.poll():
-                    items.append(item)
-                    note(item)
-        wait_until_sent(publisher, published)
-        dropping.share = 0.0
-        publisher.publish(life.step())
-        items += read_to_the_end(subscriber, publisher, published + 1, mirror)
-        assert dropping.num_dropped > 5
-        assert losses(items) == []
-        assert mirror.get_blocks("pool") == pool_map(life.pool)
-        counts = subscriber.get_statistics().counts
-        assert counts.num_snapshots <= dropping.num_dropped + 1
-        if buffer_steps == 10_000:
-            assert counts.num_snapshots == 0
-            assert sequences(items) == list(range(publisher.get_statistics().last_sequence + 1))

@@ -1,0 +1,265 @@
+r"""`BlockStored` events: parts of one event, and events for chains of resident blocks. Compiled.
+
+    root -- a -- b -- c         one event: a chain of one kind
+                  \
+                   d -- e       one event with parent b
+    (gone) .... f -- g          an orphan: after all others, with its original parent
+"""
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import msgspec
+
+from kv_pool.core.kv_events import BlockRemoved, BlockStored, KVCacheEvent
+from kv_pool.events.place_blocks import (
+    BlockRun,
+    BlockSpan,
+    Place,
+    PlaceBlocks,
+    find_position,
+    find_ranges,
+    unpack_tokens,
+)
+from kv_pool.events.yield_timer import YieldTimer
+from kv_pool.ids import ExternalBlockHash
+
+MAX_TAIL_BLOCKS: Final = 1024
+"""Maximum number of blocks announced again per store; further blocks are not announced again."""
+
+MAX_BLOCKS_PER_CHUNK: Final = 256
+"""Maximum number of blocks in a store of resident blocks, and in a list of a snapshot."""
+
+NEVER_NS: Final = 2**60
+
+
+# ---- parts of one event ----------------------------------------------------------------------------
+
+
+def is_dense(event: BlockStored) -> bool:
+    """Return True if the event has exactly the tokens of its blocks."""
+    return len(event.token_ids) == len(event.block_hashes) * event.block_size
+
+
+def slice_event(event: BlockStored, first: int, end: int, parent: ExternalBlockHash | None) -> BlockStored:
+    """Return an event for blocks `[first, end)`, after `parent`; without tokens if the event is not dense."""
+    size = event.block_size
+    return msgspec.structs.replace(
+        event,
+        block_hashes=event.block_hashes[first:end],
+        parent_block_hash=parent,
+        token_ids=event.token_ids[first * size : end * size] if is_dense(event) else [],
+        extra_keys=event.extra_keys and event.extra_keys[first:end],
+        lookahead_token_ids=event.lookahead_token_ids and event.lookahead_token_ids[first:end],
+    )
+
+
+def slice_ranges(event: BlockStored, ranges: list[tuple[int, int]]) -> list[BlockStored]:
+    """Return one event per range `[first, end)` of an event's blocks.
+
+    The parent of a part is the preceding block of the event, even if that block is in no range; None instead
+    of its own first hash.
+    """
+    hashes = event.block_hashes
+    parts: list[BlockStored] = []
+    for first, end in ranges:
+        parent = hashes[first - 1] if first else event.parent_block_hash
+        parts.append(slice_event(event, first, end, None if parent == hashes[first] else parent))
+    return parts
+
+
+def slice_positions(event: BlockStored, positions: list[int]) -> list[BlockStored]:
+    """Return one event per run of consecutive positions; `positions` are ascending.
+
+    The event itself if all its positions are given.
+    """
+    if len(positions) == len(event.block_hashes):
+        return [event]
+    return slice_ranges(event, find_ranges(positions, len(positions)))
+
+
+# ---- chains of resident blocks ---------------------------------------------------------------------
+
+
+class Forest:
+    """Runs of blocks at one place, each of which is taken once.
+
+    Attributes:
+        roots, orphans: the runs without a parent, and those whose parent is in none of the runs.
+        children: hash -> the runs after it, in which a run that was not taken has its only place.
+    """
+
+    def __init__(self, place: Place, runs: list[BlockRun], yield_timer: YieldTimer) -> None:
+        """Consumes `runs`, and splits those that one store cannot have."""
+        self.place = place
+        self.roots: list[BlockRun] = []
+        self.orphans: list[BlockRun] = []
+        self.children: dict[Any, list[BlockRun]] = {}
+        # Nothing here goes over all blocks in one call: compiled code does not yield in one.
+        pending: dict[Any, list[BlockRun]] = {}
+        for run in runs:
+            for first in range(run.first, run.end, MAX_BLOCKS_PER_CHUNK):
+                part = BlockRun(run.span, first, min(first + MAX_BLOCKS_PER_CHUNK, run.end))
+                if part.parent is None:
+                    self.roots.append(part)
+                else:
+                    pending.setdefault(part.parent, []).append(part)
+            yield_timer.yield_if_due()
+        while runs:
+            run = runs.pop()
+            for block_hash in run.span.hashes[run.first : run.end]:
+                following = pending.pop(block_hash, None)
+                if following is not None:
+                    self.children[block_hash] = following
+            yield_timer.yield_if_due()
+        while pending:
+            self.orphans += pending.popitem()[1]
+            yield_timer.yield_if_due()
+
+    def take_children(self, run: BlockRun) -> list[BlockRun]:
+        """Return the runs that follow a block of this run."""
+        hashes = run.span.hashes[run.first : run.end]
+        if self.children.keys().isdisjoint(hashes):
+            return []
+        return [child for block_hash in hashes for child in self.children.pop(block_hash, ())]
+
+    def iter_stores(self, starts: list[BlockRun]) -> Iterator[BlockStored]:
+        """Yield stores of these runs and of all that follow them, parents first. Consumes `starts`."""
+        while starts:
+            run = starts.pop()
+            chain = [run]
+            num_left = MAX_BLOCKS_PER_CHUNK - len(run)
+            following: BlockRun | None = run
+            while following is not None:
+                run = following
+                following = None
+                for child in self.take_children(run):
+                    if following is None and len(child) <= num_left and continues(run, child):
+                        following = child
+                        chain.append(child)
+                        num_left -= len(child)
+                    else:
+                        starts.append(child)
+            yield make_store(self.place, chain)
+
+
+def iter_all(forests: list[Forest]) -> Iterator[BlockStored]:
+    """Yield the blocks of all places: trees from their roots, then orphans, then all remaining blocks."""
+    for forest in forests:
+        yield from forest.iter_stores(forest.roots)
+    for forest in forests:
+        yield from forest.iter_stores(forest.orphans)
+    for forest in forests:
+        while forest.children:  # of hashes whose parents form a cycle: two prefixes have the same hash
+            yield from forest.iter_stores(forest.children.popitem()[1])
+
+
+def iter_chunks(
+    copies: list[tuple[Place, list[BlockRun]]], yield_timer: YieldTimer
+) -> Iterator[list[KVCacheEvent]]:
+    """Yield stores of all copied blocks, in lists of `MAX_BLOCKS_PER_CHUNK` blocks. Consumes the copies."""
+    forests = [Forest(place, runs, yield_timer) for place, runs in copies]
+    chunk: list[KVCacheEvent] = []
+    num_blocks = 0
+    for event in iter_all(forests):
+        yield_timer.yield_if_due()
+        if num_blocks + len(event.block_hashes) > MAX_BLOCKS_PER_CHUNK:
+            yield chunk
+            chunk, num_blocks = [], 0
+        chunk.append(event)
+        num_blocks += len(event.block_hashes)
+    if chunk:
+        yield chunk
+
+
+def continues(run: BlockRun, child: BlockRun) -> bool:
+    """Return True if one event can announce both runs."""
+    span, next_span = run.span, child.span
+    if child.parent != span.hashes[run.end - 1]:
+        return False
+    return span is next_span or (
+        span.kind is next_span.kind
+        and (span.tokens is None) == (next_span.tokens is None)
+        and (span.lookahead_token_ids is None) == (next_span.lookahead_token_ids is None)
+    )
+
+
+def make_store(place: Place, chain: list[BlockRun]) -> BlockStored:
+    """Return one event for runs each of which continues the one before it."""
+    first = chain[0]
+    kind = first.span.kind
+    size = kind.block_size
+    hashes: list[Any] = []
+    token_ids: list[int] = []
+    extra_keys: list[Any] = []
+    lookahead: list[Any] = []
+    for run in chain:
+        span, start, end = run.span, run.first, run.end
+        hashes += span.hashes[start:end]
+        if span.tokens is not None:
+            token_ids += unpack_tokens(span.tokens)[start * size : end * size]
+        extra_keys += span.extra_keys[start:end] if span.extra_keys else [None] * (end - start)
+        lookahead += span.lookahead_token_ids[start:end] if span.lookahead_token_ids else []
+    return BlockStored(
+        block_hashes=hashes,
+        parent_block_hash=first.parent,
+        token_ids=token_ids,
+        block_size=size,
+        lora_id=kind.lora_id,
+        medium=place.medium,
+        lora_name=kind.lora_name,
+        extra_keys=extra_keys if kind.has_extra_keys else None,
+        group_idx=place.group_idx,
+        kv_cache_spec_kind=kind.kv_cache_spec_kind,
+        kv_cache_spec_sliding_window=kind.kv_cache_spec_sliding_window,
+        locality=place.locality,
+        ownership=place.ownership,
+        lookahead_token_ids=lookahead if first.span.lookahead_token_ids is not None else None,
+    )
+
+
+def announce_with_tails(blocks: PlaceBlocks, fresh: list[Any]) -> list[KVCacheEvent]:
+    """Return one removal of the blocks after `fresh`, then stores of both; [] if no blocks follow.
+
+        announced so far        a b c d stored, b removed      some readers cannot reach c and d any more
+        b is stored again       c d removed, b c d stored      all readers reach all blocks
+
+    Dynamo's indexer hides the blocks after a removed block; storing it again does not restore them. At most
+    `MAX_TAIL_BLOCKS` blocks are announced again.
+
+    Args:
+        blocks: the blocks of one place.
+        fresh: hashes that have just become resident, parents first, and are not announced yet.
+
+    Cost: O(blocks announced).
+    """
+    spans = blocks.held.values
+    is_fresh: set[Any] = set(fresh)
+    taken: set[Any] = set()
+    again: list[Any] = []
+    runs: list[BlockRun] = []
+    starts: list[Any] = fresh[::-1]
+    while starts:
+        block_hash = starts.pop()
+        span: BlockSpan = spans[block_hash]
+        first = find_position(span, block_hash)
+        end = first
+        for block_hash in span.hashes[first : span.end]:
+            is_new = block_hash in is_fresh
+            if block_hash in taken or spans.get(block_hash) is not span:
+                break
+            if not is_new:
+                if len(again) == MAX_TAIL_BLOCKS:
+                    break
+                again.append(block_hash)
+            taken.add(block_hash)
+            known = blocks.children.get(block_hash)
+            if known is not None:
+                starts.extend(known if type(known) is dict else (known,))
+            end += 1
+        if end > first:
+            runs.append(BlockRun(span, first, end))
+    if not again:
+        return []
+    forest = Forest(blocks.place, runs, YieldTimer(NEVER_NS))  # a lock is held
+    return [BlockRemoved(again, *blocks.place), *iter_all([forest])]
