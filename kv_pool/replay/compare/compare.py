@@ -25,6 +25,7 @@ from kv_pool.replay.compare.policy_run import (
     run_policy,
 )
 from kv_pool.replay.compare.references import References, measure_references
+from kv_pool.replay.report import OnProgress
 from kv_pool.threads import submit
 from kv_pool.version import __version__
 
@@ -102,22 +103,6 @@ _REFERENCES = "the optimum"
 
 
 @dataclass(frozen=True)
-class CompareProgress:
-    """The progress of a comparison: ended runs of all runs, and the one that has ended now.
-
-    Attributes:
-        num_ended, num_runs: counts; runs that an earlier call has finished are ended at the start.
-        label: the run, in words.
-        error: the error that ended it, or None.
-    """
-
-    num_ended: int
-    num_runs: int
-    label: str
-    error: str | None
-
-
-@dataclass(frozen=True)
 class _Job:
     """A call for a worker. `key` is a digest of all that decides its result."""
 
@@ -132,7 +117,7 @@ def compare_policies(
     settings: CompareSettings,
     executor: Executor,
     finished: str | None = None,
-    on_progress: Callable[[CompareProgress], None] | None = None,
+    on_progress: OnProgress | None = None,
 ) -> Comparison:
     """Replay each trace with each policy at each capacity, and compare them with LRU and the optimum.
 
@@ -145,7 +130,7 @@ def compare_policies(
         finished: a file to which each finished run is appended. A later call reads it and goes on; changed
             traces, policies, settings and versions of kv_pool are run again. Deleted when all runs are
             finished.
-        on_progress: called in this thread.
+        on_progress: called in this thread, for each run that ends, with its error if it fails.
     Returns:
         The results. A run that fails, for example because its policy is broken, has a row with its error.
     Raises:
@@ -218,12 +203,16 @@ def _run_all(
     jobs: list[_Job],
     executor: Executor,
     runs: FinishedRuns,
-    on_progress: Callable[[CompareProgress], None] | None,
+    on_progress: OnProgress | None,
 ) -> dict[tuple[int, str, int], Any]:
     """Return the result of each job by its place. Jobs that are finished in `runs` are not repeated."""
     results: dict[tuple[int, str, int], Any] = {}
-    notify = on_progress or (lambda progress: None)
     pending: dict[Future[Any], _Job] = {}
+
+    def notify(what: str) -> None:
+        if on_progress is not None:
+            on_progress(f"{len(results)} of {len(jobs)}, {what}", len(results) / len(jobs))
+
     try:
         for job in jobs:
             result = runs.find(job.key)
@@ -233,20 +222,20 @@ def _run_all(
             else:
                 results[job.place] = result
         if results:
-            notify(CompareProgress(len(results), len(jobs), "finished before", None))
+            notify("finished before")
         for future in as_completed(pending):
             job = pending[future]
-            error = None
+            label = job.label
             try:
                 ended = future.result()
             except Exception as raised:  # of the executor: `attempt` returns failures
                 ended = make_failure(raised)
             results[job.place] = ended
             if isinstance(ended, Failure):
-                error = ended.describe()
+                label += f": {ended.describe()}"
             else:
                 runs.add(job.key, ended)
-            notify(CompareProgress(len(results), len(jobs), job.label, error))
+            notify(label)
     finally:
         for future in pending:
             future.cancel()  # no-op after the end of its job
