@@ -132,7 +132,6 @@ def compare(
         if not traces or not policies:
             raise InvalidArgumentError("pass one or more traces, and --policies, such as --policies s3fifo")
         kv = model_options.find_kv()
-        options.check_tiers(bool(settings.host_tier or settings.disk_tier), settings.clock, kv)
         compared = []
         for trace in traces:
             of_trace = replace(settings, trace=trace)

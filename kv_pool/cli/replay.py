@@ -76,11 +76,8 @@ def replay(
     kv = model_options.find_kv()
     given = None if blocks is None else str(blocks)
     (num_blocks,), block_bytes = options.find_capacities(settings, given, memory, kv)
-    if settings.host_blocks and kv is None:
-        raise InvalidArgumentError(
-            "--host-blocks needs --model or dimensions: a block's bytes decide how long a copy takes"
-        )
-    options.check_tiers(bool(settings.host_tier or settings.disk_tier), settings.clock, kv)
+    settings = replace(settings, num_blocks=num_blocks, block_bytes=block_bytes)
+    settings.check()
     if settings.preemption == "swap" and not settings.host_blocks:
         raise InvalidArgumentError(
             "--preempt swap has no effect without --host-blocks: pass both, or neither"
@@ -91,7 +88,6 @@ def replay(
         check_can_draw(png)
     if json is not None:
         check_can_write(json)
-    settings = replace(settings, num_blocks=num_blocks, block_bytes=block_bytes)
     if pace is not None and publish is None and publish_config is None:
         raise InvalidArgumentError("--pace is for events; pass --publish, too")
     # This block includes the output, so that the result is printed before the error of a truncated file.

@@ -69,7 +69,6 @@ def sweep(
     capacities, block_bytes = options.find_capacities(settings, blocks, memory, kv)
     host_tiers = options.parse_list("--host-tier", host_tier)
     disk_tiers = options.parse_list("--disk-tier", disk_tier)
-    options.check_tiers(host_tiers != [0] or disk_tiers != [0], settings.clock, kv)
     others = {file: read_reports(file) for file in overlay or ()}
     picture = choose_files("sweep.png", png, json)
     settings = replace(settings, num_blocks=capacities[0], block_bytes=block_bytes)

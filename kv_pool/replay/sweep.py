@@ -47,6 +47,7 @@ def run_sweep(
     ]
     if not points:
         raise InvalidArgumentError("a sweep needs at least one capacity")
+    points[-1].check()  # before processes start; each replay checks its own point
     reports: dict[int, ReplayReport] = {}
     with WorkerProcesses(min(num_processes, len(points))) as workers:
         # The last job counts the hits of an infinite cache, for all reports.

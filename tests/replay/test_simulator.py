@@ -43,7 +43,10 @@ def trace(tmp_path):
         ({"preemption": "never"}, "unknown preemption 'never'; known are cost, swap, recompute"),
         ({"host_blocks": -1}, "host_blocks is -1"),
         ({"host_blocks": 9, "block_bytes": 1}, "which only the trace clock has"),
-        ({"host_blocks": 9, "clock": "trace"}, "a host pool needs block_bytes"),
+        (
+            {"host_blocks": 9, "clock": "trace"},
+            "need the bytes of a block",
+        ),
         ({"limit": 0}, "limit is 0"),
         ({"limit": -3}, "limit is -3"),
         ({"block_size": 0}, "block_size is 0"),

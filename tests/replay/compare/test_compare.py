@@ -348,12 +348,12 @@ def test_invalid_settings_are_refused(traces):
 
 
 def test_finished_runs_that_cannot_be_kept_are_an_error(traces, tmp_path):
-    with pytest.raises(TraceError, match="cannot keep finished runs"):
+    with pytest.raises(TraceError, match="cannot write finished runs"):
         compare_policies(make_settings(traces, []), CountingExecutor(), str(tmp_path))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
-        with pytest.raises(TraceError, match="cannot keep finished runs: File too large"):
+        with pytest.raises(TraceError, match="cannot write finished runs: File too large"):
             compare_policies(make_settings(traces, []), CountingExecutor(), str(tmp_path / "runs"))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
