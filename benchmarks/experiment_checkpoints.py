@@ -19,7 +19,6 @@ from kv_pool.replay.groups import PromptSteps, make_prefix_rules, parse_groups
 from kv_pool.replay.replay_request import ReplayRequest
 from kv_pool.replay.report import ReplayReport
 from kv_pool.replay.simulator import run_instantly
-from kv_pool.replay.tally import Tally
 from kv_pool.replay.trace import Trace, TraceRequest
 
 STATE_GROUP = GroupId(1)
@@ -125,7 +124,7 @@ def replay(
     groups = parse_groups("full,mamba", block_size)
     manager = KVCacheManager(pool, groups=groups, prefix_rules=make_prefix_rules(rule))
     report = ReplayReport(block_size, num_blocks, "full_blocks_cap", "instant")
-    driver = ReplayDriver(manager, Tally(report))
+    driver = ReplayDriver(manager, report)
     num_hits = num_hit_tokens = 0
 
     def on_request() -> None:

@@ -3,23 +3,23 @@
 import os
 import sys
 from dataclasses import replace
+from itertools import chain, groupby, repeat
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
 from rich.console import Console
-from rich.progress import MofNCompleteColumn
 from rich.table import Table
 from rich.text import Text
 
 from kv_pool.cli import options
 from kv_pool.cli.console import fit_table, new_table, print_error, print_table, show_progress
-from kv_pool.cli.foreign_text import escape_text, make_cell
+from kv_pool.cli.foreign_text import escape_text
 from kv_pool.cli.options import choose_files, write_report
 from kv_pool.cli.setting_options import takes
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.replay.compare.compare import CompareProgress, compare_policies
+from kv_pool.replay.compare.compare import compare_policies
 from kv_pool.replay.compare.comparison import (
     CEILING,
     ComparedTrace,
@@ -132,7 +132,6 @@ def compare(
         if not traces or not policies:
             raise InvalidArgumentError("pass one or more traces, and --policies, such as --policies s3fifo")
         kv = model_options.find_kv()
-        options.check_tiers(bool(settings.host_tier or settings.disk_tier), settings.clock, kv)
         compared = []
         for trace in traces:
             of_trace = replace(settings, trace=trace)
@@ -145,7 +144,10 @@ def compare(
     if on is not None:
         wanted = _find_files(wanted)
     picture = choose_files("compare.png", png, json, csv)
-    comparison = _run(wanted, on, jobs, None if json is None else f"{json}{_FINISHED}")
+    finished = None if json is None else f"{json}{_FINISHED}"
+    num_processes = jobs or os.cpu_count() or 1
+    with show_progress("comparing") as notify, open_executor(on, num_processes) as executor:
+        comparison = compare_policies(wanted, executor, finished, notify)
     write_report(comparison, json)
     if csv is not None:
         write_csv(comparison, csv)
@@ -168,23 +170,12 @@ def _find_files(wanted: CompareSettings) -> CompareSettings:
     return msgspec.structs.replace(wanted, traces=tuple(traces))
 
 
-def _run(wanted: CompareSettings, on: str | None, jobs: int, finished: str | None) -> Comparison:
-    with show_progress("comparing", MofNCompleteColumn(), None) as update:
-
-        def show(progress: CompareProgress) -> None:
-            live = progress.label if progress.error is None else f"{progress.label}: {progress.error}"
-            update(total=progress.num_runs, completed=progress.num_ended, live=escape_text(live)[:80])
-
-        with open_executor(on, jobs or os.cpu_count() or 1) as executor:
-            return compare_policies(wanted, executor, finished, show)
-
-
 def _show(comparison: Comparison, picture: str) -> bool:
     """Print the results. Return True if a run has failed, or results contradict each other."""
     console = Console()
     errors = []
     for found in comparison.traces:
-        print_table(make_compare_table(found, console), console)
+        print_table(fit_table(make_table(found), console), console)
         for line in describe(found, comparison.settings.resamples):
             print(line)
         errors += list_errors(found)
@@ -207,11 +198,6 @@ def _show_differences(earlier: Comparison, comparison: Comparison) -> bool:
     if not differences:
         print("the results are the same as before")
     return bool(differences)
-
-
-def make_compare_table(found: TraceComparison, console: Console) -> Table:
-    """Return one row per policy and capacity; on a narrow terminal without the last columns."""
-    return fit_table(lambda num_columns: _lay_out(found, num_columns), len(_COLUMNS), console)
 
 
 def describe(found: TraceComparison, num_samples: int) -> list[str]:
@@ -237,33 +223,28 @@ def list_errors(found: TraceComparison) -> list[str]:
     ]
 
 
-def _lay_out(found: TraceComparison, num_columns: int) -> Table:
+def make_table(found: TraceComparison) -> Table:
+    """Return one row per policy and capacity, the most important columns first."""
     trace = escape_text(Path(found.provenance.trace).name)
     title = Text(f"{trace}, {found.requests:,} requests, blocks of {found.block_size} tokens")
     numbers = [name for name in _COLUMNS if name != "policy"]
-    table = new_table(_COLUMNS[:num_columns], right=numbers, title=title)
-    capacity = None
-    for row in found.rows:
-        if capacity not in (None, row.num_blocks):
-            table.add_section()
-        cells = _make_cells(row, found)
-        if row.num_blocks == capacity:
-            cells[0] = Text()
-        capacity = row.num_blocks
-        table.add_row(*cells[:num_columns])
-    return table
+    rows: list[list[str] | None] = []
+    for num_blocks, of_capacity in groupby(found.rows, key=lambda row: row.num_blocks):
+        capacities = chain([f"{num_blocks:,}"], repeat(""))
+        rows += [[next(capacities), *_make_cells(row, found)] for row in of_capacity]
+        rows.append(None)
+    return new_table(_COLUMNS, rows, right=numbers, title=title)
 
 
-def _make_cells(row: ComparisonRow, found: TraceComparison) -> list[Text]:
+def _make_cells(row: ComparisonRow, found: TraceComparison) -> list[str]:
+    """Return the cells of a row after the capacity."""
     if row.error is not None:
-        name = row.error.split(":")[0]
-        return [Text(f"{row.num_blocks:,}"), make_cell(row.policy), Text(name), *[Text()] * 8]
+        return [row.policy, row.error.split(":")[0], *[""] * 8]
     policy = {"lru": "LRU", CEILING: "infinite cache"}.get(row.policy, row.policy)
     if row.policy == OPTIMUM and found.optimum_tokens == "bound":
         policy = "bound" if found.optimum_blocks == "bound" else "optimum, bound of tokens"
     counts = (row.blocks_hit, row.blocks_missed, row.evictions, row.admitted)
-    cells = [
-        f"{row.num_blocks:,}",
+    return [
         policy,
         _format_rate(row.token_hit_rate, None, None, "{:.2f}", "%"),
         _format_rate(row.block_hit_rate, None, None, "{:.2f}", "%"),
@@ -272,7 +253,6 @@ def _make_cells(row: ComparisonRow, found: TraceComparison) -> list[Text]:
         *("" if count is None else f"{count:,}" for count in counts),
         "" if row.seconds is None else f"{row.seconds:.2f}",
     ]
-    return [make_cell(cell) for cell in cells]
 
 
 def _format_rate(value: float | None, low: float | None, high: float | None, form: str, unit: str) -> str:

@@ -6,25 +6,18 @@ import sys
 import time
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NoReturn
 
 import msgspec
 from rich.console import Console
 from rich.live import Live
 from rich.measure import Measurement
-from rich.progress import (
-    BarColumn,
-    Progress,
-    ProgressColumn,
-    TaskProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from kv_pool.cli.foreign_text import escape_json, escape_lines
+from kv_pool.cli.foreign_text import escape_json, escape_lines, escape_text, make_cell
+from kv_pool.replay.report import OnProgress
 
 SECONDS_BETWEEN_LOOKS = 0.5
 """Slow enough to read. Each refresh costs the pool some microseconds."""
@@ -81,11 +74,17 @@ def describe_bytes(num_bytes: float) -> str:
 
 
 def new_table(
-    titles: Iterable[str], *, right: Container[str] = (), folds: Container[str] = (), **options: Any
+    titles: Iterable[str],
+    rows: Iterable[Iterable[object] | None],
+    *,
+    right: Container[str] = (),
+    folds: Container[str] = (),
+    **options: Any,
 ) -> Table:
-    """Return a table with these columns and no rows.
+    """Return a table with these columns and rows.
 
     Args:
+        rows: cells, which are escaped unless they are `Text`; None for a line between two rows.
         right: titles of columns that are aligned to the right.
         folds: titles of columns whose cells may fold; cells of the others stay whole.
         options: of `Table`.
@@ -93,6 +92,11 @@ def new_table(
     table = Table(**options)
     for title in titles:
         table.add_column(title, justify="right" if title in right else "left", no_wrap=title not in folds)
+    for row in rows:
+        if row is None:
+            table.add_section()
+        else:
+            table.add_row(*(cell if isinstance(cell, Text) else make_cell(str(cell)) for cell in row))
     return table
 
 
@@ -128,15 +132,14 @@ def measure_table(table: Table, console: Console) -> Measurement:
     return Measurement.get(console, options, table)
 
 
-def fit_table(lay_out: Callable[[int], Table], num_columns: int, console: Console) -> Table:
-    """Return `lay_out(n)`, a table of n columns: all, or as many as fit on a narrow terminal.
-
-    Each cell of a `no_wrap` column is whole.
-    """
-    table = lay_out(num_columns)
-    while console.is_terminal and num_columns > 1 and measure_table(table, console).minimum > console.width:
-        num_columns -= 1
-        table = lay_out(num_columns)
+def fit_table(table: Table, console: Console) -> Table:
+    """Return a table, on a narrow terminal without the last columns, so that each cell is whole."""
+    while (
+        console.is_terminal
+        and len(table.columns) > 1
+        and measure_table(table, console).minimum > console.width
+    ):
+        table.columns.pop()
     return table
 
 
@@ -160,28 +163,27 @@ def refresh_forever(
 
 
 @contextmanager
-def show_progress(
-    doing: str, how_far: ProgressColumn | None = None, total: float | None = 1.0
-) -> Iterator[Callable[..., None]]:
+def show_progress(doing: str) -> Iterator[OnProgress]:
     """Show a bar on standard error in a `with` block; nothing if that is not a terminal.
 
-    Args:
-        how_far: a column for the progress. Default: percent.
-        total: the progress at the end; None for a bar without an end.
     Yields:
-        A function that updates the bar: its `completed`, its `total`, its text `live`, or `advance`.
+        A function that updates the bar.
     """
-    columns = [TextColumn(doing), BarColumn(), how_far or TaskProgressColumn()]
     bar = Progress(
-        *columns,
-        TextColumn("{task.fields[live]}"),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[now]}", markup=False),
         TimeElapsedColumn(),
         console=Console(stderr=True),
         transient=True,
         disable=not sys.stderr.isatty(),
     )
+    task = bar.add_task(escape_text(doing), total=None, now="")
     with bar:
-        yield partial(bar.update, bar.add_task("", total=total, live=""))
+        yield lambda now, share: bar.update(
+            task, total=None if share is None else 1.0, completed=share, now=escape_text(now)[:80]
+        )
 
 
 def _spell(error: UnicodeError) -> tuple[str | bytes, int]:

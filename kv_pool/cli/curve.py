@@ -57,13 +57,9 @@ def curve(
     capacities, block_bytes = options.find_capacities(settings, given, memory, kv)
     picture = choose_files("curve.png", png, json, csv)
     settings = replace(settings, block_bytes=block_bytes)
-    with show_progress("computing curves") as update:
-
-        def show(doing: str, share: float) -> None:
-            update(completed=share, live=doing)
-
-        wanted = None if blocks is None and memory is None else capacities
-        report = measure_curves(settings, wanted, show, sample)
+    wanted = None if blocks is None and memory is None else capacities
+    with show_progress("computing curves") as notify:
+        report = measure_curves(settings, wanted, notify, sample)
     write_report(report, json)
     if csv is not None:
         write_csv(report, csv)
@@ -82,7 +78,7 @@ def make_table(report: CurveReport) -> Table:
     for kind, state in bounds.items():
         columns += [f"LRU {kind}s", f"{'optimum' if state == 'optimal' else 'bound'} {kind}s"]
     title = f"hit rate over capacity in blocks of {report.block_size} tokens"
-    table = new_table([*columns, ""], right=columns, title=title)
+    rows = []
     for point in _choose_rows(report):
         cells = [f"{point.num_blocks:,}", f"{point.refused_requests:,}"]
         for kind in bounds:
@@ -90,13 +86,13 @@ def make_table(report: CurveReport) -> Table:
                 rate = f"{getattr(counts, f'{kind}_hit_rate'):.2%}"
                 error = f" ±{getattr(counts, f'{kind}_rate_error'):.2%}" if has_errors else ""
                 cells.append(rate + error)
-        table.add_row(*cells, "knee" if point.num_blocks == report.knee else "")
+        rows.append([*cells, "knee" if point.num_blocks == report.knee else ""])
     ceiling = report.infinite_cache
-    table.caption = (
+    caption = (
         f"an infinite cache: {ceiling.token_hit_rate:.2%} of tokens, {ceiling.block_hit_rate:.2%} of blocks, "
         f"{ceiling.num_blocks:,} blocks{' in the sample' if has_errors else ''}"
     )
-    return table
+    return new_table([*columns, ""], rows, right=columns, title=title, caption=caption)
 
 
 def describe(report: CurveReport) -> list[str]:

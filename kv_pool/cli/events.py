@@ -5,7 +5,7 @@ import contextlib
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kv_pool.cli.console import fit_table, new_table, print_table
-from kv_pool.cli.foreign_text import escape_json, escape_text, make_cell
+from kv_pool.cli.foreign_text import escape_json, escape_text
 from kv_pool.core.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.events.curve_keys import CurveKeys
@@ -424,11 +424,11 @@ class MirrorTable:
             self._live.update(self.make_table(), refresh=True)
 
     def make_table(self) -> Table:
-        return fit_table(self._lay_out, len(_TITLES), self._console)
+        rows = list(self._list_rows())
+        titled = {"title": "cached blocks by publisher"}
+        return fit_table(new_table(_TITLES, rows, right=_TITLES[3:], folds=("now",), **titled), self._console)
 
-    def _lay_out(self, num_columns: int) -> Table:
-        titles = _TITLES[:num_columns]
-        table = new_table(titles, right=titles[3:], folds=("now",), title="cached blocks by publisher")
+    def _list_rows(self) -> Iterator[list[str | Text]]:
         for endpoint, subscriber in self._subscribers.items():
             stats = subscriber.get_statistics()
             if stats.is_silent:
@@ -455,13 +455,9 @@ class MirrorTable:
                     stats.counts.num_snapshots,
                     stats.counts.num_restarts,
                 )
-                cells = [
-                    make_cell(endpoint if len(sources) == 1 else name),
-                    Text("\n".join(holds) or "nothing"),
-                    Text(now),
-                ]
-                table.add_row(*[*cells, *(Text(f"{number:,}") for number in numbers)][:num_columns])
-        return table
+                publisher = endpoint if len(sources) == 1 else name
+                shown = Text("\n".join(holds) or "nothing")
+                yield [publisher, shown, now, *(f"{number:,}" for number in numbers)]
 
 
 def _label(endpoint: str, source: StreamSource) -> str:

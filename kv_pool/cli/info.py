@@ -6,9 +6,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from rich import box
+from rich.text import Text
 
 from kv_pool.cli.console import new_table, print_json, print_table
-from kv_pool.cli.foreign_text import escape_lines, escape_text, make_cell
+from kv_pool.cli.foreign_text import escape_lines, escape_text
 from kv_pool.cli.setting_options import Json
 from kv_pool.core.mode import COMPILED
 from kv_pool.environment import VARIABLES, list_mistakes
@@ -33,15 +34,11 @@ def info(json: Json = False) -> None:
     if json:
         print_json(facts | {"packages": packages, "environment": variables, "mistakes": mistakes})
         return
-    table = new_table(("", ""), show_header=False)
-    for name, value in {**facts, **packages}.items():
-        table.add_row(name, make_cell(value or "not installed"))
-    print_table(table)
-    table = new_table(("variable", "set to", "values, default first", "meaning"), folds=("meaning",))
-    for variable in VARIABLES:
-        given = make_cell(variables[variable.name] or "")
-        table.add_row(variable.name, given, variable.values, variable.meaning)
-    print_table(table)
+    known = [(name, value or "not installed") for name, value in {**facts, **packages}.items()]
+    print_table(new_table(("", ""), known, show_header=False))
+    rows = [(one.name, variables[one.name] or "", one.values, Text(one.meaning)) for one in VARIABLES]
+    titles = ("variable", "set to", "values, default first", "meaning")
+    print_table(new_table(titles, rows, folds=("meaning",)))
     for mistake in mistakes:
         print(f"wrong setting: {escape_lines(mistake)}")
 
@@ -70,20 +67,20 @@ def show_machine(machine: Machine) -> None:
     """Print a machine as text and tables."""
     print(f"host {escape_text(machine.host)}")
     if machine.numa_nodes:
-        table = new_table(("NUMA node", "processors", "memory"), right=("memory",), box=box.SIMPLE)
-        for node in machine.numa_nodes:
-            table.add_row(str(node.node_id), make_cell(node.cpus), f"{node.memory_bytes / 2**30:.1f} GiB")
-        print_table(table)
+        nodes = [
+            (str(node.node_id), node.cpus, f"{node.memory_bytes / 2**30:.1f} GiB")
+            for node in machine.numa_nodes
+        ]
+        print_table(
+            new_table(("NUMA node", "processors", "memory"), nodes, right=("memory",), box=box.SIMPLE)
+        )
     else:
         print("the system reports no NUMA nodes")
     if not machine.accelerators:
         print("no accelerator")
         return
     titles = ("accelerator", "at", "NUMA node", "memory", "NVLinks")
-    table = new_table(titles, folds=("NVLinks",), box=box.SIMPLE)
-    for device in machine.accelerators:
-        table.add_row(*map(make_cell, _describe(device)))
-    print_table(table)
+    print_table(new_table(titles, map(_describe, machine.accelerators), folds=("NVLinks",), box=box.SIMPLE))
     if not machine.has_nvml and any(device.name == "NVIDIA" for device in machine.accelerators):
         print("names, memory and links of NVIDIA's devices: pip install 'kv_pool[nvml]'")
 

@@ -6,8 +6,6 @@ from typing import Annotated
 import typer
 from rich import box
 from rich.console import Console
-from rich.markup import escape
-from rich.progress import MofNCompleteColumn
 from rich.table import Table
 
 from kv_pool.cli.console import (
@@ -98,16 +96,15 @@ def parse_sequence_id(text: str) -> SequenceId | RequestId | None:
 
 def _follow(client: ControlClient, status: MigrationStatus) -> MigrationStatus:
     """Show the progress of a migration until it ends, and return its last status."""
-    doing = escape(escape_text(f"{status.subject} to {status.peer}"))
-    with show_progress(doing, MofNCompleteColumn(), None) as update:
+    with show_progress(f"{status.subject} to {status.peer}") as notify:
         while not status.phase.is_ended:
             # Polling costs the node some microseconds; it cannot notify us.
             time.sleep(_SECONDS_BETWEEN_LOOKS)
             status = client.get_migration(status.migration_id)
-            update(
-                total=status.num_blocks or None,
-                completed=status.num_done_blocks,
-                live=f"{status.phase.value}, {describe_bytes(status.bytes_per_s)}/s",
+            notify(
+                f"{status.num_done_blocks} of {status.num_blocks} blocks, {status.phase.value}, "
+                f"{describe_bytes(status.bytes_per_s)}/s",
+                status.num_done_blocks / status.num_blocks if status.num_blocks else None,
             )
     return status
 
@@ -164,23 +161,18 @@ def migration_status(
 
 def draw(found: MigrationList, limit: int, console: Console) -> Table:
     """Return a table of the last `limit` migrations, oldest first, with as many columns as fit."""
-
-    def lay_out(num_columns: int) -> Table:
-        num_migrations = len(found.migrations)
-        table = new_table(
-            _TITLES[:num_columns],
-            right=("blocks", "bytes", "rate", "time"),
-            title=make_cell(f"node {found.name}: {num_migrations} migration{'s' * (num_migrations != 1)}"),
-            title_justify="left",
-            box=box.SIMPLE,
-            show_edge=False,
-            padding=0,
-        )
-        for status in found.migrations[-limit:]:
-            table.add_row(*map(make_cell, describe_row(status)[:num_columns]))
-        return table
-
-    return fit_table(lay_out, len(_TITLES), console)
+    num_migrations = len(found.migrations)
+    table = new_table(
+        _TITLES,
+        map(describe_row, found.migrations[-limit:]),
+        right=("blocks", "bytes", "rate", "time"),
+        title=make_cell(f"node {found.name}: {num_migrations} migration{'s' * (num_migrations != 1)}"),
+        title_justify="left",
+        box=box.SIMPLE,
+        show_edge=False,
+        padding=0,
+    )
+    return fit_table(table, console)
 
 
 def list_errors(found: MigrationList, limit: int) -> list[str]:

@@ -122,15 +122,6 @@ def parse_list(option: str, text: str, parse_one: Callable[[str], int] = parse_c
         raise InvalidArgumentError(f"{option}: {error}") from error
 
 
-def check_tiers(has_tiers: bool, clock: str, kv: ModelKV | None) -> None:
-    """Raise InvalidArgumentError if copies to tiers take time and no model is given."""
-    if has_tiers and clock == "trace" and kv is None:
-        raise InvalidArgumentError(
-            "with the trace clock --host-tier and --disk-tier need --model or dimensions: a block's bytes "
-            "decide how long a copy takes"
-        )
-
-
 def write_report(report: object, path: str | None) -> None:
     """Write a report to a file as JSON, or print it on standard output if the file cannot be written.
 

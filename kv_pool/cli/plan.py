@@ -110,11 +110,7 @@ def plan(
     )
     sizes = options.parse_list("--block-sizes", block_sizes)
     picture = choose_files("plan.png", png, json)
-    with show_progress("planning") as update:
-
-        def show(doing: str, share: float) -> None:
-            update(completed=share, live=doing)
-
+    with show_progress("planning") as notify:
         found = plan_capacity(
             replace(settings, clock=clock),
             kv,
@@ -122,7 +118,7 @@ def plan(
             host_bytes=None if host_memory is None else parse_memory(host_memory),
             disk_bytes=None if disk_memory is None else parse_memory(disk_memory),
             block_sizes=sizes,
-            on_progress=show,
+            on_progress=notify,
         )
     write_report(found, json)
     for line in describe_plan(found):
@@ -146,25 +142,26 @@ def make_tables(found: CapacityPlan) -> list[Table]:
 
 def _make_curve(found: CapacityPlan) -> Table:
     titles = ("memory", "blocks", "token hits", "points per GiB", "prefill speed-up", "")
-    table = new_table(titles, right=titles[:-1], title=f"predicted, blocks of {found.block_size} tokens")
+    num_needed = 0 if found.demand is None else found.demand.p99_blocks
+    rows = []
     for point in _choose_rows(found):
-        notes = []
-        if point.num_blocks == found.recommended.num_blocks:
-            notes.append("recommended")
-        if point.num_blocks == found.knee:
-            notes.append("knee")
-        if found.demand is not None and point.num_blocks < found.demand.p99_blocks:
-            notes.append("requests wait")
-        table.add_row(
+        notes = {
+            "recommended": point.num_blocks == found.recommended.num_blocks,
+            "knee": point.num_blocks == found.knee,
+            "requests wait": point.num_blocks < num_needed,
+        }
+        cells = (
             format_bytes(point.memory_bytes),
             f"{point.num_blocks:,}",
             f"{point.token_hit_rate:.2%}",
             f"{point.points_per_gib:.4f}",
             _format_factor(point.prefill_speedup),
-            ", ".join(notes),
+            ", ".join(note for note, is_true in notes.items() if is_true),
         )
-    table.caption = "points per GiB: percentage points that each GiB of 10% more memory adds"
-    return table
+        rows.append(cells)
+    title = f"predicted, blocks of {found.block_size} tokens"
+    caption = "points per GiB: percentage points that each GiB of 10% more memory adds"
+    return new_table(titles, rows, right=titles[:-1], title=title, caption=caption)
 
 
 def _choose_rows(found: CapacityPlan) -> list[PlanPoint]:
@@ -179,26 +176,26 @@ def _choose_rows(found: CapacityPlan) -> list[PlanPoint]:
 def _make_block_sizes(found: CapacityPlan) -> Table:
     memory = format_bytes(found.recommended.memory_bytes)
     titles = ("tokens per block", "blocks", "token hits", "")
-    table = new_table(titles, right=titles[:-1], title=f"predicted, {memory} in blocks of other sizes")
-    for size in found.block_sizes:
-        note = "most hits" if size.block_size == found.best_block_size else ""
-        table.add_row(
+    notes = {size.block_size: "refuses requests" for size in found.block_sizes if size.refuses}
+    rows = [
+        (
             f"{size.block_size:,}",
             f"{size.num_blocks:,}",
             f"{size.token_hit_rate:.2%}",
-            "refuses requests" if size.refuses else note,
+            notes.get(size.block_size, "most hits" if size.block_size == found.best_block_size else ""),
         )
-    return table
+        for size in found.block_sizes
+    ]
+    title = f"predicted, {memory} in blocks of other sizes"
+    return new_table(titles, rows, right=titles[:-1], title=title)
 
 
 def _make_checks(found: CapacityPlan) -> Table:
     numbers = ("memory", "predicted", "replayed", "difference", "speed-up, tokens", "FLOPs")
-    table = new_table(("", *numbers, ""), right=numbers, title="predictions beside replays")
-    for check in found.checks:
-        num_blocks = check.num_blocks + 1 + check.host_blocks + check.disk_blocks
-        table.add_row(
+    rows = [
+        (
             check.name,
-            format_bytes(num_blocks * found.block_bytes * check.block_size / found.block_size),
+            format_bytes(check.num_held_blocks * found.block_bytes * check.block_size / found.block_size),
             f"{check.predicted:.2%}",
             f"{check.replayed:.2%}",
             f"{100 * (check.replayed - check.predicted):+.2f}",
@@ -206,8 +203,15 @@ def _make_checks(found: CapacityPlan) -> Table:
             _format_factor(check.speedup_by_flops),
             "" if check.agrees else "differs",
         )
-    table.caption = "difference: in percentage points"
-    return table
+        for check in found.checks
+    ]
+    return new_table(
+        ("", *numbers, ""),
+        rows,
+        right=numbers,
+        title="predictions beside replays",
+        caption="difference: in percentage points",
+    )
 
 
 def _format_factor(factor: float | None) -> str:

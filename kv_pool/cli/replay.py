@@ -24,7 +24,6 @@ from kv_pool.replay.pictures.hit_rates import draw_breakdowns
 from kv_pool.replay.report import CallTimes, ReplayReport
 from kv_pool.replay.request_outcomes import BreakdownRow, parse_breakdowns, write_outcomes
 from kv_pool.replay.settings import ReplaySettings
-from kv_pool.replay.simulator import Progress as ReplayProgress
 from kv_pool.replay.simulator import run_replay
 from kv_pool.replay.trace_writer import check_can_write
 
@@ -77,11 +76,8 @@ def replay(
     kv = model_options.find_kv()
     given = None if blocks is None else str(blocks)
     (num_blocks,), block_bytes = options.find_capacities(settings, given, memory, kv)
-    if settings.host_blocks and kv is None:
-        raise InvalidArgumentError(
-            "--host-blocks needs --model or dimensions: a block's bytes decide how long a copy takes"
-        )
-    options.check_tiers(bool(settings.host_tier or settings.disk_tier), settings.clock, kv)
+    settings = replace(settings, num_blocks=num_blocks, block_bytes=block_bytes)
+    settings.check()
     if settings.preemption == "swap" and not settings.host_blocks:
         raise InvalidArgumentError(
             "--preempt swap has no effect without --host-blocks: pass both, or neither"
@@ -92,7 +88,6 @@ def replay(
         check_can_draw(png)
     if json is not None:
         check_can_write(json)
-    settings = replace(settings, num_blocks=num_blocks, block_bytes=block_bytes)
     if pace is not None and publish is None and publish_config is None:
         raise InvalidArgumentError("--pace is for events; pass --publish, too")
     # This block includes the output, so that the result is printed before the error of a truncated file.
@@ -103,16 +98,8 @@ def replay(
             if publisher is not None:
                 feed = EventFeed(publisher, pace)
                 print(f"in a second terminal: {describe_publisher(publisher)}", flush=True)
-            update = stack.enter_context(show_progress("replaying"))
-
-            def show(progress: ReplayProgress) -> None:
-                update(
-                    completed=progress.share,
-                    live=f"{progress.num_requests:,} requests, token hit rate "
-                    f"{progress.token_hit_rate:.1%}, pool {progress.usage:.0%} in use",
-                )
-
-            report = run_replay(settings, show, feed, on_outcome)
+            notify = stack.enter_context(show_progress("replaying"))
+            report = run_replay(settings, notify, feed, on_outcome)
         write_report(report, json)
         print_table(make_table(report))
         for kind, rows in report.breakdowns.items():
@@ -241,23 +228,25 @@ def make_breakdown_table(kind: str, rows: Sequence[BreakdownRow]) -> Table:
     if kind in ("session", "tenant"):
         rows = sorted(rows, key=lambda row: -row.tokens_in)
     titles = (kind, "requests", "prompt tokens", "token hits", "block hits", "")
-    table = new_table(
-        titles,
-        right=titles[1:-1] if kind in ("session", "tenant") else titles[:-1],
-        title=f"hit rate by {kind}{' in the prompt, in tokens' if kind == 'position' else ''}",
-    )
-    for row in rows[:_MAX_BREAKDOWN_ROWS]:
-        table.add_row(
-            make_cell(_name_row(kind, row)),
+    cells = [
+        (
+            _name_row(kind, row),
             f"{row.requests:,}",
             f"{row.tokens_in:,}",
             f"{row.token_hit_rate:.2%}",
             f"{row.block_hit_rate:.2%}",
             "█" * round(_BAR_WIDTH * row.token_hit_rate),
         )
-    if len(rows) > _MAX_BREAKDOWN_ROWS:
-        table.caption = f"{len(rows) - _MAX_BREAKDOWN_ROWS:,} more rows in the file of --json"
-    return table
+        for row in rows[:_MAX_BREAKDOWN_ROWS]
+    ]
+    num_more = len(rows) - len(cells)
+    return new_table(
+        titles,
+        cells,
+        right=titles[1:-1] if kind in ("session", "tenant") else titles[:-1],
+        title=f"hit rate by {kind}{' in the prompt, in tokens' if kind == 'position' else ''}",
+        caption=f"{num_more:,} more rows in the file of --json" if num_more else None,
+    )
 
 
 def _name_row(kind: str, row: BreakdownRow) -> str:

@@ -15,7 +15,7 @@ from kv_pool.cli.console import (
     print_table,
     refresh_forever,
 )
-from kv_pool.cli.foreign_text import escape_text, make_cell
+from kv_pool.cli.foreign_text import escape_text
 from kv_pool.cli.setting_options import Json, Node, Socket
 from kv_pool.control.client import ControlClient
 from kv_pool.control.layout_drawing import draw_layout, print_layout
@@ -240,26 +240,24 @@ def _print_sequences(found: SequenceList) -> None:
         "": ["in transit" if one.is_in_transit else "" for one in listed],
     }
     known = {title: cells for title, cells in columns.items() if any(cells)} or columns
-    table = new_table(known, right=[title for title in known if title], box=box.SIMPLE)
-    for row in zip(*known.values(), strict=True):
-        table.add_row(*map(make_cell, row))
-    print_table(table)
+    rows = zip(*known.values(), strict=True)
+    print_table(new_table(known, rows, right=[title for title in known if title], box=box.SIMPLE))
 
 
 def _print_holds(found: HoldList) -> None:
     titles = ("blocks", "ids", "held for", "until", "", "held as")
-    table = new_table(titles, right=("blocks", "held for"), folds=titles, box=box.SIMPLE)
-    for hold in found.holds:
-        more = ", ..." if hold.num_blocks > len(hold.block_ids) else ""
-        table.add_row(
+    rows = [
+        (
             f"{hold.num_blocks:,}",
-            ", ".join(map(str, hold.block_ids)) + more,
+            Text(", ".join(map(str, hold.block_ids)) + ", ..." * (hold.num_blocks > len(hold.block_ids))),
             f"{hold.age_s:.1f} s",
             "" if hold.remaining_s is None else f"in {hold.remaining_s:.1f} s",
             _name_kind(hold),
-            make_cell(hold.reason),
+            hold.reason,
         )
-    print_table(table)
+        for hold in found.holds
+    ]
+    print_table(new_table(titles, rows, right=("blocks", "held for"), folds=titles, box=box.SIMPLE))
 
 
 def _name_kind(hold: HoldSummary) -> str:
@@ -278,10 +276,9 @@ def tiers(socket: Socket = None, node: Node = None, json: Json = False) -> None:
         print_json(found)
         return
     titles = ("tier", "blocks", "bytes", "stored", "read", "removed", "errors")
-    table = new_table(titles, right=titles[1:], box=box.SIMPLE, padding=(0, 1, 0, 0))
-    for tier in found.tiers:
-        table.add_row(
-            make_cell(tier.medium),
+    rows = [
+        (
+            tier.medium,
             f"{tier.num_blocks:,} of {tier.capacity:,}",
             describe_bytes(tier.num_blocks * tier.block_bytes),
             f"{tier.num_stored:,}",
@@ -289,7 +286,9 @@ def tiers(socket: Socket = None, node: Node = None, json: Json = False) -> None:
             f"{tier.num_removed:,}",
             f"{tier.num_read_errors + tier.num_write_errors:,}",
         )
-    print_table(table)
+        for tier in found.tiers
+    ]
+    print_table(new_table(titles, rows, right=titles[1:], box=box.SIMPLE, padding=(0, 1, 0, 0)))
     hits = ", ".join(f"{escape_text(medium)} {count:,}" for medium, count in found.hit_blocks.items())
     print(f"hit blocks by medium: {hits}; {found.num_dropped:,} evicted blocks were not offloaded")
 
@@ -306,19 +305,19 @@ def peers(socket: Socket = None, node: Node = None, json: Json = False) -> None:
     if not found.peers:
         return
     titles = ("node", "address", "nearness", "free blocks", "round trip")
-    table = new_table(titles, right=titles[3:], box=box.SIMPLE)
-    for peer in found.peers:
-        if peer.error:
-            table.add_row(make_cell(peer.name), make_cell(peer.address), "no answer", "", "")
-        else:
-            table.add_row(
-                make_cell(peer.name),
-                make_cell(peer.address),
-                make_cell(peer.nearness if peer.nearness == "elsewhere" else f"same {peer.nearness}"),
-                f"{peer.num_free_blocks:,} of {peer.num_blocks:,}",
-                f"{peer.round_trip_ms:.1f} ms",
-            )
-    print_table(table)
+    rows = [
+        (peer.name, peer.address, "no answer", "", "")
+        if peer.error
+        else (
+            peer.name,
+            peer.address,
+            peer.nearness if peer.nearness == "elsewhere" else f"same {peer.nearness}",
+            f"{peer.num_free_blocks:,} of {peer.num_blocks:,}",
+            f"{peer.round_trip_ms:.1f} ms",
+        )
+        for peer in found.peers
+    ]
+    print_table(new_table(titles, rows, right=titles[3:], box=box.SIMPLE))
     for peer in found.peers:
         if peer.error:
             print(f"{escape_text(peer.name)}: {escape_text(peer.error)}")

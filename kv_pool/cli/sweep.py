@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import MofNCompleteColumn
 from rich.table import Table
 
 from kv_pool.cli import options
@@ -70,18 +69,12 @@ def sweep(
     capacities, block_bytes = options.find_capacities(settings, blocks, memory, kv)
     host_tiers = options.parse_list("--host-tier", host_tier)
     disk_tiers = options.parse_list("--disk-tier", disk_tier)
-    options.check_tiers(host_tiers != [0] or disk_tiers != [0], settings.clock, kv)
     others = {file: read_reports(file) for file in overlay or ()}
     picture = choose_files("sweep.png", png, json)
     settings = replace(settings, num_blocks=capacities[0], block_bytes=block_bytes)
-    num_replays = len(capacities) * len(host_tiers) * len(disk_tiers)
-    with show_progress("sweeping", MofNCompleteColumn(), num_replays) as update:
-
-        def show(report: ReplayReport) -> None:
-            update(advance=1, live=f"{_describe(report)}: token hit rate {report.token_hit_rate:.1%}")
-
-        num_processes = jobs or os.cpu_count() or 1
-        reports = run_sweep(settings, capacities, num_processes, show, host_tiers, disk_tiers)
+    num_processes = jobs or os.cpu_count() or 1
+    with show_progress("sweeping") as notify:
+        reports = run_sweep(settings, capacities, num_processes, notify, host_tiers, disk_tiers)
     write_report(reports, json)
     console = Console()
     print_table(make_table(reports, console), console)
@@ -101,16 +94,20 @@ def make_table(reports: list[ReplayReport], console: Console) -> Table:
 def _lay_out(reports: list[ReplayReport], bar_width: int) -> Table:
     tiers = [name for name in ("host_tier", "disk_tier") if any(report.settings[name] for report in reports)]
     rows = [_make_row(report, tiers) for report in reports]
-    title = f"hit rate over capacity in blocks of {reports[0].block_size} tokens"
-    table = new_table([*rows[0], *[""] * bool(bar_width)], right=rows[0], title=title)
-    for report, row in zip(reports, rows, strict=True):
-        table.add_row(*row.values(), *["█" * round(bar_width * report.token_hit_rate)] * bool(bar_width))
     bound = reports[0].infinite_cache
+    caption = ""
     if bound is not None:
-        table.caption = (
-            f"an infinite cache: {bound.token_hit_rate:.2%} token hits, {bound.num_blocks:,} blocks"
-        )
-    return table
+        caption = f"an infinite cache: {bound.token_hit_rate:.2%} token hits, {bound.num_blocks:,} blocks"
+    for report, row in zip(reports, rows, strict=True):
+        if bar_width:
+            row[""] = "█" * round(bar_width * report.token_hit_rate)
+    return new_table(
+        rows[0],
+        [list(row.values()) for row in rows],
+        right=[title for title in rows[0] if title],
+        title=f"hit rate over capacity in blocks of {reports[0].block_size} tokens",
+        caption=caption or None,
+    )
 
 
 def _make_row(report: ReplayReport, tiers: list[str]) -> dict[str, str]:
@@ -128,8 +125,3 @@ def _make_row(report: ReplayReport, tiers: list[str]) -> dict[str, str]:
             "preempted": f"{report.preempted:,}",
         }
     return sizes | token_hits | others | {"evictions": f"{report.evictions:,}"}
-
-
-def _describe(report: ReplayReport) -> str:
-    tiers = "".join(f" and {tier.capacity:,} in a tier" for tier in report.tiers)
-    return f"{report.num_blocks:,} blocks{tiers}"

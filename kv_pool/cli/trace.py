@@ -52,8 +52,8 @@ def info(
 ) -> None:
     """Describe a trace: requests, blocks, sessions, reuse, and the hit rate of a cache that never evicts."""
     trace = settings.open_trace()
-    with show_progress("reading") as update:
-        found = describe_trace(trace, block_size, lambda: update(completed=trace.position))
+    with show_progress("reading") as notify:
+        found = describe_trace(trace, block_size, notify)
     if json:
         print_json(found)
         return
@@ -100,14 +100,14 @@ def rag(settings: RAGSettings, output: Output) -> None:
 
 
 def _write(requests: Iterable[GeneratedRequest], num_requests: int, output: str) -> None:
-    with open_trace_writer(output) as write, show_progress("generating", total=num_requests) as update:
+    with open_trace_writer(output) as write, show_progress("generating") as notify:
         num_tokens = num_ids = number = 0
         for number, request in enumerate(requests, 1):
             write(request)
             num_tokens += request.input_length
             num_ids += len(request.hash_ids)
             if number % 100 == 0:
-                update(completed=number, live=f"{number:,} requests")
+                notify(f"{number:,} requests", number / num_requests)
     print(f"{output}: {number:,} requests, {num_tokens:,} prompt tokens, {num_ids:,} hash ids")
 
 
@@ -173,11 +173,11 @@ def merge(
     if tenants is not None and not all(tenants):
         raise InvalidArgumentError(f"--names {names!r} contains an empty name")
     lines = merge_traces(opened, tenants, shared=shared)
-    with open_trace_writer(output) as write, show_progress("merging", total=None) as update:
+    with open_trace_writer(output) as write, show_progress("merging") as notify:
         for number, line in enumerate(lines, 1):
             write(line)
             if number % 100 == 0:
-                update(live=f"{number:,} requests")
+                notify(f"{number:,} requests", None)
     num_skipped = sum(one.num_broken for one in opened)
     print(
         f"{output}: {len(opened)} tenants" + (f", {num_skipped:,} broken lines skipped" * bool(num_skipped))
@@ -252,10 +252,6 @@ def _make_counts(info: TraceInfo) -> Table:
 
 
 def _make_percentiles(info: TraceInfo) -> Table:
-    table = Table()
-    table.add_column("", style="bold", no_wrap=True)
-    for column in _PERCENTILES:
-        table.add_column(column, justify="right", no_wrap=True)
     rows: list[tuple[str, Percentiles]] = [
         ("blocks per request", info.blocks_per_request),
         ("prompt tokens", info.input_length),
@@ -264,9 +260,11 @@ def _make_percentiles(info: TraceInfo) -> Table:
     if info.sessions:
         rows += [("requests per session", info.turns), ("between turns, s", info.turn_gaps_s)]
     rows.append(("reused after, s", info.reuse_distance_s))
-    for name, values in rows:
-        table.add_row(name, *(_show(getattr(values, column)) for column in _PERCENTILES))
-    return table
+    shown = [
+        (Text(name, "bold"), *(_show(getattr(values, column)) for column in _PERCENTILES))
+        for name, values in rows
+    ]
+    return new_table(("", *_PERCENTILES), shown, right=_PERCENTILES)
 
 
 def _show(value: float) -> str:
@@ -275,9 +273,8 @@ def _show(value: float) -> str:
 
 def _make_ceilings(info: TraceInfo) -> Table:
     numbers = ("token hits", "block hits", "tokens")
-    table = new_table(("convention", *numbers), right=numbers, title="a cache that never evicts")
-    for convention, found in info.ceilings.items():
-        table.add_row(
-            convention, f"{found.token_hit_rate:.2%}", f"{found.block_hit_rate:.2%}", f"{found.tokens_hit:,}"
-        )
-    return table
+    rows = [
+        (name, f"{found.token_hit_rate:.2%}", f"{found.block_hit_rate:.2%}", f"{found.tokens_hit:,}")
+        for name, found in info.ceilings.items()
+    ]
+    return new_table(("convention", *numbers), rows, right=numbers, title="a cache that never evicts")

@@ -1,21 +1,25 @@
 """`ReplayDriver`: times and counts a clock's calls to a manager, its tiers and its host pool."""
 
+from array import array
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from time import perf_counter_ns
+from time import perf_counter, perf_counter_ns
+from typing import Literal
 
 import numpy as np
 
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.ids import GroupId
+from kv_pool.ids import GroupId, RequestId
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.prefix_lookup import CachedPrefix
 from kv_pool.manager.retention.block_retention import BlockRetention
 from kv_pool.manager.retention.directive import MAX_PRIORITY, RetentionDirective
 from kv_pool.replay.replay_request import ReplayRequest
 from kv_pool.replay.replay_tiers import HostSwap, ReplayTiers
-from kv_pool.replay.report import ReplayReport
-from kv_pool.replay.tally import Tally
+from kv_pool.replay.report import ReplayReport, summarize_calls, summarize_waits
+from kv_pool.replay.request_outcomes import OutcomeCallback, RequestOutcome
 from kv_pool.tiers.tier_prefixes import TierHit
 
 
@@ -94,35 +98,56 @@ class ReplayDriver:
                       |____________________________________|
 
     Args:
-        tally: counts the calls' results.
+        report: the report to fill in; `finish` computes its rates and times.
+        on_outcome: called with the outcome of each request when it ends or is refused.
         replay_time: set by `set_time`; None if nothing reads it.
         replay_retention: sets the manager's retention; None if it has none.
         tiers: the lower tiers of the manager's pool; None for none.
         swap: swaps preempted requests out if its rule says so; None to recompute all of them.
+
+    Attributes:
+        smallest_refused: number of blocks that the smallest refused request needs; 0 for none.
     """
 
     def __init__(
         self,
         manager: KVCacheManager,
-        tally: Tally,
+        report: ReplayReport,
         *,
+        on_outcome: Sequence[OutcomeCallback] = (),
         replay_time: ReplayTime | None = None,
         replay_retention: ReplayRetention | None = None,
         tiers: ReplayTiers | None = None,
         swap: HostSwap | None = None,
     ) -> None:
         self.manager = manager
-        self.tally = tally
+        self.report = report
+        self.smallest_refused = 0
         self.tiers = tiers
         self.swap = swap
         self._retention = replay_retention
         self._time = ReplayTime() if replay_time is None else replay_time
         if tiers is not None:
-            tally.report.tiers = tiers.reports
+            report.tiers = tiers.reports
+        self._on_outcome = on_outcome
+        self._open: dict[RequestId, RequestOutcome] = {}  # of requests that have not ended
+        self._num_turns: Counter[str] = Counter()
+        self._look_up_ns = array("q")
+        self._allocate_ns = array("q")
+        self._free_ns = array("q")
+        self._waits_ms = array("d")
+        self._sum_request_hit_rates = 0.0
+        self._num_table_blocks = 0
+        self._num_runs = 0
+        self._started_s = perf_counter()
 
     @property
     def num_blocks_in_use(self) -> int:
-        return self.tally.report.num_blocks - self.manager.get_num_free_blocks()
+        return self.report.num_blocks - self.manager.get_num_free_blocks()
+
+    @property
+    def token_hit_rate(self) -> float:
+        return self.report.tokens_hit / self.report.tokens_in if self.report.tokens_in else 0.0
 
     def set_time(self, now_ms: float) -> None:
         """Set the time of the pool and of the retention. An earlier time than the last one is ignored."""
@@ -130,7 +155,36 @@ class ReplayDriver:
 
     def receive(self, request: ReplayRequest, num_tokens: int) -> bool:
         """Count an arrival with a final length of `num_tokens`. Return False if it does not fit alone."""
-        return self.tally.note_arrival(request, self.manager.count_max_blocks(num_tokens))
+        report = self.report
+        report.requests += 1
+        report.tokens_in += request.input_length
+        report.blocks_looked_up += request.num_cacheable_blocks
+        self._open[request.request_id] = self._open_outcome(request)
+        num_blocks = self.manager.count_max_blocks(num_tokens)
+        if num_blocks <= report.num_blocks:
+            return True
+        report.refused_requests += 1
+        self._close_outcome(request, "refused")
+        self.smallest_refused = min(num_blocks, self.smallest_refused or num_blocks)
+        return False
+
+    def _open_outcome(self, request: ReplayRequest) -> RequestOutcome:
+        turn = None
+        if request.session_id is not None:
+            self._num_turns[request.session_id] += 1
+            turn = self._num_turns[request.session_id]
+        return RequestOutcome(
+            line=request.number,
+            outcome="done",
+            session_id=request.session_id,
+            arrival_ms=request.arrival_ms,
+            end_ms=request.arrival_ms,
+            input_length=request.input_length,
+            output_length=request.num_output_left,
+            blocks_looked_up=request.num_cacheable_blocks,
+            tenant=request.tenant,
+            turn=turn,
+        )
 
     def look_up(self, request: ReplayRequest) -> FoundPrefix:
         """Find the cached prefix of the request's prompt, on the device and then in tiers.
@@ -145,12 +199,21 @@ class ReplayDriver:
             hit = self.tiers.find(request, prefix)
             if hit.num_tokens:
                 found = FoundPrefix(prefix, hit)
-        self.tally.look_up_ns.append(perf_counter_ns() - start)
+        self._look_up_ns.append(perf_counter_ns() - start)
         return found
 
     def note_hit(self, request: ReplayRequest, found: FoundPrefix) -> None:
-        """Count the cached prefix of a request at its first admission."""
-        self.tally.note_hit(request, found.num_tokens, found.prefix.num_tokens)
+        """Count the cached prefix of a request at its first admission.
+
+        A hit in a partial block counts its tokens, but not the block.
+        """
+        num_tokens = min(found.num_tokens, request.input_length)
+        outcome = self._open[request.request_id]
+        outcome.blocks_hit, outcome.tokens_hit = found.num_tokens // self.report.block_size, num_tokens
+        outcome.tokens_hit_in_tiers = max(0, num_tokens - found.prefix.num_tokens)
+        self.report.blocks_hit += outcome.blocks_hit
+        self.report.tokens_hit += num_tokens
+        self._sum_request_hit_rates += num_tokens / request.input_length
         if self.tiers is not None and found.tier_hit is not None:
             self.tiers.note_hit(found.tier_hit, max(0, found.num_tokens - request.input_length))
 
@@ -188,10 +251,10 @@ class ReplayDriver:
         return has_room
 
     def _end_allocation(self, start_ns: int) -> None:
-        self.tally.allocate_ns.append(perf_counter_ns() - start_ns)
+        self._allocate_ns.append(perf_counter_ns() - start_ns)
         # Each allocation is a step of its own: the next one may start with blocks that this one writes.
         self.manager.take_block_copies()
-        self.tally.note_in_use(self.num_blocks_in_use)
+        self.report.peak_blocks_in_use = max(self.report.peak_blocks_in_use, self.num_blocks_in_use)
 
     def is_reading(self, request: ReplayRequest) -> bool:
         """Return True while the request waits for blocks from tiers."""
@@ -215,7 +278,8 @@ class ReplayDriver:
             self._free(request)
             num_lost = request.num_computed_tokens
             request.num_computed_tokens = 0
-        self.tally.note_preemption(request)
+        self.report.preempted += 1
+        self._open[request.request_id].preempted += 1
         return num_lost
 
     def end(self, request: ReplayRequest, end_ms: float, waited_ms: float | None = None) -> None:
@@ -226,7 +290,18 @@ class ReplayDriver:
         """
         if self._retention is not None:
             self._retention.keep(request)
-        self.tally.note_end(request, self._free(request), end_ms, waited_ms)
+        if waited_ms is not None:
+            self._waits_ms.append(waited_ms)
+        outcome = self._open[request.request_id]
+        outcome.blocks, outcome.waited_ms, outcome.end_ms = self._free(request), waited_ms or 0.0, end_ms
+        outcome.tokens_out = request.num_tokens - request.num_prompt_tokens
+        self._close_outcome(request, "done")
+
+    def _close_outcome(self, request: ReplayRequest, result: Literal["done", "refused"]) -> None:
+        outcome = self._open.pop(request.request_id)
+        outcome.outcome = result
+        for callback in self._on_outcome:
+            callback(outcome)
 
     def _free(self, request: ReplayRequest) -> int:
         """Count the runs of a request's blocks, then release them. Return the number of blocks."""
@@ -235,15 +310,31 @@ class ReplayDriver:
             block_ids = np.asarray(self.manager.get_block_ids(request.request_id, GroupId(group_id)))
             block_ids = block_ids[np.flatnonzero(block_ids)]  # 0 is the null block
             if len(block_ids):
-                self.tally.note_table(len(block_ids), 1 + int(np.count_nonzero(np.diff(block_ids) != 1)))
+                self._num_table_blocks += len(block_ids)
+                self._num_runs += 1 + int(np.count_nonzero(np.diff(block_ids) != 1))
             num_blocks += len(block_ids)
         start = perf_counter_ns()
         self.manager.free(request)
-        self.tally.free_ns.append(perf_counter_ns() - start)
+        self._free_ns.append(perf_counter_ns() - start)
         return num_blocks
 
     def finish(self, mean_blocks_in_use: float) -> ReplayReport:
-        """Complete the report."""
+        """Fill in the rates and times of the report, and return it."""
+        report = self.report
         if self.tiers is not None:
             self.tiers.fill_reports()
-        return self.tally.finish(mean_blocks_in_use, self.manager.block_pool.num_evictions)
+        report.wall_seconds = perf_counter() - self._started_s
+        report.token_hit_rate = self.token_hit_rate
+        if report.blocks_looked_up:
+            report.block_hit_rate = report.blocks_hit / report.blocks_looked_up
+        if report.requests:
+            report.mean_request_token_hit_rate = self._sum_request_hit_rates / report.requests
+        if self._num_runs:
+            report.blocks_per_run = self._num_table_blocks / self._num_runs
+        report.mean_blocks_in_use = mean_blocks_in_use
+        report.evictions = self.manager.block_pool.num_evictions
+        report.waiting = summarize_waits(self._waits_ms)
+        report.look_up = summarize_calls(self._look_up_ns)
+        report.allocate = summarize_calls(self._allocate_ns)
+        report.free = summarize_calls(self._free_ns)
+        return report

@@ -4,7 +4,7 @@ import csv
 import platform
 import sys
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from math import fsum
@@ -65,6 +65,9 @@ def summarize_waits(waits_ms: "array[float]") -> Waits:
         max_ms=ordered[-1],
     )
 
+
+OnProgress = Callable[[str, float | None], None]
+"""Called with what is done now, and the share of all that is done; None if that is not known."""
 
 _Number = TypeVar("_Number", int, float)
 _Report = TypeVar("_Report")

@@ -216,6 +216,11 @@ class ReplaySettings:
         metavar="LIST",
     )
 
+    @property
+    def has_tiers(self) -> bool:
+        """True if there is a lower tier, in host memory or on disk."""
+        return bool(self.host_tier or self.disk_tier)
+
     def check(self) -> None:
         """Raise InvalidArgumentError if a value or a combination of values is invalid."""
         parse_breakdowns(self.by or "")
@@ -230,10 +235,11 @@ class ReplaySettings:
             raise InvalidArgumentError(
                 "a host pool is for preempted requests, which only the trace clock has; set clock to 'trace'"
             )
-        if self.host_blocks and not self.block_bytes:
-            raise InvalidArgumentError("a host pool needs block_bytes, to compute the duration of copies")
-        if (self.host_tier or self.disk_tier) and self.clock == "trace" and not self.block_bytes:
-            raise InvalidArgumentError("lower tiers need block_bytes, to compute the duration of copies")
+        if not self.block_bytes and (self.host_blocks or (self.clock == "trace" and self.has_tiers)):
+            raise InvalidArgumentError(
+                "a host pool, and with the trace clock lower tiers, need the bytes of a block (--model or "
+                "dimensions; block_bytes), to compute the duration of copies"
+            )
         if self.policy != "lru" and (self.keep_session_s or self.keep_prefix_tokens):
             raise InvalidArgumentError(
                 f"the cache policy {self.policy} cannot be combined with keep_sessions or keep_prefix, which "
@@ -241,7 +247,7 @@ class ReplaySettings:
             )
         if self.policy != OPTIMUM:
             find_policy(self.policy)
-        elif self.clock != "instant" or self.groups != "full" or self.host_tier or self.disk_tier:
+        elif self.clock != "instant" or self.groups != "full" or self.has_tiers:
             raise InvalidArgumentError(
                 f"the cache policy {OPTIMUM} is optimal for the instant clock, full attention and no "
                 "lower tiers only; leave their defaults, or choose another policy"

@@ -1,7 +1,6 @@
 """`run_replay`: replays a trace through a new pool; `run_instantly`: the clock with one request at a time."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from time import monotonic
 
 from kv_pool.contiguous.run_pool import RunBlockPool
@@ -16,28 +15,17 @@ from kv_pool.replay.groups import WHOLE_PROMPTS, PromptSteps, make_prefix_rules,
 from kv_pool.replay.optimum_policy import find_optimum
 from kv_pool.replay.replay_request import ReplayRequest
 from kv_pool.replay.replay_tiers import CopyLink, HostSwap, ReplayTiers, swap_always
-from kv_pool.replay.report import ReplayReport, make_provenance
+from kv_pool.replay.report import OnProgress, ReplayReport, make_provenance
 from kv_pool.replay.request_outcomes import Breakdown, OutcomeCallback, parse_breakdowns
 from kv_pool.replay.settings import OPTIMUM, ReplaySettings, find_block_size
-from kv_pool.replay.tally import Tally
 from kv_pool.replay.trace_clock import TraceClock
 
 _SECONDS_BETWEEN_PROGRESS = 0.1
 
 
-@dataclass(frozen=True)
-class Progress:
-    """The progress of a replay: the share of ended requests, and the current counts."""
-
-    share: float
-    num_requests: int
-    token_hit_rate: float
-    usage: float
-
-
 def run_replay(
     settings: ReplaySettings,
-    on_progress: Callable[[Progress], None] | None = None,
+    on_progress: OnProgress | None = None,
     feed: EventFeed | None = None,
     on_outcome: OutcomeCallback | None = None,
     policy: PolicyChoice | None = None,
@@ -45,7 +33,7 @@ def run_replay(
     """Replay a trace through a new pool and manager.
 
     Args:
-        on_progress: called about ten times per second.
+        on_progress: called about ten times per second, with the share of ended requests.
         feed: publishes the pool's events, after each request and at the end; None turns events off.
         on_outcome: called with the outcome of each request when the request ends.
         policy: a cache policy that is already found; None for that of the settings.
@@ -86,7 +74,7 @@ def run_replay(
     )
     link = CopyLink(settings.rates.copy_bytes_per_s)
     tiers = None
-    if settings.host_tier or settings.disk_tier:
+    if settings.has_tiers:
         tiers = ReplayTiers(
             manager,
             settings.host_tier,
@@ -101,12 +89,17 @@ def run_replay(
     callbacks: list[OutcomeCallback] = [breakdown.add for breakdown in breakdowns]
     if on_outcome is not None:
         callbacks.append(on_outcome)
-    tally = Tally(report, callbacks)
     swap = None
     if settings.host_blocks and settings.preemption != "recompute":
         swap = _make_swap(settings, manager, report, link)
     driver = ReplayDriver(
-        manager, tally, replay_time=replay_time, replay_retention=replay_retention, tiers=tiers, swap=swap
+        manager,
+        report,
+        on_outcome=callbacks,
+        replay_time=replay_time,
+        replay_retention=replay_retention,
+        tiers=tiers,
+        swap=swap,
     )
     source = manager if swap is None else swap.swapper
     trace_clock = TraceClock(driver, settings.rates, steps) if settings.clock == "trace" else None
@@ -122,7 +115,8 @@ def run_replay(
         read = max(trace.position, num_requests / settings.limit if settings.limit else 0.0)
         num_done = num_requests - (0 if trace_clock is None else trace_clock.num_unfinished)
         share = max(share, read * num_done / (num_requests or 1))
-        on_progress(Progress(share, num_requests, tally.token_hit_rate, manager.usage))
+        rates = f"token hit rate {driver.token_hit_rate:.1%}, pool {manager.usage:.0%} in use"
+        on_progress(f"{num_requests:,} requests, {rates}", share)
 
     def on_request() -> None:
         check_policy(pool)
@@ -141,7 +135,7 @@ def run_replay(
     if report.refused_requests == report.requests:
         raise InvalidArgumentError(
             f"no request fits: the pool has {settings.num_blocks} blocks of {block_size} tokens, the "
-            f"smallest request needs {tally.smallest_refused}; use a larger capacity"
+            f"smallest request needs {driver.smallest_refused}; use a larger capacity"
         )
     if replay_retention is not None and settings.keep_session_s and not replay_retention.num_kept_sessions:
         raise InvalidArgumentError(f"{trace.path} has no session_id, so there are no sessions to keep")
@@ -203,7 +197,7 @@ def run_instantly(
             num_blocks_in_use += driver.num_blocks_in_use
             driver.end(request, request.arrival_ms)
         on_request()
-    return driver.finish(num_blocks_in_use / max(1, driver.tally.report.requests))
+    return driver.finish(num_blocks_in_use / max(1, driver.report.requests))
 
 
 def _compute(request: ReplayRequest, found: FoundPrefix, driver: ReplayDriver, steps: PromptSteps) -> None:

@@ -1,12 +1,12 @@
 """`run_sweep`: replays a trace at many capacities in parallel; `count_infinite_hits`: their upper bound."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, as_completed
 from dataclasses import replace
 
 from kv_pool.errors import InvalidArgumentError, WorkerLostError
 from kv_pool.ids import BlockHash
-from kv_pool.replay.report import InfiniteCache, ReplayReport
+from kv_pool.replay.report import InfiniteCache, OnProgress, ReplayReport
 from kv_pool.replay.settings import ReplaySettings, find_block_size
 from kv_pool.replay.simulator import run_replay
 from kv_pool.replay.worker_processes import WorkerProcesses
@@ -16,7 +16,7 @@ def run_sweep(
     settings: ReplaySettings,
     capacities: Sequence[int],
     num_processes: int,
-    on_done: Callable[[ReplayReport], None] | None = None,
+    on_progress: OnProgress | None = None,
     host_tiers: Sequence[int] | None = None,
     disk_tiers: Sequence[int] | None = None,
 ) -> list[ReplayReport]:
@@ -30,7 +30,7 @@ def run_sweep(
         host_tiers: in blocks; each replaces `settings.host_tier`, for every capacity. The reports of one
             capacity are adjacent. None uses the value of the settings.
         disk_tiers: the same for `settings.disk_tier`, for every capacity and host tier.
-        on_done: called with each report when it is complete.
+        on_progress: called when a replay is complete.
     Raises:
         InvalidArgumentError: there are no capacities, or a replay refuses a setting.
         TraceError: as in `run_replay`.
@@ -47,6 +47,7 @@ def run_sweep(
     ]
     if not points:
         raise InvalidArgumentError("a sweep needs at least one capacity")
+    points[-1].check()  # before processes start; each replay checks its own point
     reports: dict[int, ReplayReport] = {}
     with WorkerProcesses(min(num_processes, len(points))) as workers:
         # The last job counts the hits of an infinite cache, for all reports.
@@ -58,8 +59,9 @@ def run_sweep(
                 result = ended.result()
                 if isinstance(result, ReplayReport):
                     reports[index_of[ended]] = result  # type: ignore[index]
-                    if on_done is not None:
-                        on_done(result)
+                    if on_progress is not None:
+                        found = f"{result.num_blocks:,} blocks: token hit rate {result.token_hit_rate:.1%}"
+                        on_progress(f"{len(reports)} of {len(points)}, {found}", len(reports) / len(points))
         except WorkerLostError as error:
             raise WorkerLostError(
                 f"a process of the sweep ended after {len(reports)} of {len(points)} replays: {error}"

@@ -35,7 +35,7 @@ class TraceClock:
         steps: PromptSteps = WHOLE_PROMPTS,
     ) -> None:
         self.driver = driver
-        self.report = driver.tally.report
+        self.report = driver.report
         self.rates = rates
         self._steps = steps
         self._now_ms = 0.0

@@ -3,14 +3,14 @@
 from array import array
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, takewhile
 
 import msgspec
 
 from kv_pool.core.block_hash import BlockHasher
 from kv_pool.replay.replay_request import CONVENTIONS
-from kv_pool.replay.report import InfiniteCache
+from kv_pool.replay.report import InfiniteCache, OnProgress
 from kv_pool.replay.trace import Trace, TraceRequest
 
 _MS_PER_MINUTE = 60_000
@@ -88,7 +88,7 @@ class TraceInfo(msgspec.Struct):
 def describe_trace(
     trace: Trace,
     token_block_size: int = 16,
-    on_progress: Callable[[], None] = lambda: None,
+    on_progress: OnProgress | None = None,
 ) -> TraceInfo:
     """Read a trace once and return its figures.
 
@@ -106,8 +106,8 @@ def describe_trace(
     hasher = BlockHasher("xxh3_128", "0", block_size)
     for request in trace:
         counts.add(request, request.hash_ids or hasher.hash_blocks(request.token_ids or []))
-        if info.requests % 100 == 0:
-            on_progress()
+        if on_progress is not None and info.requests % 100 == 0:
+            on_progress(f"{info.requests:,} requests", trace.position)
     counts.finish()
     info.broken_lines = trace.num_broken
     return info

@@ -35,12 +35,6 @@ def test_full_disk_during_requests_output_keeps_the_result(folder):
     ]
 
 
-def test_sweep_json_is_printed_if_the_disk_is_full(folder):
-    done = kv_pool_command("sweep", "trace.jsonl", *SIZES, "--json", "/dev/full", cwd=folder)
-    assert done.returncode == 2
-    assert [report["num_blocks"] for report in json.loads(done.stdout)] == [50]
-
-
 @pytest.mark.slow
 def test_second_sweep_does_not_overwrite_the_first_curve(folder):
     for name in ("sweep.png", "sweep-2.png", "sweep-3.png"):

@@ -104,16 +104,6 @@ def test_skipped_broken_lines_are_shown(folder):
     assert (report["requests"], report["broken_lines"]) == (2, 2)
 
 
-def test_bundled_trace_is_found_by_name(tmp_path):
-    done = kv_pool_command(
-        "replay", "mooncake_conversation", "--blocks", "1000", "--limit", "100", cwd=tmp_path
-    )
-    assert done.returncode == 0, done.stderr
-    assert "mooncake_conversation.jsonl.gz through 1,000 blocks of 512 tokens" in done.stdout
-    assert rows(done.stdout)["requests"] == "100"
-    assert "late" not in rows(done.stdout)
-
-
 def test_its_events_can_be_read_while_it_runs(folder):
     write_trace(folder / "long.jsonl", [record(8, [number]) for number in range(100_000)])
     options = "--blocks 20 --trace-block-size 8 --pace 20"

@@ -1,7 +1,7 @@
 """Commands offer the options that settings declare, and create settings from their values."""
 
 import inspect
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import pytest
@@ -95,11 +95,6 @@ def test_absent_options_have_the_defaults_of_the_settings():
     assert settings == Settings("t", 7)
 
 
-def test_options_not_offered_have_the_defaults():
-    settings, own = call("own trace", found={"num_blocks": 7}, trace="t")
-    assert (settings, own) == (Settings("t", 7), None)
-
-
 def test_an_unreadable_value_is_refused():
     with pytest.raises(InvalidArgumentError, match="'fast' is not a rate"):
         call("trace copy_rate own", found={"num_blocks": 7}, trace="t", copy_rate="fast")
@@ -137,13 +132,6 @@ def test_every_option_of_the_settings_is_offered():
     assert names_of(ReplaySettings) | names_of(EngineRates) <= offered(replay)
     assert names_of(ServeSettings) <= offered(serve)
     assert offered(sweep) - offered(replay) == {"overlay", "jobs"}
-
-
-@pytest.mark.parametrize("settings_class", [ReplaySettings, EngineRates])
-def test_choices_include_the_default(settings_class):
-    defaults = {each.name: each.default for each in fields(settings_class)}
-    for name, _, option in list_options(settings_class):
-        assert not option.choices or defaults[name] in option.choices
 
 
 def test_the_help_of_options_documents_the_fields():

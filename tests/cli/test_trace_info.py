@@ -46,11 +46,3 @@ def test_json_has_the_same_figures(folder):
     found = json.loads(info(folder, "--json"))
     assert (found["requests"], found["sessions"], found["tenants"]) == (3, 2, 2)
     assert found["ceilings"]["ids_as_blocks"]["tokens_hit"] == 16
-
-
-def test_broken_line_is_one_line_and_status_2(folder):
-    write_trace(folder / "trace.gz", [TRACE[0], "broken"])
-    done = kv_pool_command("trace", "info", "trace.gz", "--trace-block-size", "8", cwd=folder)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "trace.gz:2: " in done.stderr
-    assert json.loads(info(folder, "--json", "--skip-broken"))["broken_lines"] == 1

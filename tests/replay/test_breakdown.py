@@ -149,12 +149,6 @@ def test_turns_are_numbered_by_arrival(tmp_path):
     assert [(row.key, row.tokens_in) for row in report.breakdowns["turn"]] == [(1, 80), (2, 8)]
 
 
-def test_report_without_breakdowns_has_none(trace):
-    report, _ = replay(trace[0], num_blocks=9, by=None)
-    assert report.breakdowns == {}
-    assert "by" not in report.settings
-
-
 @pytest.mark.parametrize(
     ("text", "kinds"), [("", ()), ("turn", ("turn",)), (" minute, turn,,minute ", ("minute", "turn"))]
 )

@@ -1,15 +1,25 @@
 """Tests of `ReplayDriver`: allocations, preemption and counts."""
 
 import pytest
-from replay.test_tally import BLOCK_SIZE, make_request, make_tally
 
 from kv_pool import BlockPool, KVCacheManager
 from kv_pool.replay.driver import ReplayDriver
+from kv_pool.replay.replay_request import ReplayRequest
+from kv_pool.replay.report import ReplayReport
+from kv_pool.replay.trace import TraceRequest
+
+BLOCK_SIZE = 4
 
 
-def make_driver(num_blocks, **options):
+def make_request(line, num_tokens):
+    ids = list(range(100 * line, 100 * line + -(-num_tokens // BLOCK_SIZE)))
+    traced = TraceRequest(line, 0.0, num_tokens, 0, ids, None)
+    return ReplayRequest(traced, BLOCK_SIZE, trace_block_size=BLOCK_SIZE)
+
+
+def make_driver(num_blocks):
     manager = KVCacheManager(BlockPool(num_blocks + 1, True, BLOCK_SIZE))
-    return ReplayDriver(manager, make_tally(num_blocks), **options)
+    return ReplayDriver(manager, ReplayReport(BLOCK_SIZE, num_blocks, "full_blocks_cap", "instant"))
 
 
 def end(driver, *requests):
@@ -50,3 +60,20 @@ def test_a_gap_in_a_block_table_ends_a_run():
     assert driver.manager.get_block_ids("2") == [1, 3]
     end(driver, second)
     assert driver.finish(0.0).blocks_per_run == 1.0
+
+
+def test_waiting_counts_only_requests_that_can_wait():
+    driver = make_driver(10)
+    for line, waited_ms in enumerate((None, 0.0, 6.0), 1):
+        request = make_request(line, 4)
+        driver.receive(request, 4)
+        driver.allocate(request, 4)
+        driver.end(request, 10.0, waited_ms)
+    waiting = driver.finish(0.0).waiting
+    assert (waiting.requests, waiting.mean_ms, waiting.max_ms) == (2, 3.0, 6.0)
+
+
+def test_rates_without_requests_are_zero():
+    report = make_driver(3).finish(0.0)
+    assert (report.token_hit_rate, report.block_hit_rate, report.mean_request_token_hit_rate) == (0, 0, 0)
+    assert (report.blocks_per_run, report.look_up.calls) == (0, 0)

@@ -34,8 +34,3 @@ def test_token_id_traces_are_counted(tmp_path):
     path = write_trace(tmp_path / "trace.jsonl", [{"token_ids": tokens}, {"token_ids": [*tokens, 1]}])
     bound = count_infinite_hits(ReplaySettings(str(path), 1))
     assert (bound.num_blocks, bound.blocks_hit, bound.tokens_hit) == (2, 2, 32)
-
-
-def test_bundled_trace_gives_the_reference_count():
-    bound = count_infinite_hits(ReplaySettings("mooncake_conversation", 1))
-    assert (bound.blocks_hit, bound.tokens_hit) == (105_592, 54_063_104)

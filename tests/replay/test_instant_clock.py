@@ -39,13 +39,6 @@ def assert_reference(report, expected):
     }
 
 
-def test_reference_covers_every_convention():
-    assert {trace: set(REFERENCE[trace]["conventions"]) for trace in REFERENCE} == {
-        "mooncake_conversation": set(CONVENTIONS),
-        "agentic_coding_a": set(CONVENTIONS),
-    }
-
-
 @pytest.mark.parametrize(("convention", "capacity"), list_cases("mooncake_conversation", QUICK))
 def test_mooncake_trace_gives_the_reference_counts(convention, capacity):
     num_blocks = 200_000 if capacity == "unlimited" else int(capacity)
@@ -100,33 +93,6 @@ def run_small(tmp_path, records, num_blocks, **settings):
     return run_replay(ReplaySettings(str(path), num_blocks, trace_block_size=8, **settings))
 
 
-def test_refused_request_is_counted_and_changes_nothing(tmp_path):
-    records = [record(16, [1, 2]), record(40, [1, 2, 3, 4, 5]), record(24, [1, 2, 6])]
-    report = run_small(tmp_path, records, 4)
-    assert (report.requests, report.refused_requests) == (3, 1)
-    assert (report.blocks_hit, report.blocks_looked_up) == (2, 10)
-    assert (report.tokens_hit, report.tokens_in) == (16, 80)
-    assert report.mean_request_token_hit_rate == pytest.approx(16 / 24 / 3)
-
-
-def test_output_tokens_need_no_blocks(tmp_path):
-    report = run_small(tmp_path, [record(16, [1, 2], output_length=1000)], 2)
-    assert report.refused_requests == 0
-    assert report.peak_blocks_in_use == 2
-
-
-def test_cap_computes_the_last_token_again(tmp_path):
-    twice = [record(16, [1, 2])] * 2
-    assert run_small(tmp_path, twice, 8, convention="full_blocks").blocks_hit == 2
-    assert run_small(tmp_path, twice, 8, convention="full_blocks_cap").blocks_hit == 1
-
-
-def test_partial_block_hit_counts_tokens_only(tmp_path):
-    twice = [record(11, [1, 2])] * 2
-    report = run_small(tmp_path, twice, 8, convention="ids_as_blocks")
-    assert (report.blocks_hit, report.tokens_hit) == (2, 11)
-
-
 @pytest.mark.parametrize(("block_size", "blocks_hit", "tokens_hit"), [(4, 4, 16), (8, 2, 16), (16, 1, 16)])
 def test_pool_and_trace_block_sizes_may_differ(tmp_path, block_size, blocks_hit, tokens_hit):
     records = [record(32, [1, 2, 3, 4]), record(32, [1, 2, 5, 6])]
@@ -134,19 +100,3 @@ def test_pool_and_trace_block_sizes_may_differ(tmp_path, block_size, blocks_hit,
     assert report.block_size == block_size
     assert (report.blocks_hit, report.tokens_hit) == (blocks_hit, tokens_hit)
     assert report.blocks_looked_up == 2 * 32 // block_size
-
-
-def test_smaller_pool_blocks_without_ids_of_partial_blocks(tmp_path):
-    report = run_small(tmp_path, [record(23, [1, 2])] * 2, 20, block_size=4)
-    assert report.requests == 2
-    assert report.tokens_hit == 16
-
-
-def test_token_id_traces_use_blocks_of_16_tokens(tmp_path):
-    path = write_trace(
-        tmp_path / "trace.jsonl",
-        [{"token_ids": list(range(40))}, {"prompt_token_ids": [*range(32), *range(90, 120)]}],
-    )
-    report = run_replay(ReplaySettings(str(path), 10))
-    assert report.block_size == 16
-    assert (report.blocks_looked_up, report.blocks_hit, report.tokens_hit) == (5, 2, 32)

@@ -4,7 +4,7 @@ import random
 from itertools import islice
 
 import pytest
-from replay.made_trace import make_random_records, record, write_trace
+from replay.made_trace import make_random_records, write_trace
 from replay.test_instant_clock import REFERENCE, assert_reference
 
 from kv_pool import BlockPool, BlockRemoved, InvalidArgumentError, KVCacheManager
@@ -101,19 +101,6 @@ def test_a_policy_runs_in_a_pool_of_sequences(trace, policy):
         pool.free_sequence(number)
     assert num_hits > 20
     assert pool.block_pool.policy_host.failure is None
-
-
-def test_another_policy_gives_other_counts(tmp_path):
-    """Two prompts that return, and a scan between them that LRU lets through."""
-    records = [record(16, [1, 2], 0, 0), record(16, [1, 2], 0, 1), record(16, [1, 2], 0, 2)]
-    records += [record(16, [10 + number, 50 + number], 0, 3 + number) for number in range(6)]
-    records += [record(24, [1, 2, 3], 0, 20)]
-    path = str(write_trace(tmp_path / "scan.jsonl", records))
-    hits = {
-        policy: run_replay(ReplaySettings(path, 8, policy=policy, convention="ids_as_blocks")).blocks_hit
-        for policy in ("lru", "fifo", "slru", "sieve")
-    }
-    assert hits == {"lru": 4, "fifo": 4, "slru": 6, "sieve": 6}
 
 
 def test_policies_that_cannot_run_are_refused(trace):

@@ -43,7 +43,10 @@ def trace(tmp_path):
         ({"preemption": "never"}, "unknown preemption 'never'; known are cost, swap, recompute"),
         ({"host_blocks": -1}, "host_blocks is -1"),
         ({"host_blocks": 9, "block_bytes": 1}, "which only the trace clock has"),
-        ({"host_blocks": 9, "clock": "trace"}, "a host pool needs block_bytes"),
+        (
+            {"host_blocks": 9, "clock": "trace"},
+            "need the bytes of a block",
+        ),
         ({"limit": 0}, "limit is 0"),
         ({"limit": -3}, "limit is -3"),
         ({"block_size": 0}, "block_size is 0"),
@@ -84,12 +87,9 @@ def test_limit_takes_the_first_requests(tmp_path, clock):
 @pytest.mark.parametrize("clock", CLOCKS)
 def test_progress_is_reported_during_the_replay(trace, clock):
     told = []
-    run_replay(ReplaySettings(trace, 20, clock=clock, trace_block_size=8), told.append)
-    assert told[0].num_requests == 1
-    assert 0 <= told[0].share <= 1
-    assert told[0].token_hit_rate == 0
-    assert 0 <= told[0].usage <= 1
-    assert all(before.num_requests <= after.num_requests for before, after in pairwise(told))
+    run_replay(ReplaySettings(trace, 20, clock=clock, trace_block_size=8), lambda *now: told.append(now))
+    assert told[0][0].startswith("1 requests, token hit rate 0.0%, pool ")
+    assert all(0 <= before <= after <= 1 for (_, before), (_, after) in pairwise(told))
 
 
 def test_progress_counts_waiting_requests_as_unfinished(tmp_path, monkeypatch):
@@ -97,10 +97,11 @@ def test_progress_counts_waiting_requests_as_unfinished(tmp_path, monkeypatch):
     monkeypatch.setattr(simulator, "_SECONDS_BETWEEN_PROGRESS", 0.0)
     path = write_trace(tmp_path / "trace.jsonl", [record(8, [number], 80, 0) for number in range(20)])
     told = []
-    run_replay(ReplaySettings(str(path), 30, clock="trace", trace_block_size=8), told.append)
-    shares = [progress.share for progress in told]
+    settings = ReplaySettings(str(path), 30, clock="trace", trace_block_size=8)
+    run_replay(settings, lambda *now: told.append(now))
+    shares = [share for _, share in told]
     assert shares == sorted(shares)
-    all_have_arrived = [progress.share for progress in told if progress.num_requests == 20]
+    all_have_arrived = [share for now, share in told if now.startswith("20 requests, ")]
     assert all_have_arrived[0] < 0.2
     assert len(set(all_have_arrived)) > 10
     assert shares[-1] > 0.9

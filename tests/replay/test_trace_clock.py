@@ -127,12 +127,6 @@ def test_speedup_makes_requests_arrive_faster():
     assert run(requests, 10, speedup=4.0).simulated_ms == 508
 
 
-def test_simulated_time_starts_at_the_first_arrival():
-    report = run([(5000, 16, 8, [1, 2])], 10)
-    assert report.simulated_ms == 96
-    assert report.mean_blocks_in_use == (16 * 2 + 80 * 3) / 96
-
-
 def test_late_requests_arrive_with_their_predecessor():
     requests = [(0, 8, 0, [1]), (100, 8, 0, [2]), (50, 8, 0, [3]), (100, 8, 0, [4]), (300, 8, 0, [5])]
     report = run(requests, 10)

@@ -14,7 +14,6 @@ from kv_pool.replay.replay_request import ReplayRequest
 from kv_pool.replay.replay_tiers import CopyLink, HostSwap, ReplayTiers, swap_always
 from kv_pool.replay.report import ReplayReport
 from kv_pool.replay.settings import EngineRates
-from kv_pool.replay.tally import Tally
 from kv_pool.replay.trace import TraceRequest
 from kv_pool.replay.trace_clock import TraceClock
 from kv_pool.tiers.invariants import check as check_tiers
@@ -74,7 +73,7 @@ def run_timed(
     link, disk_link = CopyLink(COPY_RATE), CopyLink(COPY_RATE / 4)
     lower = CountingTiers(manager, *tiers, write, BLOCK_BYTES, link, disk_link) if tiers else None
     swap = HostSwap(manager, num_host_blocks, BLOCK_BYTES, link, rule, report) if num_host_blocks else None
-    driver = ImpatientDriver(manager, Tally(report), tiers=lower, swap=swap)
+    driver = ImpatientDriver(manager, report, tiers=lower, swap=swap)
     arriving = (
         ReplayRequest(TraceRequest(line, *request, None), BLOCK_SIZE, convention, BLOCK_SIZE)
         for line, request in enumerate(requests, 1)

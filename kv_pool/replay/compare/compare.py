@@ -4,14 +4,14 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, as_completed
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
 from kv_pool.error_names import ERRORS_BY_NAME
-from kv_pool.errors import KVPoolError, TraceError
+from kv_pool.errors import KVPoolError
 from kv_pool.replay.compare.comparison import CompareSettings, Comparison, PolicyRecord
 from kv_pool.replay.compare.measuring import compare_trace, find_contradictions
 from kv_pool.replay.compare.policy_run import (
@@ -25,6 +25,8 @@ from kv_pool.replay.compare.policy_run import (
     run_policy,
 )
 from kv_pool.replay.compare.references import References, measure_references
+from kv_pool.replay.report import OnProgress
+from kv_pool.replay.trace_writer import writing
 from kv_pool.threads import submit
 from kv_pool.version import __version__
 
@@ -38,83 +40,32 @@ class _Line(msgspec.Struct, frozen=True):
     result: Result
 
 
-class FinishedRuns:
-    """The results in a file of JSON lines. Lines that cannot be read, such as a truncated last one, count as
-    not finished.
+def _read_finished(path: str) -> dict[str, Result]:
+    """Return the results in a file of JSON lines by their keys, and create the file if it does not exist.
 
-    Args:
-        path: the file; None keeps the results in memory only.
-    Raises:
-        TraceError: the file cannot be read or created.
+    Lines that cannot be read, such as a truncated last one, count as not finished. Raises TraceError.
     """
+    decode = msgspec.json.Decoder(_Line).decode
+    results: dict[str, Result] = {}
+    with writing(path, "finished runs"), open(path, "a+b") as file:
+        file.seek(0)
+        text = file.read()
+        for line in text.splitlines():
+            with suppress(msgspec.MsgspecError, RecursionError):
+                found = decode(line)
+                results[found.key] = found.result
+        if text and not text.endswith(b"\n"):
+            file.write(b"\n")
+    return results
 
-    def __init__(self, path: str | None) -> None:
-        self._path = path
-        self._file: BinaryIO | None = None
-        self._results: dict[str, Result] = {}
-        if path is None:
-            return
-        decode = msgspec.json.Decoder(_Line).decode
-        try:
-            self._file = open(path, "a+b")  # noqa: SIM115, closed by `close`
-            self._file.seek(0)
-            text = self._file.read()
-            for line in text.splitlines():
-                with suppress(msgspec.MsgspecError, RecursionError):
-                    found = decode(line)
-                    self._results[found.key] = found.result
-            if text and not text.endswith(b"\n"):
-                self._file.write(b"\n")
-        except OSError as error:
-            self.close()
-            raise TraceError(f"{path}: cannot keep finished runs: {error.strerror}") from error
 
-    def find(self, key: str) -> Result | None:
-        """Return the result with this key, or None."""
-        return self._results.get(key)
-
-    def add(self, key: str, result: Result) -> None:
-        """Keep a result, and write it to the file at once. Raises TraceError."""
-        self._results[key] = result
-        if self._file is not None:
-            try:
-                self._file.write(msgspec.json.encode(_Line(key, result)) + b"\n")
-                self._file.flush()
-            except OSError as error:
-                raise TraceError(f"{self._path}: cannot keep finished runs: {error.strerror}") from error
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            with suppress(OSError):  # what was not written has raised in `add`
-                self._file.close()
-            self._file = None
-
-    def delete(self) -> None:
-        """Close and delete the file."""
-        self.close()
-        if self._path is not None:
-            with suppress(OSError):
-                os.unlink(self._path)
+def _append_finished(path: str, key: str, result: Result) -> None:
+    """Append a result to a file of finished runs. Raises TraceError."""
+    with writing(path, "finished runs"), open(path, "ab") as file:
+        file.write(msgspec.json.encode(_Line(key, result)) + b"\n")
 
 
 _REFERENCES = "the optimum"
-
-
-@dataclass(frozen=True)
-class CompareProgress:
-    """The progress of a comparison: ended runs of all runs, and the one that has ended now.
-
-    Attributes:
-        num_ended, num_runs: counts; runs that an earlier call has finished are ended at the start.
-        label: the run, in words.
-        error: the error that ended it, or None.
-    """
-
-    num_ended: int
-    num_runs: int
-    label: str
-    error: str | None
 
 
 @dataclass(frozen=True)
@@ -132,7 +83,7 @@ def compare_policies(
     settings: CompareSettings,
     executor: Executor,
     finished: str | None = None,
-    on_progress: Callable[[CompareProgress], None] | None = None,
+    on_progress: OnProgress | None = None,
 ) -> Comparison:
     """Replay each trace with each policy at each capacity, and compare them with LRU and the optimum.
 
@@ -145,7 +96,7 @@ def compare_policies(
         finished: a file to which each finished run is appended. A later call reads it and goes on; changed
             traces, policies, settings and versions of kv_pool are run again. Deleted when all runs are
             finished.
-        on_progress: called in this thread.
+        on_progress: called in this thread, for each run that ends, with its error if it fails.
     Returns:
         The results. A run that fails, for example because its policy is broken, has a row with its error.
     Raises:
@@ -158,10 +109,10 @@ def compare_policies(
     traces = [compared.settings.open_trace() for compared in settings.traces]
     digests = [trace.digest() for trace in traces]
     jobs = list(_list_jobs(settings, sources, digests))
-    with closing(FinishedRuns(finished)) as runs:
-        results = _run_all(jobs, executor, runs, on_progress)
-        if not any(isinstance(result, Failure) for result in results.values()):
-            runs.delete()
+    results = _run_all(jobs, executor, finished, on_progress)
+    if finished is not None and not any(isinstance(result, Failure) for result in results.values()):
+        with suppress(OSError):
+            os.unlink(finished)
     found = []
     contradictions = []
     names = [source.name for source in sources]
@@ -217,36 +168,41 @@ def _make_key(*parts: object) -> str:
 def _run_all(
     jobs: list[_Job],
     executor: Executor,
-    runs: FinishedRuns,
-    on_progress: Callable[[CompareProgress], None] | None,
+    finished: str | None,
+    on_progress: OnProgress | None,
 ) -> dict[tuple[int, str, int], Any]:
-    """Return the result of each job by its place. Jobs that are finished in `runs` are not repeated."""
+    """Return the result of each job by its place. Jobs in the file `finished` are not repeated."""
+    known = {} if finished is None else _read_finished(finished)
     results: dict[tuple[int, str, int], Any] = {}
-    notify = on_progress or (lambda progress: None)
     pending: dict[Future[Any], _Job] = {}
+
+    def notify(what: str) -> None:
+        if on_progress is not None:
+            on_progress(f"{len(results)} of {len(jobs)}, {what}", len(results) / len(jobs))
+
     try:
         for job in jobs:
-            result = runs.find(job.key)
+            result = known.get(job.key)
             if result is None:
                 future = submit(executor, "kv_pool compare", attempt, job.function, *job.arguments)
                 pending[future] = job
             else:
                 results[job.place] = result
         if results:
-            notify(CompareProgress(len(results), len(jobs), "finished before", None))
+            notify("finished before")
         for future in as_completed(pending):
             job = pending[future]
-            error = None
+            label = job.label
             try:
                 ended = future.result()
             except Exception as raised:  # of the executor: `attempt` returns failures
                 ended = make_failure(raised)
             results[job.place] = ended
             if isinstance(ended, Failure):
-                error = ended.describe()
-            else:
-                runs.add(job.key, ended)
-            notify(CompareProgress(len(results), len(jobs), job.label, error))
+                label += f": {ended.describe()}"
+            elif finished is not None:
+                _append_finished(finished, job.key, ended)
+            notify(label)
     finally:
         for future in pending:
             future.cancel()  # no-op after the end of its job

@@ -73,7 +73,7 @@ def find_obstacle(settings: ReplaySettings) -> str | None:
         return "with the trace clock, running requests hold blocks; the optimum is known for one at a time"
     if settings.groups != "full":
         return "the optimum is known for full attention only"
-    if settings.host_tier or settings.disk_tier:
+    if settings.has_tiers:
         return "the optimum is known without lower tiers only"
     if settings.runs:
         return "a pool that prefers runs evicts for other reasons, too"

@@ -1,6 +1,6 @@
 """`measure_curves`: hit rates of LRU and of the optimum over capacity, from one reading of a trace."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from time import perf_counter
 
 import numpy as np
@@ -9,7 +9,7 @@ from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.curves.curve_report import CurvePoint, CurveReport, CurveSample, locate_knee
 from kv_pool.replay.curves.estimates import Estimates
 from kv_pool.replay.curves.sampling import Sampler, read_prompts
-from kv_pool.replay.report import make_provenance
+from kv_pool.replay.report import OnProgress, make_provenance
 from kv_pool.replay.settings import ReplaySettings, find_block_size
 
 _NUM_POINTS = 64
@@ -30,7 +30,7 @@ USED = (*_REPORTED, "num_blocks", "block_size")
 def measure_curves(
     settings: ReplaySettings,
     capacities: Sequence[int] | None = None,
-    on_progress: Callable[[str, float], None] | None = None,
+    on_progress: OnProgress | None = None,
     sample_rate: float | None = None,
 ) -> CurveReport:
     """Measure the hits of LRU and of optimal replacement at several capacities.
@@ -40,7 +40,7 @@ def measure_curves(
             clock with full attention.
         capacities: in blocks. None: 64 capacities in equal ratios, from the largest request, below which
             pools refuse requests, to the least capacity at which LRU has all hits of an infinite cache.
-        on_progress: called with what is done now and the share of it that is done.
+        on_progress: called with the shares of one part of the work after the other.
         sample_rate: share of the sessions, or roots, from which hits are estimated; None for exact counts.
     Raises:
         TraceError: the trace cannot be read, or its ids do not identify prefixes.

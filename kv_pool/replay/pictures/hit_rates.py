@@ -308,7 +308,7 @@ def draw_plan(plan: CapacityPlan, path: str) -> None:
     sizes = [(point.num_blocks + 1) * per_block for point in plan.points]
     rates = [point.token_hit_rate for point in plan.points]
     checks = [check for check in plan.checks if check.block_size == plan.block_size]
-    places = [(check.num_blocks + 1 + check.host_blocks + check.disk_blocks) * per_block for check in checks]
+    places = [check.num_held_blocks * per_block for check in checks]
     with new_figure(path) as (_, (axes,)):
         axes.plot(sizes, rates, "-" + _choose_marker(sizes), label="predicted, pool alone")
         axes.axhline(plan.ceiling, color="tab:green", linestyle=":", label="without evictions")

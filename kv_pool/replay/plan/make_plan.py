@@ -1,6 +1,6 @@
 """`plan_capacity`: recommends a capacity for a trace, and replays each recommendation."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 from kv_pool.replay.capacity import ModelKV, count_blocks
@@ -14,10 +14,10 @@ from kv_pool.replay.plan.plan_report import (
     PlanGoal,
     PlanTier,
 )
-from kv_pool.replay.report import ReplayReport, make_provenance
+from kv_pool.replay.report import OnProgress, ReplayReport, make_provenance
 from kv_pool.replay.request_outcomes import RequestOutcome
 from kv_pool.replay.settings import ReplaySettings, find_block_size
-from kv_pool.replay.simulator import Progress, run_replay
+from kv_pool.replay.simulator import run_replay
 from kv_pool.replay.trace import Trace
 
 BLOCK_SIZES = (16, 32, 64, 128, 256, 512)
@@ -28,8 +28,6 @@ _GIB = 2**30
 _HOST_MULTIPLE, _DISK_MULTIPLE = 4, 16
 _MOST_DEMAND_BLOCKS = 1_000_000
 
-PlanProgress = Callable[[str, float], None]
-
 
 def plan_capacity(
     settings: ReplaySettings,
@@ -39,7 +37,7 @@ def plan_capacity(
     host_bytes: int | None = None,
     disk_bytes: int | None = None,
     block_sizes: Sequence[int] = BLOCK_SIZES,
-    on_progress: PlanProgress | None = None,
+    on_progress: OnProgress | None = None,
 ) -> CapacityPlan:
     """Recommend a capacity for a trace, from its LRU curve, and replay what is recommended.
 
@@ -50,7 +48,7 @@ def plan_capacity(
         goal: None for the knee of the curve.
         host_bytes, disk_bytes: memory of the tiers; 0 for none. None: 4 and 16 times the pool, or by price.
         block_sizes: to compare. Of a trace of hash ids, only multiples of its block size are compared.
-        on_progress: called with what is done now and the share of it that is done.
+        on_progress: called with the shares of one part of the work after the other.
     Raises:
         TraceError: the trace cannot be read, or its ids do not identify prefixes.
         InvalidArgumentError: a setting has no effect on a plan, no capacity has the hit rate, the memory is
@@ -73,7 +71,7 @@ class _Planner:
         settings: ReplaySettings,
         model: ModelKV,
         goal: PlanGoal,
-        on_progress: PlanProgress,
+        on_progress: OnProgress,
     ) -> None:
         self._settings = settings
         self._model = model
@@ -225,9 +223,6 @@ class _Planner:
         """Replay a pool and its tiers. Return the report, and the curve's prediction beside it."""
         num_flops = num_saved = 0
 
-        def show(progress: Progress) -> None:
-            self._notify(f"replaying: {name}", progress.share)
-
         def note(outcome: RequestOutcome) -> None:
             nonlocal num_flops, num_saved
             num_flops += self._model.count_flops(outcome.input_length)
@@ -241,7 +236,8 @@ class _Planner:
             disk_tier=disk,
             block_bytes=curve.block_bytes,
         )
-        report = run_replay(settings, show, on_outcome=note)
+        doing = f"replaying: {name}"
+        report = run_replay(settings, lambda _, share: self._notify(doing, share), on_outcome=note)
         predicted = curve.count_tokens(curve.combine(num_blocks, [size for size in (host, disk) if size]))
         tolerance = 0.0 if report.clock == "instant" and not host + disk else TOLERANCE
         return report, PlanCheck(

@@ -212,6 +212,11 @@ class PlanCheck(msgspec.Struct, frozen=True):
     speedup_by_tokens: float | None
     speedup_by_flops: float | None
 
+    @property
+    def num_held_blocks(self) -> int:
+        """Blocks of the pool, with its null block, and of its tiers."""
+        return self.num_blocks + 1 + self.host_blocks + self.disk_blocks
+
 
 class CapacityPlan(msgspec.Struct, frozen=True):
     """A recommended capacity of the pool, and what changes it.

@@ -116,9 +116,8 @@ def test_every_executor_gives_the_same_results(traces, mine, name):
 
 def test_broken_policy_fails_its_own_runs_only(traces, mine):
     notes = []
-    found = compare_policies(
-        make_settings(traces, [f"{mine}:Broken", "sieve"]), CountingExecutor(), on_progress=notes.append
-    )
+    settings = make_settings(traces, [f"{mine}:Broken", "sieve"])
+    found = compare_policies(settings, CountingExecutor(), on_progress=lambda *note: notes.append(note))
     for of_trace in found.traces:
         for row in of_trace.rows:
             if row.policy.endswith("Broken"):
@@ -127,8 +126,8 @@ def test_broken_policy_fails_its_own_runs_only(traces, mine):
             else:
                 assert row.error is None
                 assert row.blocks_hit is not None
-    assert [note.num_ended for note in notes] == list(range(1, 15))
-    assert sum(note.error is not None for note in notes) == 4
+    assert [share for _, share in notes] == [number / 14 for number in range(1, 15)]
+    assert sum(": CachePolicyError: " in now for now, _ in notes) == 4
 
 
 def test_capacity_that_fits_no_request_fails_its_runs(tmp_path):
@@ -145,8 +144,8 @@ class Stop(BaseException):
 
 
 def stop_at(number):
-    def stop(progress):
-        if progress.num_ended == number:
+    def stop(now, share):
+        if now.startswith(f"{number} of "):
             raise Stop
 
     return stop
@@ -163,9 +162,9 @@ def test_interrupted_comparison_goes_on(traces, tmp_path):
     assert all(json.loads(line)["key"] for line in lines)
     finished.write_bytes(finished.read_bytes()[:-30])  # as after a power failure: the last line is cut
     executor, notes = CountingExecutor(), []
-    found = compare_policies(settings, executor, str(finished), notes.append)
+    found = compare_policies(settings, executor, str(finished), lambda *note: notes.append(note))
     assert executor.num_jobs == 2 + 2 * 2 * 2 - 4
-    assert (notes[0].num_ended, notes[0].num_runs, notes[-1].num_ended) == (4, 10, 10)
+    assert (notes[0], notes[-1][1]) == (("4 of 10, finished before", 0.4), 1.0)
     assert strip_times(found) == strip_times(expected)
     assert not finished.exists()
 
@@ -349,12 +348,12 @@ def test_invalid_settings_are_refused(traces):
 
 
 def test_finished_runs_that_cannot_be_kept_are_an_error(traces, tmp_path):
-    with pytest.raises(TraceError, match="cannot keep finished runs"):
+    with pytest.raises(TraceError, match="cannot write finished runs"):
         compare_policies(make_settings(traces, []), CountingExecutor(), str(tmp_path))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
-        with pytest.raises(TraceError, match="cannot keep finished runs: File too large"):
+        with pytest.raises(TraceError, match="cannot write finished runs: File too large"):
             compare_policies(make_settings(traces, []), CountingExecutor(), str(tmp_path / "runs"))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

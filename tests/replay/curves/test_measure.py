@@ -57,14 +57,6 @@ def test_default_capacities_reach_all_hits(settings):
     assert below[0] < report.infinite_cache.blocks_hit or least == reuse.largest_request
 
 
-def test_refused_requests_are_counted(tmp_path):
-    path = write_trace(tmp_path / "trace.jsonl", [record(24, [1, 2, 3]), record(16, [1, 2])] * 2)
-    report = measure_curves(ReplaySettings(str(path), 1, trace_block_size=8), [1, 2, 3])
-    assert [point.refused_requests for point in report.points] == [4, 2, 0]
-    assert [point.lru.blocks_hit for point in report.points] == [0, 1, 4]
-    assert report.blocks_looked_up == 10
-
-
 def test_counts_that_are_no_optimum_are_called_bounds(tmp_path):
     def measure(records, convention):
         path = write_trace(tmp_path / "trace.jsonl", records)

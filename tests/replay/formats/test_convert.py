@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
-from replay.made_trace import COMPRESS, make_random_records, write_trace
+from replay.made_trace import make_random_records, write_trace
 
 from kv_pool import InvalidArgumentError, TraceError
 from kv_pool.replay.formats import convert
@@ -130,24 +130,6 @@ def test_hits_of_token_ids_and_hash_ids_are_equal(tmp_path, name):
     found = describe_trace(Trace(tmp_path / "again.jsonl", block_size=BLOCK_SIZE))
     assert found.ceilings["full_blocks"].tokens_hit == expected.ceilings["full_blocks"].tokens_hit > 0
     assert found.inconsistent_requests == 0
-
-
-@pytest.mark.slow
-def test_bundled_trace_keeps_its_hits(tmp_path):
-    run("mooncake_conversation", "mooncake", tmp_path / "middle.gz", "dynamo")
-    report = run(tmp_path / "middle.gz", "dynamo", tmp_path / "again.gz")
-    assert (report.num_requests, report.block_size, report.num_late) == (12_031, 512, 0)
-    expected = describe_trace(Trace("mooncake_conversation"))
-    found = describe_trace(Trace(tmp_path / "again.gz"))
-    assert found.ceilings == expected.ceilings
-    assert found.reuse_distance_s == expected.reuse_distance_s
-
-
-@pytest.mark.parametrize("suffix", COMPRESS)
-def test_output_is_compressed_by_its_suffix(tmp_path, suffix):
-    path, records = make_trace(tmp_path, 6)
-    run(path, "mooncake", tmp_path / f"out{suffix}", trace_block_size=BLOCK_SIZE)
-    assert len(list(Trace(tmp_path / f"out{suffix}", block_size=BLOCK_SIZE))) == len(records)
 
 
 def test_logs_are_sorted_by_arrival(tmp_path, monkeypatch):

@@ -1,7 +1,6 @@
 """Distributions: their notation, and that samples follow them."""
 
 import math
-import random
 
 import pytest
 
@@ -126,9 +125,3 @@ def test_ranks_follow_the_power_law(num_items, exponent):
 def test_invalid_power_laws_are_refused(num_items, exponent):
     with pytest.raises(InvalidArgumentError):
         ZipfSampler(num_items, exponent)
-
-
-def test_measure_detects_a_wrong_distribution():
-    rng = random.Random(1)
-    samples = [rng.expovariate(1 / 400) for _ in range(NUM_SAMPLES)]
-    assert measure_distance(samples, CDFS["exponential:343"]) > LIMIT

@@ -38,11 +38,6 @@ def test_ids_are_those_of_equal_prefixes(seed):
     assert len({tuple(tokens) for tokens in ids.values()}) == len(ids)
 
 
-def test_fresh_ids_are_taken_once():
-    fresh = FreshIds()
-    assert [*fresh.take(3), *fresh.take(0), *fresh.take(2)] == [0, 1, 2, 3, 4]
-
-
 @pytest.mark.parametrize(("num_tokens", "num_after"), [(2, 7), (5, 10), (6, 10), (0, 6)])
 def test_own_text_is_cut_to_the_maximum_length(num_tokens, num_after):
     prompt = GrowingPrompt(FreshIds(), 4)
