@@ -53,12 +53,15 @@ def routing(tmp_path, *places):
         yield stack.enter_context(VLLMRouter(tmp_path / "router.log", sources))
 
 
+MARKS = {"dynamo": pytest.mark.dynamo, "smg": pytest.mark.smg}
+
+
 def readers(*names):
     """Return parameters: a reader and the publisher's first sequence."""
     return pytest.mark.parametrize(
         ("name", "first_sequence"),
         [
-            pytest.param(*name.split("-"), marks=getattr(pytest.mark, name.split("-")[0]), id=name)
+            pytest.param(*name.split("-"), marks=MARKS[name.split("-")[0]], id=name)
             for name in names
         ],
     )
