@@ -60,10 +60,7 @@ def readers(*names):
     """Return parameters: a reader and the publisher's first sequence."""
     return pytest.mark.parametrize(
         ("name", "first_sequence"),
-        [
-            pytest.param(*name.split("-"), marks=MARKS[name.split("-")[0]], id=name)
-            for name in names
-        ],
+        [pytest.param(*name.split("-"), marks=MARKS[name.split("-")[0]], id=name) for name in names],
     )
 
 
