@@ -275,7 +275,8 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
             `num_blocks` ids in the order of the sequence; no other sequence holds them.
         Raises:
             PoolExhaustedError: too few blocks, or no run where one is required; also a `MemoryError`. The
-                message lists what was tried. Nothing has changed.
+                message lists what was tried. Nothing has changed, but while blocks are watched for their
+                reuse, sequences may have been evicted for a required run that did not come about.
             EvictedSequenceError: the sequence was evicted, see `take_evictions`; also a `MemoryError`.
                 Nothing has changed.
             PinLimitError, UnknownDeviceError, InvalidArgumentError, InvalidTypeError: nothing has changed.
