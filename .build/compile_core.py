@@ -65,7 +65,6 @@ MANAGER = (
     "retention/block_retention",
     "retention/claims",
     "retention/directive",
-    "sequences/holdings",
     "step_checks",
     "table_rows",
 )
@@ -191,7 +190,6 @@ class CompileCore(BuildHookInterface):  # type: ignore[type-arg]
             paths += [f"kv_pool/contiguous/{name}.py" for name in CONTIGUOUS]
             paths += [f"kv_pool/events/{name}.py" for name in EVENTS]
             paths += [f"kv_pool/manager/{name}.py" for name in MANAGER]
-            paths += ["kv_pool/adapter/allocation.py"]  # what every `GPUKVPool.allocate` goes through
             # Type errors are for the gate to find, with the project's own configuration. NumPy may be missing
             # here, and what is not compiled but only imported then looks wrong: silent, or nothing is built.
             options = ["--config-file=", "--ignore-missing-imports", "--follow-imports=silent"]

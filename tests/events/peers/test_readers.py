@@ -53,7 +53,7 @@ def routing(tmp_path, *places):
         yield stack.enter_context(VLLMRouter(tmp_path / "router.log", sources))
 
 
-MARKS = {"dynamo": pytest.mark.dynamo, "smg": pytest.mark.smg}
+MARKS = {"dynamo": pytest.mark.dynamo, "smg": pytest.mark.smg, "router": pytest.mark.router}
 
 
 def readers(*names):
