@@ -334,11 +334,7 @@ class RandomScheduler:
         if num_new == num_left and not self.setup.has_states and rng.random() < 0.3:
             room = self.setup.max_model_len - request.num_tokens
             drafts = self._draw_tokens(min(rng.randint(1, 5), room))
-        options = {
-            "num_lookahead_tokens": rng.choice((0, 0, 0, 1, 5)),
-            "delay_cache_blocks": sequence.delays,
-            "full_sequence_must_fit": rng.random() < 0.1,
-        }
+        options = {"num_lookahead_tokens": rng.choice((0, 0, 0, 1, 5)), "delay_cache_blocks": sequence.delays}
         while True:
             is_given = self._allocate(sequence, num_new + len(drafts), **options)
             if is_given:
