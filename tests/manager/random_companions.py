@@ -3,7 +3,7 @@
 import numpy as np
 
 from kv_pool import AllocStatus, BlockPool
-from kv_pool.errors import PinLimitError
+from kv_pool.errors import InvalidBlockError, PinLimitError
 from kv_pool.manager.retention.block_retention import BlockRetention
 from kv_pool.manager.retention.directive import RetentionDirective
 from kv_pool.manager.retention.invariants import check_retention
@@ -67,7 +67,11 @@ class RandomSwaps:
                     self.slots[target] = device[source]
                 else:
                     device[target] = self.slots[source]
-            plan.commit()
+            try:
+                plan.commit()
+            except InvalidBlockError:  # blocks that the plan shares were reported since
+                is_done = False
+        if is_done:
             scheduler.done[f"swapped {plan.direction.value}"] += 1
         else:
             plan.abort()
