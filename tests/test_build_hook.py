@@ -83,6 +83,32 @@ def test_build_without_a_c_compiler_is_plain_and_says_so(tmp_path):
     assert done.stdout.splitlines() == [f"kv_pool: {reason}", "[]"]
 
 
+TRANSLATE = """
+import pathlib, runpy, sys
+hook_class = runpy.run_path(sys.argv[1])["CompileCore"]
+hook_class._compile.__globals__["build_in_parallel"] = lambda command: sys.exit("translated to C")
+hook_class(sys.argv[2], {}, None, None, sys.argv[2], "wheel", None)._compile(pathlib.Path(sys.argv[3]))
+"""
+
+
+@pytest.mark.skipif(not HOOK.exists(), reason="needs the hook of a checkout")
+def test_half_installed_package_does_not_matter_to_mypyc(tmp_path):
+    """The set-up installs NumPy while mypyc reads; what it found of that made compilations fail now and then."""
+    for name in ("numpy", "ml_dtypes", "zmq"):
+        (tmp_path / "half" / name).mkdir(parents=True)
+        (tmp_path / "half" / name / "__init__.pyi").write_text("def cut_off(")
+    (tmp_path / "build").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", TRANSLATE, str(HOOK), str(HOOK.parent.parent), str(tmp_path / "build")],
+        env={**os.environ, "MYPYPATH": str(tmp_path / "half")},
+        capture_output=True,
+        encoding="utf-8",
+        timeout=200,
+        check=False,
+    )
+    assert done.stderr.splitlines()[-1] == "translated to C", done.stdout
+
+
 @pytest.mark.skipif(not HOOK.exists(), reason="needs the hook of a checkout")
 @pytest.mark.parametrize("failures", [1, 2])
 def test_c_file_that_failed_is_compiled_once_more(failures, capfd):

@@ -482,7 +482,7 @@ class RandomScheduler:
         )
 
     def _note_states(self, sequence, num_new):
-        """Record the cached states that only this step writes."""
+        """Record the keys of cached states that only this step writes: a written copy waits with the others."""
         for group_id, spec in enumerate(self.setup.groups):
             if isinstance(spec, MambaSpec) and (num_new or sequence in (one for one, _, _ in self.to_write)):
                 num_tokens = sequence.request.num_computed_tokens + num_new
@@ -491,7 +491,7 @@ class RandomScheduler:
                 ]
                 is_hit = not num_new and not any(one is sequence and n for one, _, n in self.to_write)
                 if block.block_hash is not None and not is_hit:
-                    self.unwritten.add(block.block_id)
+                    self.unwritten.add(block.block_hash)
                 for one, num_hit, num_external in self.to_write:
                     num_loaded = num_hit + num_external
                     if one is sequence and num_external and num_loaded % spec.block_size == 0:
@@ -499,7 +499,7 @@ class RandomScheduler:
                             num_loaded // spec.block_size - 1
                         ]
                         if loaded.block_hash is not None:
-                            self.unwritten.add(loaded.block_id)
+                            self.unwritten.add(loaded.block_hash)
 
     # ---- running ---------------------------------------------------------------------------------
 

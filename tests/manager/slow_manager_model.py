@@ -103,7 +103,7 @@ def expect_allocation(
     max_model_len=None,
     **_,
 ):
-    """Compute the result group by group. `unwritten`: states that this step writes."""
+    """Compute the result group by group. `unwritten`: keys of states that this step writes."""
 
     def limit(num_tokens):
         return num_tokens if max_model_len is None else min(num_tokens, max_model_len)
@@ -141,7 +141,7 @@ def expect_allocation(
             hits = [] if prefix is None else prefix.blocks[group_id]
             blocks = [None] * min(first, len(hits)) + hits[first:] + [None] * (first - len(hits))
             num_free_hits = sum(is_free(manager, block) for block in hits[first:])
-            waits = waits or any(block.block_id in unwritten for block in hits[-1:])
+            waits = waits or any(block.block_hash in unwritten for block in hits[-1:])
         kept = [block for block in blocks[first:] if not block.is_null]
         num_now = len(blocks)
         num_new_blocks = 0
