@@ -124,9 +124,9 @@ LEVELS = {"hot": (HOT, ["-O3"], 5), "cold": (COLD, ["-Og"], 4)}
 NUM_OTHER_FILES = 7
 SHIMS_PER_FILE = 16
 
-# Type errors are for the gate to find, with the project's own configuration, and modules that are only imported are
-# not compiled: silent. The skipped packages do not build kv_pool: they may be missing here, or be in the middle of
-# their installation into the same environment, when half of their types are there.
+# Type errors are for the gate to find, with the project's own configuration, and modules that are only
+# imported are not compiled: silent. The skipped packages do not build kv_pool: they may be missing here, or
+# be in the middle of their installation into the same environment, when half of their types are there.
 MYPY_CONFIG = """
 [mypy]
 ignore_missing_imports = true

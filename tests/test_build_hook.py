@@ -93,7 +93,7 @@ hook_class(sys.argv[2], {}, None, None, sys.argv[2], "wheel", None)._compile(pat
 
 @pytest.mark.skipif(not HOOK.exists(), reason="needs the hook of a checkout")
 def test_half_installed_package_does_not_matter_to_mypyc(tmp_path):
-    """The set-up installs NumPy while mypyc reads; what it found of that made compilations fail now and then."""
+    """The set-up installs NumPy while mypyc reads; half of it made some compilations fail."""
     for name in ("numpy", "ml_dtypes", "zmq"):
         (tmp_path / "half" / name).mkdir(parents=True)
         (tmp_path / "half" / name / "__init__.pyi").write_text("def cut_off(")

@@ -482,7 +482,7 @@ class RandomScheduler:
         )
 
     def _note_states(self, sequence, num_new):
-        """Record the keys of cached states that only this step writes: a written copy waits with the others."""
+        """Record the keys of states that this step writes; a written copy has the same key."""
         for group_id, spec in enumerate(self.setup.groups):
             if isinstance(spec, MambaSpec) and (num_new or sequence in (one for one, _, _ in self.to_write)):
                 num_tokens = sequence.request.num_computed_tokens + num_new
