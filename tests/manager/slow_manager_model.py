@@ -108,6 +108,7 @@ def expect_allocation(
     def limit(num_tokens):
         return num_tokens if max_model_len is None else min(num_tokens, max_model_len)
 
+    num_free = manager.get_num_free_blocks()  # first: pins that expire here free blocks of the prefix
     has_blocks = manager.holds_blocks(request.request_id)
     num_hit = 0 if prefix is None else prefix.num_tokens
     num_before = request.num_computed_tokens + num_hit + num_external_computed_tokens
@@ -164,7 +165,7 @@ def expect_allocation(
         num_full_held += max(0, most - len(blocks)) + len(kept)
         num_entries.append(max(num_now, wanted))
     left = 0 if has_blocks or not manager.list_request_ids() else manager.watermark_blocks
-    available = manager.get_num_free_blocks() - left
+    available = num_free - left
     fits = num_taken <= available + num_released - reserved_blocks
     fits_alone = num_held + reserved_blocks <= num_usable
     if full_sequence_must_fit:
