@@ -101,6 +101,7 @@ class Workers:
                 future.cancel()
             self._waiting.clear()
             self._condition.notify_all()
+            self._became_idle.notify_all()
 
     def join(self) -> None:
         """Wait for the work in progress, after `stop`."""
@@ -122,6 +123,8 @@ class Workers:
                 self._num_idle -= 1
                 if not is_woken or not self._waiting:
                     self._threads.discard(threading.current_thread())
+                    if self._is_idle():
+                        self._became_idle.notify_all()
                     return
                 future, work = self._waiting.popleft()
             if future.set_running_or_notify_cancel():

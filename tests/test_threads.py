@@ -129,3 +129,17 @@ def test_waiting_ends_when_all_work_is_done_or_too_late():
     assert done == [1]
     workers.stop()
     assert workers.wait(60)
+
+
+def test_stop_wakes_who_waits_for_work_that_it_cancels(monkeypatch):
+    workers = Workers("a test", 1)
+    workers.submit(int)
+    assert workers.wait(60)
+    monkeypatch.setattr(workers._condition, "notify", int)  # the idle thread is not awake yet
+    future = workers.submit(int)
+    waiter = Workers("the waiter", 1)
+    waited = waiter.submit(workers.wait)
+    assert not workers.wait(0.2)
+    workers.stop()
+    assert waited.result(60)
+    assert future.cancelled()

@@ -404,8 +404,8 @@ class Prefetcher:
         """Cancel the reads of this owner, by default of all owners, and drop what was read for it."""
         cancelled = [batch for batch in self._batches if owner in (None, batch.owner)]
         for batch in cancelled:
+            self._batches.remove(batch)  # first: an interruption must not leave a cancelled one here
             batch.reading.cancel()
-            self._batches.remove(batch)
 
     def take_done(self) -> Iterator[TierRead]:
         """Yield what was read since the last call, oldest first; valid for good.

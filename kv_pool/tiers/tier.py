@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from typing import NamedTuple, Protocol, cast
 
 import msgspec
 
 from kv_pool.core.kv_events import MEDIUM_CPU
-from kv_pool.errors import CopyFailedError, InvalidArgumentError
+from kv_pool.errors import CopyFailedError, InvalidArgumentError, TierError
 from kv_pool.ids import BlockHashWithGroupId, BlockId, SlotId
 from kv_pool.storage.block_storage import BlockStorage
 
@@ -186,10 +185,12 @@ class Tier:
         Returns:
             The keys that were stored: all except blocks that could not be written, which are counted.
         """
-        self._slot_of.update(zip(keys, self._list_next_slots(len(keys)), strict=True))
+        slots = self._list_next_slots(len(keys))
         num_reused = min(len(keys), len(self._free_slots))
+        # First: an interruption may lose a slot, but must not give it to two keys.
         del self._free_slots[len(self._free_slots) - num_reused :]
         self._num_slots += len(keys) - num_reused
+        self._slot_of.update(zip(keys, slots, strict=True))
         self._counts.num_stored += len(keys)
         return list(keys)
 
@@ -483,17 +484,27 @@ class TierStack:
     def forget(self, keys: Iterable[BlockHashWithGroupId]) -> None:
         """Remove wrong content from every tier for good. Raises TierError after trying all tiers."""
         listed = list(dict.fromkeys(keys))
-        with ExitStack() as every:  # the last callback is called first
-            for tier in reversed(self.tiers):
-                removed = [key for key in listed if key in tier]
-                every.callback(self.announce_removed, tier, removed)
-                every.callback(tier.forget, listed)
+        failures: list[TierError] = []
+        for tier in self.tiers:
+            removed = [key for key in listed if key in tier]
+            try:
+                tier.forget(listed)
+            except TierError as error:
+                failures.append(error)
+            self.announce_removed(tier, removed)
+        if failures:
+            raise failures[0]
 
     def clear(self) -> None:
         """Remove everything for good, without notice. Raises TierError after trying all tiers."""
-        with ExitStack() as every:
-            for tier in self.tiers:
-                every.callback(tier.clear)
+        failures: list[TierError] = []
+        for tier in self.tiers:
+            try:
+                tier.clear()
+            except TierError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
 
     def drop_last_tier(self) -> Tier:
         """Continue without the slowest tier. Return it."""

@@ -479,6 +479,24 @@ def test_folder_left_by_a_full_disk_can_be_created(tmp_path, device):
     tier.close()
 
 
+def test_blocks_written_before_an_interruption_have_their_slots(tier, device, monkeypatch):
+    write = tier._files.write
+    slots = []
+
+    def interrupt_second(slot, *block):
+        slots.append(slot)
+        if len(slots) == 2:
+            raise KeyboardInterrupt
+        write(slot, *block)
+
+    monkeypatch.setattr(tier._files, "write", interrupt_second)
+    with pytest.raises(KeyboardInterrupt):
+        put(tier, device, 3, 4, 5)
+    put(tier, device, 6)
+    assert tier.list_keys() == [KEYS[number] for number in (0, 1, 2, 3, 6)]
+    invariants.check_tier(tier)
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[" * 100_000, b'{"version": "\\ud800"}'])
 def test_malformed_description_is_refused(tmp_path, device, content):
     DiskTier(tmp_path, 8, device.layout).close()

@@ -80,6 +80,26 @@ def test_tier_with_bytes_rejects_keys_without_blocks(kind, tmp_path):
     assert len(tier) == 0
 
 
+class Interrupted(list):
+    """Keys whose iteration is interrupted after the first one."""
+
+    def __iter__(self):
+        yield self[0]
+        raise KeyboardInterrupt
+
+
+def test_interrupted_put_gives_no_slot_to_two_keys():
+    tier = Tier(5)
+    tier.put([A, B])
+    tier.remove([A])
+    with pytest.raises(KeyboardInterrupt):
+        tier.put(Interrupted([A, C]))
+    tier.put([D])
+    assert {A, B, D} <= set(tier.list_keys())
+    slots = list(tier._slot_of.values())
+    assert len(set(slots)) == len(slots)
+
+
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("kind", ["index", *KINDS])
 def test_tier_matches_a_list_model(kind, seed, tmp_path):

@@ -213,6 +213,19 @@ def test_forget_tries_all_tiers_before_it_raises(tmp_path):
     cache.close()
 
 
+def test_a_forget_stays_interrupted_though_the_disk_fails(tmp_path, monkeypatch):
+    """The error of the disk would say that all other tiers were tried."""
+    cache, disk, key = make_disk_cache(tmp_path)
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cache.tiers[0], "forget", interrupt)
+    with failing_writes(disk), pytest.raises(KeyboardInterrupt):
+        cache.forget([key])
+    assert cache.block_pool.is_changing
+
+
 def test_prefetch_without_a_thread_is_skipped(tmp_path):
     cache, _, key = make_disk_cache(tmp_path)
     with no_new_threads():

@@ -25,6 +25,8 @@ _logger = logging.getLogger("vllm.kv_pool")
 class TierWorker:
     """Executes the orders of each step on a rank's tiers, in a background thread, until `close`.
 
+    If the system cannot start a thread, it executes them in the engine's, and logs a warning.
+
     Removals and stores are executed in the order of their calls. A load is executed before all of those that
     have not begun: what it reads cannot be evicted while it waits. Whatever cannot be copied is reported as
     lost and raises no error.
@@ -35,7 +37,7 @@ class TierWorker:
         disk: the disk tier, or None.
 
     Attributes:
-        stack: the tiers; used by the thread only, until it has ended.
+        stack: the tiers; used only by what executes orders, until `close`.
     """
 
     def __init__(self, storage: BlockStorage, host_blocks: int, disk: DiskTier | None) -> None:
@@ -95,6 +97,8 @@ class TierWorker:
     def close(self) -> None:
         """Finish the current order, drop the others, and close the tiers. No-op on a second call."""
         self._thread.stop()
+        self._urgent.clear()
+        self._others.clear()
         self._thread.join()
         if not self._is_closed:
             self._is_closed = True
@@ -103,18 +107,25 @@ class TierWorker:
     # ---- inside ----------------------------------------------------------------------------------
 
     def _start(self, orders: deque[Callable[[], None]], order: Callable[[], None]) -> None:
+        if self._is_closed:
+            return
         orders.append(order)
         try:
-            self._thread.submit(self._run_next)
+            self._thread.submit(self._run_orders)
         except OutOfThreadsError as error:
             _logger.warning("kv_pool copies blocks in the engine's thread: %s", error)
-            self._run_next()
+            self._run_orders()
 
-    def _run_next(self) -> None:
-        try:
-            (self._urgent or self._others).popleft()()
-        except Exception:
-            _logger.exception("kv_pool could not execute an order")
+    def _run_orders(self) -> None:
+        while self._urgent or self._others:
+            try:
+                order = (self._urgent or self._others).popleft()
+            except IndexError:  # dropped by `close`
+                return
+            try:
+                order()
+            except Exception:
+                _logger.exception("kv_pool could not execute an order")
 
     def _load(self, order: LoadOrder, mark: Any) -> None:
         try:
