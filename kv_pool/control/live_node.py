@@ -105,7 +105,9 @@ class LiveNode:
         self.pool = pool
         self._clock = clock
         self.topology = Topology() if settings.nodes is None else read_topology(settings.nodes)
-        peers = Peers() if settings.nodes is None else read_peers(settings.nodes)
+        peers = Peers(clock)
+        for known in [] if settings.nodes is None else read_peers(settings.nodes).list_nodes():
+            peers.add(known.name, known.address, known.location)
         for text in settings.peer:
             known = parse_peer(text)
             peers.add(known.name, known.address)

@@ -36,7 +36,7 @@ class _LiveRequest(ReplayRequest):
     Attributes:
         num_blocks: number of its blocks.
         computed_s: time at which its prompt is computed and it starts to generate.
-        num_generated: tokens generated since then; its blocks are cached with the first ones.
+        num_generated: tokens generated since then; its blocks are cached until the first one is.
         is_suspended: whether it is being migrated to another node.
     """
 

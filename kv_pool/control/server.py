@@ -112,10 +112,17 @@ class ControlServer(Running):
                 self._loop = asyncio.new_event_loop()
             except OSError as error:  # such as no file descriptor for it
                 raise ControlError(f"{self.path}: cannot serve there: {error}") from error
-            on_failure.callback(self._loop.close)
+            on_failure.callback(self._end_loop)
             self._stopping = asyncio.Event()
             self._thread = start_thread("kv_pool control", self._run, listener)
             on_failure.pop_all()
+
+    def _end_loop(self) -> None:
+        """Close the loop. An interrupted start may have begun to run it: then its thread closes it."""
+        if self._loop.is_running():
+            self._loop.call_soon_threadsafe(self._stopping.set)
+        else:
+            self._loop.close()
 
     def stop(self) -> None:
         """Finish the command that runs, close all connections and remove the socket.

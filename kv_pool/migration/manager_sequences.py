@@ -143,19 +143,19 @@ class ManagerSequences(Sequences):
                 f"{len(self.manager.groups)} groups, and {num_blocks} blocks were offered"
             )
 
-    def count_available(self, arriving: list[_TableState] | None) -> int:
-        is_request = arriving is not None and bool(self.manager.list_request_ids())
+    def count_available(self, details: list[_TableState] | None) -> int:
+        is_request = details is not None and bool(self.manager.list_request_ids())
         return self.manager.get_num_free_blocks() - (self.manager.watermark_blocks if is_request else 0)
 
     def take(self, num_blocks: int) -> list[KVCacheBlock]:
         return take(self.pool, num_blocks)
 
     def make_join(
-        self, sequence_id: RequestId, blocks: list[KVCacheBlock], arriving: list[_TableState]
+        self, sequence_id: RequestId, blocks: list[KVCacheBlock], details: list[_TableState]
     ) -> tuple[Callable[[], object], list[list[KVCacheBlock]]]:
         self._check_absent(sequence_id)
         tables = []
-        for state in arriving:
+        for state in details:
             table = BlockTable()
             table.blocks = [self.pool.null_block if place < 0 else blocks[place] for place in state.places]
             table.num_cached_blocks = state.num_cached_blocks

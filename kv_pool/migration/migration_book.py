@@ -133,7 +133,6 @@ class Housekeeping:
     | release quarantined blocks | once their reader reports that it no longer writes |
     | renew the lease at the source of a pull in phase READING | at once, then every third of a lease |
     | ask the source of a move in phase IN_DOUBT again | after 1/30 of a lease, then 1/15, and so on |
-
     """
 
     def __init__(self, settings: PullSettings, source: SourceTransfers, book: MigrationBook) -> None:

@@ -100,7 +100,7 @@ class Migrator(Running):
         self.name: Final = check_name(name)
         self.incarnation: Final = make_incarnation(name, secrets.token_hex(8))
         self.site: Final = site
-        self.peers: Final = Peers() if peers is None else peers
+        self.peers: Final = Peers(clock) if peers is None else peers
         self.location: Final = location
         self.lease_s: Final = lease_s
         self._backends = list(backends)

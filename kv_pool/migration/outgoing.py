@@ -84,7 +84,11 @@ class Push(OutgoingMigration):
     """
 
     def __init__(
-        self, settings: PullSettings, wanted: messages.PullSubject, target: NodeName, source: SourceTransfers
+        self,
+        settings: PullSettings,
+        wanted: messages.PullSubject,
+        target: NodeName,
+        source: SourceTransfers,
     ) -> None:
         super().__init__(wanted, target, settings.on_change, source)
         self._settings = settings
@@ -108,7 +112,7 @@ class Push(OutgoingMigration):
         return super().cancel() and self._enter(MigrationPhase.CANCELLED, [], error)
 
     def follow(self, transfer: Transfer) -> None:
-        """Record the same. A transfer that the target has ended ends the migration when it reports that."""
+        """Record the state of the transfer; one that the target has ended ends the migration, too."""
         outcome = transfer.outcome
         if outcome is None or outcome.state is TransferState.EXPIRED:
             super().follow(transfer)

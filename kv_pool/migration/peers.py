@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 _SHOWN_NAMES = 10
 _MAX_IDLE_READERS = 4
 
-
 MAX_ANNOUNCED = 1024
 """The maximum number of announced nodes."""
 MAX_TTL_S = 3600.0
@@ -265,8 +264,7 @@ class PeerLinks:
             Other errors of `RemoteCalls.call`.
         """
         with self._lock:
-            if self._is_closed:
-                raise PeerUnavailableError(f"node {self._name!r} was stopped")
+            self._check_open()
             local = self._local.get(name)
         if local is not None:
             reply = call_local(local, message, self._name)
@@ -299,6 +297,7 @@ class PeerLinks:
 
         replaced = None
         with self._lock:
+            self._check_open()
             calls = self._remote.get(name)
             if calls is None or calls.address != address:
                 replaced, calls = calls, RemoteCalls(address, self._secret, self._name)
@@ -306,6 +305,10 @@ class PeerLinks:
         if replaced is not None:
             replaced.close()
         return calls
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise PeerUnavailableError(f"node {self._name!r} was stopped")
 
     def take_reader(self, source: NodeDescription, only: str = "") -> BlockReader:
         """Return a reader of a node: an idle one, or a new one of the first common backend that works.

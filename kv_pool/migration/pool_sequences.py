@@ -114,18 +114,18 @@ class PoolSequences(Sequences):
                 f"sequence {sequence_ids[0]} already holds blocks on device {self.gpu_pool.device_id}"
             )
 
-    def count_available(self, arriving: dict[SequenceId, int] | None) -> int:
-        return self.gpu_pool.count_available(min((arriving or {}).values(), default=NORMAL))
+    def count_available(self, details: dict[SequenceId, int] | None) -> int:
+        return self.gpu_pool.count_available(min((details or {}).values(), default=NORMAL))
 
     def take(self, num_blocks: int) -> list[KVCacheBlock]:
         pool = self.gpu_pool.block_pool
         return pool.run_index.take_run(pool, num_blocks, True) or take(pool, num_blocks)
 
     def make_join(
-        self, sequence_id: SequenceId, blocks: list[KVCacheBlock], arriving: dict[SequenceId, int] | None
+        self, sequence_id: SequenceId, blocks: list[KVCacheBlock], details: dict[SequenceId, int] | None
     ) -> tuple[Callable[[], object], list[list[KVCacheBlock]]]:
         joining = self._holdings.holders.get(sequence_id) or Holder(
-            sequence_id, (arriving or {}).get(sequence_id, NORMAL), self.gpu_pool.get_time()
+            sequence_id, (details or {}).get(sequence_id, NORMAL), self.gpu_pool.get_time()
         )
 
         def join() -> None:

@@ -419,11 +419,16 @@ class PoolSite:
 
     def _decode(self, subject: Subject, offered: Sequence[OfferedBlock], state: bytes) -> SubjectState:
         """Return the decoded state. Raises InvalidArgumentError if it does not fit the offer."""
+        decoded = SubjectState()
         try:
-            decoded = _decoder.decode(state) if state else SubjectState()
+            if state:
+                decoded = _decoder.decode(state)
             if decoded.details is not None:
                 decoded.details = msgspec.convert(decoded.details, self.sequences.details_type)
         except UNDECODABLE as error:
+            arriving = [one for one in decoded.sequence_ids if one is not None]
+            if arriving:  # first: it may receive no single blocks, whatever their state
+                self.sequences.check_arriving(None, arriving, len(offered), False)
             raise InvalidArgumentError(f"cannot decode the source's subject state: {error}") from error
         expected = len(offered) if isinstance(subject, BlocksSubject) and state else 0
         if len(decoded.sequence_ids) != expected:

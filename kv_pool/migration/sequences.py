@@ -80,21 +80,21 @@ class Sequences(Protocol):
         """Check that these sequences can arrive here.
 
         Args:
-            details: the result of the source's `describe`; None if there is no state.
+            details: the result of the source's `describe`; None if no sequence arrives.
             is_whole: the blocks are one whole sequence, which must not exist here; otherwise existing
                 sequences get more blocks.
         Raises:
             InvalidArgumentError: the state does not fit, or this pool cannot receive one of the sequences.
         """
 
-    def count_available(self, arriving: Any) -> int:
+    def count_available(self, details: Any) -> int:
         """Return the number of blocks available to arriving sequences with these details, or None."""
 
     def take(self, num_blocks: int) -> list[KVCacheBlock]:
         """Take free blocks; at least this many are available."""
 
     def make_join(
-        self, sequence_id: Any, blocks: list[KVCacheBlock], arriving: Any
+        self, sequence_id: Any, blocks: list[KVCacheBlock], details: Any
     ) -> tuple[Callable[[], object], list[list[KVCacheBlock]]]:
         """Prepare to add blocks to a sequence, which may be new. Changes nothing.
 

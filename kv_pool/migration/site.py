@@ -193,7 +193,7 @@ class Selector:
         offered: dict[KVCacheBlock, OfferedBlock] = {}
         for sequence_id in sequence_ids:
             offered |= self._offer_sequence(sequence_id, self._sequences.list_rows(sequence_id))
-        state = SubjectState(holders, self._sequences.describe(sequence_ids))
+        state = SubjectState(holders, self._sequences.describe(sequence_ids) if sequence_ids else None)
         return Selection(
             blocks,
             [offered[block] if block in offered else self._offer(block, None, ()) for block in blocks],

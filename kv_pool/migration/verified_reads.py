@@ -85,13 +85,13 @@ class RateLimit:
 
 @dataclass(frozen=True)
 class PullSettings:
-    """What all migrations of a node share.
+    """What pulls, pushes and the housekeeping of a node share.
 
     Attributes:
         name: of the node.
-        links: the connections to sources.
+        links: the connections to other nodes.
         lease_s: duration of the write lease unless renewed, and time limit of one read.
-        call_s: time limit of a call to a source.
+        call_s: time limit of a call to another node.
         clock: monotonic time in seconds, the clock of the site's leases.
         limit: shared by all migrations to this node.
         askers: threads for calls to other nodes.

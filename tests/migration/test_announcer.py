@@ -36,9 +36,12 @@ def test_a_node_is_listed_until_its_ttl_ends():
     assert names(peers.announce(say("c"), REGISTRY).nodes) == ["b", "c", "r"]
     assert peers.get_address("b") == "10.0.0.1:7400"
     clock.now = 15.0
-    assert names(peers.list_nodes()) == ["c"]
     assert "b" not in peers
-    peers.announce(say("c", ttl_s=0), REGISTRY)
+    assert names(peers.list_nodes()) == ["c"]
+    assert peers.remove("c")
+    assert not peers.remove("c")
+    peers.announce(say("d"), REGISTRY)
+    peers.announce(say("d", ttl_s=0), REGISTRY)
     assert peers.list_nodes() == []
 
 

@@ -35,7 +35,10 @@ class SourceBench:
         self.engine = MadeEngine(16, self.clock)
         self.engine.start("r", range(10))
         self.incarnation = make_incarnation("source", "1")
-        self.transfers = SourceTransfers(self.engine.site, "source", self.incarnation, LEASE_S, self.clock)
+        self.changes = []
+        self.transfers = SourceTransfers(
+            self.engine.site, "source", self.incarnation, LEASE_S, self.clock, self.changes.append
+        )
         self.is_move = is_move
 
     def ask(self, call):
@@ -118,6 +121,14 @@ def test_another_callers_expire_also_ends_the_transfer():
     bench.transfers.expire()
     assert bench.is_here()
     bench.check()
+
+
+def test_on_change_is_called_once_at_start_and_end():
+    bench = SourceBench()
+    for call in ("prepare", "prepare", "acknowledge", "acknowledge"):
+        bench.ask(call)
+    assert len(bench.changes) == 2
+    assert bench.transfers.find_outcome(TRANSFER_ID).new_ids == (7, 8, 9)
 
 
 def test_acknowledgements_for_earlier_epochs_are_accepted():

@@ -439,6 +439,21 @@ def test_a_pull_cancelled_before_its_start_does_nothing():
     bench.check(at_source=True, at_target=False, num_free=15)
 
 
+def test_a_stale_renewal_stops_the_pull_at_the_next_batch():
+    bench = Bench()
+
+    def renew_too_late(local_ids):
+        bench.transfers.cancel(messages.CancelTransfer(b"sixteen letters!"))
+        bench.pull.renew()
+
+    bench.read_trouble = [renew_too_late]
+    bench.trouble = {messages.AskChecksums: []}
+    bench.pull.run()
+    assert isinstance(bench.pull.error, StaleTransferError)
+    assert messages.AcknowledgeTransfer not in bench.asked
+    bench.check(at_source=True, at_target=False, num_free=15)
+
+
 def test_renew_extends_both_leases():
     bench = Bench()
 
