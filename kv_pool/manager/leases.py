@@ -1,7 +1,6 @@
 """`BlockLeases`: leases on blocks that transfers read or write; no block is reused or leaked in flight."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from enum import Enum
 from typing import NoReturn, SupportsIndex
 from weakref import ref
@@ -38,26 +37,39 @@ class LeaseState(Enum):
     EXPIRED = "expired"
 
 
-@dataclass(eq=False, repr=False)
 class Lease:
     """A lease on the blocks of one transfer. Created by `BlockLeases.acquire`.
 
     Attributes:
         lease_id: unique; never reused.
         blocks: the leased blocks, in the order of the call.
-        deadline: a time of the leases' clock; after it has passed, the last one that was set.
         holder: a description of the transfer, for messages and lists.
         hold: the hold that owns the references and keeps the blocks at their ids.
     """
 
-    leases: "BlockLeases"
-    lease_id: LeaseId
-    kind: LeaseKind
-    blocks: tuple[KVCacheBlock, ...]
-    deadline: float
-    holder: str
-    hold: Hold
-    _is_reported: bool = False  # as overdue
+    def __init__(
+        self,
+        leases: "BlockLeases",
+        lease_id: LeaseId,
+        kind: LeaseKind,
+        blocks: tuple[KVCacheBlock, ...],
+        deadline: float,
+        holder: str,
+        hold: Hold,
+    ) -> None:
+        self.leases = leases
+        self.lease_id = lease_id
+        self.kind = kind
+        self.blocks = blocks
+        self.holder = holder
+        self.hold = hold
+        self._last_deadline = deadline
+        self._is_reported = False  # as overdue
+
+    @property
+    def deadline(self) -> float:
+        """The deadline, a time of the leases' clock; after it has passed, the last one that was set."""
+        return self._last_deadline if self.hold.until is None else self.hold.until
 
     @property
     def state(self) -> LeaseState:
@@ -212,8 +224,11 @@ class BlockLeases:
                 f"{lease!r} cannot be extended: its deadline has passed and was reported. Release it with "
                 "release() once the transfer is known to be over."
             )
+        now = self._book.clock()
+        if not deadline > now:
+            raise InvalidArgumentError(f"{lease!r} cannot be extended to {deadline}: it is {now} now")
         lease.hold.extend(deadline)
-        lease.deadline = deadline
+        lease._last_deadline = deadline
 
     def expire(self) -> list[Lease]:
         """End overdue leases: release leases to read, quarantine leases to write. Call it in every step.

@@ -70,6 +70,7 @@ class RandomSwaps:
             try:
                 plan.commit()
             except InvalidBlockError:  # blocks that the plan shares were reported since
+                assert plan._is_invalid()
                 is_done = False
         if is_done:
             scheduler.done[f"swapped {plan.direction.value}"] += 1

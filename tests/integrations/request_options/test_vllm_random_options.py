@@ -70,8 +70,8 @@ def make_side(engine, seed, seen):
             retention = self.manager.manager.retention
             assert self.scheduler.reset_prefix_cache()
             if retention is not None:
-                assert not retention._directives.by_request
-                assert not retention._directives.promised
+                assert not retention._ranges
+                assert not retention._promised
                 assert retention.num_pins == retention.num_retained == retention.num_sessions == 0
             assert self.find_leaks() == []
 

@@ -146,10 +146,13 @@ def read_max_pinned_blocks(manager: KVCacheManager) -> int:
     With more pinned blocks, such a request could never run.
     """
     setting = os.environ.get(MAX_PINNED_BLOCKS) or "0"
-    if not setting.strip().isdecimal():
+    try:
+        limit = int(setting)
+    except ValueError:
+        limit = -1
+    if limit < 0:
         logger.warning("kv_pool refuses pins: %s is %r; it counts blocks", MAX_PINNED_BLOCKS, setting)
         return 0
-    limit = int(setting)
     if limit and manager.max_model_len:
         num_left = manager.block_pool.num_gpu_blocks - 1 - manager.count_max_blocks(manager.max_model_len)
         if limit > num_left:
