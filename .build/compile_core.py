@@ -43,6 +43,8 @@ EVENTS = (
     "stream_state",
     "token_keys",
 )
+# What every request of a `GPUKVPool` goes through, together with `sequences/holdings`.
+ADAPTER = ("allocation",)
 # What every step of a scheduler goes through.
 MANAGER = (
     "admission",
@@ -65,6 +67,7 @@ MANAGER = (
     "retention/block_retention",
     "retention/claims",
     "retention/directive",
+    "sequences/holdings",
     "step_checks",
     "table_rows",
 )
@@ -201,6 +204,7 @@ class CompileCore(BuildHookInterface):  # type: ignore[type-arg]
                 for path in sorted(Path("kv_pool", folder).glob("*.py"))
                 if path.name not in NOT_COMPILED
             ]
+            paths += [f"kv_pool/adapter/{name}.py" for name in ADAPTER]
             paths += [f"kv_pool/contiguous/{name}.py" for name in CONTIGUOUS]
             paths += [f"kv_pool/events/{name}.py" for name in EVENTS]
             paths += [f"kv_pool/manager/{name}.py" for name in MANAGER]

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import NoReturn
+from typing import Any, NoReturn, cast, get_args
 
 from kv_pool.contiguous import compaction
 from kv_pool.contiguous.compaction import CopyBlocks, Relocation
 from kv_pool.contiguous.run_index import EMPTY
+from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.arguments import as_count, as_int, check_type, refuse_interrupted
 from kv_pool.core.block import KVCacheBlock, list_ids
 from kv_pool.core.taking import take, take_listed
@@ -14,11 +15,12 @@ from kv_pool.errors import InvalidArgumentError, PoolExhaustedError, UnknownDevi
 from kv_pool.ids import BlockId, SequenceId
 from kv_pool.manager.sequences.holdings import Holder, Holdings, as_new_id
 from kv_pool.manager.sequences.victims import Victims
-from kv_pool.protocol import NORMAL, BlockAllocationRequest
+from kv_pool.protocol import NORMAL, URGENT, BlockAllocationRequest, Contiguity
 
 _NO_COMPACTION = "no compaction (ids change in a call of allocate only with on_moved=)"
 _NO_EVICTION = "no eviction (eviction_policy is None)"
 _EMPTY = bytes([EMPTY])
+_CONTIGUITIES = get_args(Contiguity)
 _MAX_SCAN = 65_536
 """Maximum number of ids that one request scans; the next request continues from there."""
 
@@ -166,8 +168,6 @@ class Allocation:
             PoolExhaustedError, CopyFailedError: no block was taken. Evicted sequences stay evicted.
         """
         contiguous = request.contiguous if request.num_blocks > 1 else "no"
-        if not isinstance(contiguous, str) or contiguous not in self._rungs:
-            raise InvalidArgumentError(f"contiguous is {contiguous!r}; it is require, prefer or no")
         if contiguous == "prefer" and self._pool.policy_host is not None:
             contiguous = "no"  # a run would take other blocks than the cache policy chooses
         reasons = list(tried)
@@ -218,7 +218,7 @@ class Allocation:
         if self._on_moved is None:
             return _NO_COMPACTION
         run = compaction.clear_run(
-            self._pool,
+            cast(RunBlockPool, self._pool),
             request.num_blocks,
             self._copy,
             self._on_moved,
@@ -340,29 +340,44 @@ def _is_run_required(request: BlockAllocationRequest) -> bool:
     return request.contiguous == "require" and request.num_blocks > 1
 
 
-def check_priority(priority: int) -> None:
-    """Raise InvalidArgumentError unless `priority` is 0, 1 or 2."""
-    as_int("priority", priority)
-    if priority not in (0, 1, 2):
-        raise InvalidArgumentError(f"priority is {priority!r}; it is 0 (normal), 1 (high) or 2 (urgent)")
+def as_priority(priority: Any) -> int:
+    """Return the priority of a request as an int. Raise InvalidArgumentError unless it is 0, 1 or 2."""
+    number = as_int("priority", priority)
+    if not NORMAL <= number <= URGENT:
+        raise InvalidArgumentError(f"priority is {number}; it is 0 (normal), 1 (high) or 2 (urgent)")
+    return number
 
 
-def as_request(request: BlockAllocationRequest) -> BlockAllocationRequest:
+def as_request(request: Any) -> BlockAllocationRequest:
     """Return the request with ids and counts as ints. Raise for a request that no pool can serve."""
     check_type("request", request, BlockAllocationRequest)
-    if (
-        type(request.num_blocks) is int
-        and type(request.sequence_id) is int
-        and request.num_blocks >= 1
-        and request.sequence_id >= 0
-        and request.priority in (0, 1, 2)
-        and (request.max_moves is None or (type(request.max_moves) is int and request.max_moves >= 0))
-    ):
-        return request
-    num_blocks = as_int("num_blocks", request.num_blocks)
-    sequence_id = as_new_id("sequence_id", request.sequence_id)
-    if num_blocks < 1:
+    num_blocks, sequence_id, priority = request.num_blocks, request.sequence_id, request.priority
+    pinned, contiguous = request.pinned, request.contiguous
+    device_id, max_moves = request.device_id, request.max_moves
+    if as_int("num_blocks", num_blocks) < 1:
         raise InvalidArgumentError(f"num_blocks is {num_blocks}; ask for at least 1 block")
-    check_priority(request.priority)
-    max_moves = None if request.max_moves is None else as_count("max_moves", request.max_moves)
-    return replace(request, num_blocks=num_blocks, sequence_id=sequence_id, max_moves=max_moves)
+    new_id = as_new_id("sequence_id", sequence_id)
+    level = as_priority(priority)
+    if not isinstance(contiguous, str) or contiguous not in _CONTIGUITIES:
+        raise InvalidArgumentError(f"contiguous is {contiguous!r}; it is require, prefer or no")
+    device = None if device_id is None else as_int("device_id", device_id)
+    limit = None if max_moves is None else as_count("max_moves", max_moves)
+    if (
+        type(num_blocks) is int
+        and type(sequence_id) is int
+        and type(priority) is int
+        and type(pinned) is bool
+        and (device is None or type(device_id) is int)
+        and (limit is None or type(max_moves) is int)
+    ):
+        checked: BlockAllocationRequest = request
+        return checked
+    return replace(
+        cast(BlockAllocationRequest, request),
+        num_blocks=as_int("num_blocks", num_blocks),
+        sequence_id=new_id,
+        priority=level,
+        pinned=bool(pinned),
+        device_id=device,
+        max_moves=limit,
+    )

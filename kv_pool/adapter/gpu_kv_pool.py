@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, ItemsView, Iterator, Mapping, 
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, cast
 
-from kv_pool.adapter.allocation import Allocation, as_request, check_priority
+from kv_pool.adapter.allocation import Allocation, as_priority, as_request
 from kv_pool.adapter.pool_lock import PoolLock
 from kv_pool.contiguous import compaction
 from kv_pool.contiguous.compaction import Relocation
@@ -477,7 +477,7 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
             sequence_id: the request's own sequence, also excluded.
         """
         num_blocks = as_count("num_blocks", num_blocks)
-        check_priority(priority)
+        priority = as_priority(priority)
         spared = () if sequence_id is None else (as_sequence_id("sequence_id", sequence_id),)
         with self.lock:
             chosen = self._victims.choose(priority, spared, num_blocks)
@@ -594,7 +594,7 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
         """
         sequence_id = as_new_id("sequence_id", sequence_id)
         block_hashes = as_list_of("block_hashes", block_hashes, bytes)
-        check_priority(priority)
+        priority = as_priority(priority)
         if priority != NORMAL:
             import_retention()
         with self.lock:
@@ -703,7 +703,7 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
     def count_available(self, priority: int) -> int:
         """Return how many blocks a request of this priority can take; negative if the reserve is in use."""
         if type(priority) is not int:
-            check_priority(priority)
+            priority = as_priority(priority)
         self._expire_claims()
         return self._allocation.count_available(priority)
 

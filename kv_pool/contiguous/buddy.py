@@ -127,22 +127,23 @@ class BuddySystem:
         data = bytes(order_at[first:end])  # what follows changes no further chunk of the range
         at: i64 = first
         while at < end:
-            if data[at - first] == 0:
+            mark: i64 = data[at - first]
+            if mark == 0:
                 at += 1
                 continue
             start: i64 = at
-            order: i64 = 0
-            size: i64 = 1
-            while order_at[start] != order + 1:
-                order += 1
-                size *= 2
-                start = at - at % size
+            order: i64 = mark - 1
+            if mark == _INSIDE:  # the chunk begins before the range
+                order = 0
+                while order_at[start] != order + 1:
+                    order += 1
+                    start = at - at % (1 << order)
+            stop: i64 = min(start + (1 << order), end)
             self.counts[order] -= 1
             order_at[start] = _INSIDE
-            stop: i64 = min(start + size, end)
             order_at[at:stop] = bytes(stop - at)
             self._cut(start, at)
-            self._cut(stop, start + size)
+            self._cut(stop, start + (1 << order))
             at = stop
 
     # ---- queries ---------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Placement of a request's blocks: next id, free run, cleared run, any blocks; and `on_moved`."""
 
+import numpy as np
 import pytest
 from adapter.made_pool import (
     BreakingCopy,
@@ -16,7 +17,13 @@ from adapter.made_pool import (
     write,
 )
 
-from kv_pool import BlockAllocationRequest, CopyFailedError, PoolExhaustedError
+from kv_pool import (
+    BlockAllocationRequest,
+    CopyFailedError,
+    GPUKVPool,
+    InvalidArgumentError,
+    PoolExhaustedError,
+)
 from kv_pool.adapter import allocation
 
 
@@ -121,3 +128,27 @@ def test_a_failed_copy_moves_nothing(num_good):
     assert isinstance(result.error, CopyFailedError)
     assert [read(pool, sequence_id) for sequence_id in range(1, 6)] == [[16], [32], [48], [64], [80]]
     check(pool)
+
+
+def test_a_request_may_have_numpy_numbers():
+    pool = GPUKVPool(20, 16)
+    numbers = {"num_blocks": 2, "sequence_id": 7, "priority": 1, "max_moves": 1}
+    ids = pool.allocate(
+        BlockAllocationRequest(
+            **{name: np.int64(value) for name, value in numbers.items()},
+            pinned=np.True_,
+            device_id=np.int64(0),
+        )
+    )
+    assert pool.blocks_of(7) == ids
+    assert pool.num_pinned_blocks == 2
+    assert pool.describe_sequences().sequences[0].priority == 1
+
+
+@pytest.mark.parametrize("contiguous", ["always", None, 1, ["no"]])
+@pytest.mark.parametrize("num_blocks", [1, 3])
+def test_an_unknown_contiguity_is_refused(num_blocks, contiguous):
+    pool = GPUKVPool(20, 16)
+    with pytest.raises(InvalidArgumentError, match="it is require, prefer or no"):
+        pool.allocate(BlockAllocationRequest(num_blocks, 1, contiguous=contiguous))
+    assert pool.get_free_blocks() == 20

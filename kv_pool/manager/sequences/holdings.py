@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from kv_pool.contiguous.run_pool import RunBlockPool
+from kv_pool.contiguous.run_pool_core import RunPoolCore
 from kv_pool.core.arguments import as_int, as_list
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.freeing import free_listed
@@ -82,7 +82,7 @@ class Pins:
         limit: how many blocks may be pinned at once, None for all; a block pinned twice counts once.
     """
 
-    def __init__(self, block_pool: RunBlockPool, limit: int | None) -> None:
+    def __init__(self, block_pool: RunPoolCore, limit: int | None) -> None:
         self.limit = limit
         self._pool = block_pool
         self.owners: dict[KVCacheBlock, dict[Holder | None, int]] = {}
@@ -190,7 +190,7 @@ class Holdings:
 
     def __init__(
         self,
-        block_pool: RunBlockPool,
+        block_pool: RunPoolCore,
         max_pinned_blocks: int | None,
         clock: Callable[[], float],
         device_id: int,
@@ -342,7 +342,7 @@ class Holdings:
         self.order.rebuild(self.holders.values())
         return [block for holder in self.holders.values() for block in holder.blocks]
 
-    def check_usable(self, sequence_id: SequenceId) -> None:
+    def check_usable(self, sequence_id: Any) -> None:
         """Raise FrozenSequenceError if a migration has frozen the sequence."""
         why = self.frozen.get(sequence_id)
         if why is not None:
@@ -350,15 +350,14 @@ class Holdings:
                 f"sequence {sequence_id} cannot be used: {why}; wait until that ends, or cancel it"
             )
 
-    def find(self, sequence_id: SequenceId) -> Holder:
-        """Return the sequence.
+    def find(self, sequence_id: Any) -> Holder:
+        """Return the sequence. Its id may be of any integer type.
 
         Raises:
             EvictedSequenceError: the sequence was evicted.
             UnknownSequenceError: the sequence holds no blocks for another reason.
         """
-        if type(sequence_id) is not int:
-            sequence_id = as_sequence_id("sequence_id", sequence_id)
+        sequence_id = as_sequence_id("sequence_id", sequence_id)
         holder = self.holders.get(sequence_id)
         if holder is None:
             if sequence_id in self.evictions:
@@ -369,24 +368,24 @@ class Holdings:
             )
         return holder
 
-    def find_usable(self, sequence_id: SequenceId) -> Holder:
+    def find_usable(self, sequence_id: Any) -> Holder:
         """Like `find`, but also raise FrozenSequenceError if a migration has frozen the sequence."""
         if self.frozen:
             self.check_usable(sequence_id)
         return self.find(sequence_id)
 
-    def find_block(self, block_id: BlockId) -> KVCacheBlock:
+    def find_block(self, block_id: Any) -> KVCacheBlock:
         """Return the block, free or in use. Raises InvalidTypeError, InvalidBlockError for a bad id."""
-        block_id = BlockId(as_int("block_id", block_id))
+        number = as_int("block_id", block_id)
         total_blocks = len(self.block_pool.blocks) - 1
-        if not 0 < block_id <= total_blocks:
-            raise InvalidBlockError(f"block {block_id} is not one of 1 to {total_blocks}")
-        return self.block_pool.blocks[block_id]
+        if not 0 < number <= total_blocks:
+            raise InvalidBlockError(f"block {number} is not one of 1 to {total_blocks}")
+        return self.block_pool.blocks[number]
 
-    def find_named(
-        self, block_ids: Sequence[BlockId], sequence_id: SequenceId | None
-    ) -> tuple[list[KVCacheBlock], Holder | None]:
+    def find_named(self, block_ids: Any, sequence_id: Any) -> tuple[list[KVCacheBlock], Holder | None]:
         """Return the blocks that the caller names by id, and the sequence that it names, if any.
+
+        The ids may be of any integer type; `sequence_id` may be None.
 
         Raises:
             InvalidBlockError: a block is held by no sequence, or not by the named one.
@@ -394,7 +393,7 @@ class Holdings:
             EvictedSequenceError: the named sequence was evicted. Without a name: a block was held by an
                 evicted sequence whose owner is not notified yet.
         """
-        listed: list[BlockId] = as_list("block_ids", block_ids)
+        listed = as_list("block_ids", block_ids)
         holder = None if sequence_id is None else self.find(sequence_id)
         if holder is None and self.evictions:
             self.evictions.check_ids(listed)
@@ -402,9 +401,8 @@ class Holdings:
         num_blocks = len(blocks)
         holders_of = self.holders_of
         found = []
-        for block_id in listed:
-            if type(block_id) is not int:
-                block_id = BlockId(as_int("block_ids", block_id))
+        for listed_id in listed:
+            block_id = BlockId(as_int("block_ids", listed_id))
             if not 0 < block_id < num_blocks:
                 self.find_block(block_id)
             block = blocks[block_id]
@@ -417,7 +415,7 @@ class Holdings:
         return found, holder
 
     def find_drops(
-        self, block_ids: Sequence[BlockId], sequence_id: SequenceId | None
+        self, block_ids: Any, sequence_id: Any
     ) -> tuple[list[KVCacheBlock], dict[Holder, list[KVCacheBlock]]]:
         """Return the arguments of `drop`: each block with its longest holder, or with the named sequence.
 
@@ -455,14 +453,14 @@ def import_retention() -> None:
     import kv_pool.manager.retention.block_retention  # noqa: F401
 
 
-def as_sequence_id(name: str, sequence_id: SequenceId) -> SequenceId:
+def as_sequence_id(name: str, sequence_id: Any) -> SequenceId:
     """Return a sequence id as an int. Raise InvalidTypeError if it is not an integer."""
-    return sequence_id if type(sequence_id) is int else SequenceId(as_int(name, sequence_id))
+    return SequenceId(as_int(name, sequence_id))
 
 
-def as_new_id(name: str, sequence_id: SequenceId) -> SequenceId:
+def as_new_id(name: str, sequence_id: Any) -> SequenceId:
     """Like `as_sequence_id`, but also raise InvalidArgumentError for a negative id (`NO_SEQUENCE` is -1)."""
-    sequence_id = as_sequence_id(name, sequence_id)
-    if sequence_id < 0:
-        raise InvalidArgumentError(f"{name} is {sequence_id}; ids are 0 or more, -1 stands for none")
-    return sequence_id
+    new_id = as_sequence_id(name, sequence_id)
+    if new_id < 0:
+        raise InvalidArgumentError(f"{name} is {new_id}; ids are 0 or more, -1 stands for none")
+    return new_id
