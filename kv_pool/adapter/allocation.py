@@ -98,7 +98,7 @@ class Allocation:
                 if holder is None or holder.blocks.keys().isdisjoint(blocks):
                     continue  # freed by `on_evicted`
                 if request.pinned:
-                    holdings.pins.unpin(blocks)
+                    holdings.pins.unpin(blocks, None, holdings.holders_of)
                 holdings.drop(blocks, {holder: blocks})
             for sequence_id, priority in priorities.items():
                 holder = holdings.holders.get(sequence_id)

@@ -517,7 +517,8 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
         """Remove one pin from each block.
 
         Args:
-            sequence_id: the sequence that must hold the blocks; its pins are removed first. None for any.
+            sequence_id: the sequence that must hold the blocks; its pins are removed first. None: pins in no
+                name first, then those of the sequence that has held the block longest.
         Raises:
             InvalidBlockError: a block does not exist, has fewer pins, or is not held by that sequence.
             EvictedSequenceError: as `free`. In all cases nothing has changed.
@@ -525,7 +526,7 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
         with self.lock:
             named = self.holdings.find_named(block_ids, sequence_id)
             self.block_pool.holds.check_whole()
-            self.holdings.pins.unpin(*named)
+            self.holdings.pins.unpin(*named, self.holdings.holders_of)
 
     @property
     def num_pinned_blocks(self) -> int:

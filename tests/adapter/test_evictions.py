@@ -13,6 +13,7 @@ from kv_pool import (
     InvalidBlockError,
     LRUEviction,
     PinLimitError,
+    PinnedBlockError,
     PoolExhaustedError,
     UnknownSequenceError,
 )
@@ -193,6 +194,19 @@ def test_a_named_sequence_pins_its_own_blocks_only():
         pool.unpin(pool.blocks_of(2), sequence_id=3)
     assert pool.num_pinned_blocks == 3
     check(pool)
+
+
+def test_a_pin_without_a_name_is_removed_from_the_longest_holder():
+    pool = GPUKVPool(9, 4)
+    [block_id] = take(pool, 1, 1)
+    pool.fork(1, 2)
+    pool.pin([block_id], 2)
+    pool.pin([block_id], 1)
+    pool.unpin([block_id])
+    pool.free_sequence(1)
+    assert pool.num_pinned_blocks == 1
+    with pytest.raises(PinnedBlockError):
+        pool.free_sequence(2)
 
 
 def test_stale_ids_are_refused_after_remapping_too():

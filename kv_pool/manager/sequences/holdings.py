@@ -125,9 +125,19 @@ class Pins:
             counts[holder] = counts.get(holder, 0) + 1
         pool.is_changing = was_changing
 
-    def unpin(self, blocks: Sequence[KVCacheBlock], holder: Holder | None = None) -> None:
-        """Remove one pin from each block: one in the sequence's name, else one in no name, else another's.
+    def unpin(
+        self,
+        blocks: Sequence[KVCacheBlock],
+        holder: Holder | None,
+        holders_of: Mapping[KVCacheBlock, Collection[Holder]],
+    ) -> None:
+        """Remove one pin from each block.
 
+        It is one in the sequence's name, else one in no name, else one in the name of the sequence that has
+        held the block longest, of those that have pinned it.
+
+        Args:
+            holders_of: `Holdings.holders_of`.
         Raises:
             InvalidBlockError: a block has fewer pins than that. Nothing has changed.
         """
@@ -138,7 +148,7 @@ class Pins:
         self._pool.is_changing = True
         for block in blocks:
             counts = self.owners[block]
-            owner = next((one for one in (holder, None) if one in counts), next(iter(counts)))
+            owner = next(one for one in (holder, None, *holders_of[block]) if one in counts)
             counts[owner] -= 1
             self._end(block, owner, counts[owner])
         self._pool.is_changing = was_changing
