@@ -89,7 +89,7 @@ class KVStorage(BlockStorage):
         self._lists, self._sizes, self._axes = layout.lists, sizes, described[0][2]
         parts = range(2 if layout.has_values else 1)
         self._views = [
-            tuple(self._view_tokens(layer, which, _view_bits) for which in parts)
+            tuple(self._view_tokens(layer, which, view_bits) for which in parts)
             for layer in range(self.num_layers)
         ]
 
@@ -353,7 +353,7 @@ class KVStorage(BlockStorage):
             raise InvalidTypeError(f"{name} has dtype {dtype}; this storage has {self.dtype}")
         bits = view_bits(tensor)
         if self.device == "cpu":
-            return bits if is_array else bits.cpu().numpy()
+            return bits if isinstance(bits, np.ndarray) else bits.cpu().numpy()
         if is_array:
             import torch
 
@@ -370,11 +370,3 @@ class KVStorage(BlockStorage):
 
         tensor = torch.from_numpy(bits) if isinstance(bits, np.ndarray) else bits
         return tensor.view(getattr(torch, self.dtype))
-
-
-def _view_bits(tensor: Any) -> Any:
-    """Return `view_bits(tensor)`, on the CPU always as NumPy, because torch indexes slowly there."""
-    bits = view_bits(tensor)
-    if not isinstance(bits, np.ndarray) and bits.device.type == "cpu":
-        bits = bits.numpy()
-    return bits

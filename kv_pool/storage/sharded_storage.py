@@ -30,6 +30,8 @@ class ShardedStorage:
         device: device of the first shard, and of the results of `read`.
     """
 
+    has_values = True
+
     def __init__(self, shards: Sequence[KVStorage]) -> None:
         kinds = {
             (shard.num_blocks, shard.block_size, shard.num_layers, shard.head_size, shard.dtype)
@@ -44,10 +46,6 @@ class ShardedStorage:
         [(self.num_blocks, self.block_size, self.num_layers, self.head_size, self.dtype)] = kinds
         self.num_kv_heads = sum(shard.num_kv_heads for shard in shards)
         self.device = shards[0].device
-
-    @property
-    def has_values(self) -> bool:
-        return True
 
     @property
     def tensors(self) -> list[Any]:

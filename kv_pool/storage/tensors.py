@@ -22,7 +22,6 @@ DTYPE_BYTES = {
 }
 """Bytes per element, by torch's name. Blocks are copied as bytes: only `write` and `read` use the type."""
 
-_UNSIGNED = {1: "uint8", 2: "uint16"}
 # Signed, because torch indexing supports few of the wider unsigned types.
 _BITS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
@@ -37,7 +36,7 @@ def find_dtype_bytes(name: str) -> int:
 def numpy_dtype(name: str) -> np.dtype[Any]:
     """Return NumPy's type of that name, or unsigned integers of the same width (bfloat16, float8)."""
     if name.startswith(("bfloat", "float8")):
-        return np.dtype(_UNSIGNED[find_dtype_bytes(name)])
+        return np.dtype(f"u{find_dtype_bytes(name)}")
     return np.dtype(name)
 
 
@@ -72,9 +71,13 @@ def find_dtype(tensor: Any) -> str:
 
 
 def view_bits(tensor: Any) -> Any:
-    """Return a view of a tensor or array as integers of the same width."""
+    """Return a view of a tensor or array as integers of the same width.
+
+    On the CPU always as NumPy, because torch indexes slowly there.
+    """
     if isinstance(tensor, np.ndarray):
         return tensor.view(_BITS[tensor.itemsize])
     import torch
 
-    return tensor.detach().view(getattr(torch, _BITS[tensor.element_size()]))
+    bits = tensor.detach().view(getattr(torch, _BITS[tensor.element_size()]))
+    return bits.numpy() if bits.device.type == "cpu" else bits

@@ -77,10 +77,7 @@ class PagedBatch:
 
     def count_context(self, width: int) -> int:
         """Return the number of tokens of the longest row after an input with `width` columns."""
-        return max(
-            request.num_computed_tokens + count
-            for request, count in zip(self.requests, self.count_new_tokens(width), strict=True)
-        )
+        return max(self._list_ends(self.count_new_tokens(width)))
 
     def begin(self, num_rows: int, width: int) -> None:
         """Reserve and look up the slots of a forward pass. Called before the first layer.
@@ -97,8 +94,9 @@ class PagedBatch:
                 "With generate() each row is a request: num_return_sequences needs one request per sequence, "
                 "and beam search needs PagedCache(..., num_beams=...)"
             )
-        for request, count in zip(self.requests, counts, strict=True):
-            if count > 1 and request.num_computed_tokens + count > request.num_tokens:
+        ends = self._list_ends(counts)
+        for request, count, end in zip(self.requests, counts, ends, strict=True):
+            if count > 1 and end > request.num_tokens:
                 raise InvalidArgumentError(
                     f"the input has {count} tokens after the {request.num_computed_tokens} computed ones of "
                     f"request {request.request_id!r}, which has {request.num_tokens} tokens. Are computed "
@@ -112,13 +110,10 @@ class PagedBatch:
                     f"{pool.get_num_free_blocks()} blocks are free. Free a request, and admit it again later"
                 )
         self.sequences.begin_step()
-        self._counts = counts
-        self._ends = [
-            request.num_computed_tokens + count for request, count in zip(self.requests, counts, strict=True)
-        ]
+        self._counts, self._ends = counts, ends
         rows = [
             self.sequences.get_slots(request, 0, end)
-            for request, end in zip(self.requests, self._ends, strict=True)
+            for request, end in zip(self.requests, ends, strict=True)
         ]
         # Beams of a prompt are one request until they diverge: only the first one writes.
         self._writers = [
@@ -223,6 +218,12 @@ class PagedBatch:
         """Release the blocks of all rows. The requests can be admitted again."""
         for request in dict.fromkeys(self.requests):
             self.sequences.free(request)
+
+    def _list_ends(self, counts: Sequence[int]) -> list[int]:
+        """Return the number of tokens of each row after these new ones."""
+        return [
+            request.num_computed_tokens + count for request, count in zip(self.requests, counts, strict=True)
+        ]
 
     def _flatten(self, states: torch.Tensor, rows: Iterable[int]) -> torch.Tensor:
         """Reshape (num_rows, heads, width, head_size) to (new tokens of these rows, heads, head_size)."""

@@ -17,7 +17,7 @@ from kv_pool.core.block_pool import BlockPool
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.environment import CONTROL, LEVEL
 from kv_pool.errors import ControlError, OutOfThreadsError
-from kv_pool.ids import GroupId, NodeName, RequestId
+from kv_pool.ids import NodeName, RequestId
 from kv_pool.manager.engine.engine_manager import EngineManager
 from kv_pool.reports.controlled_pool import ControlledPool
 from kv_pool.reports.sequences import SequenceList, SequenceReport
@@ -49,8 +49,7 @@ class PoolControl(ControlledPool[BlockPool]):
         self._pool = weakref.ref(pool)
         self._manager: weakref.ref[EngineManager] | None = None
         self._num_taken_events: Counter[str] = Counter()
-        self._num_looked_up_blocks = 0
-        self._num_hit_blocks = 0
+        self._num_lookups = {"looked_up_blocks": 0, "hit_blocks": 0}
 
     @property
     def block_pool(self) -> BlockPool:  # type: ignore[override]  # weak
@@ -80,17 +79,13 @@ class PoolControl(ControlledPool[BlockPool]):
 
     def _count_more(self) -> dict[str, Any]:
         manager = self._get_manager()
-        own = {
-            "taken_events": dict(self._num_taken_events),
-            "looked_up_blocks": self._num_looked_up_blocks,
-            "hit_blocks": self._num_hit_blocks,
-        }
+        own = {"taken_events": dict(self._num_taken_events), **self._num_lookups}
         return own if manager is None else own | count_use(manager.manager)
 
     def note_lookup(self, num_blocks: int, num_hits: int) -> None:
         """Count blocks that a request has looked up, and those of them that it hit."""
-        self._num_looked_up_blocks += num_blocks
-        self._num_hit_blocks += num_hits
+        self._num_lookups["looked_up_blocks"] += num_blocks
+        self._num_lookups["hit_blocks"] += num_hits
 
     def note_touched(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Count blocks that a request has hit; only under vLLM's own manager, whose look-ups are not seen."""
@@ -166,6 +161,27 @@ def locked(method: _Method) -> _Method:
     return cast(_Method, call)
 
 
+_POOL_CHANGES = (
+    *("get_new_blocks", "touch", "free_blocks", "cache_full_blocks", "cache_partial_block", "evict_blocks"),
+    *("reset_prefix_cache", "take_events"),
+)
+"""The methods by which vLLM changes a pool."""
+
+_MANAGER_CHANGES = (
+    *("get_computed_blocks", "allocate_slots", "cache_blocks", "free", "pop_blocks_for_free"),
+    *("remove_skipped_blocks", "take_kv_cache_block_copies", "evict_blocks", "reset_prefix_cache"),
+    *("take_events", "record_prefix_cache_stats"),
+)
+"""The methods by which vLLM changes block tables, or the pool below a manager."""
+
+
+def _lock_methods(cls: Any, names: Iterable[str]) -> Any:
+    """Return the class, in which these methods are `locked`."""
+    for name in names:
+        setattr(cls, name, locked(getattr(cls, name)))
+    return cls
+
+
 @cache
 def make_controlled(pool_class: type[BlockPool]) -> type[BlockPool]:
     """Return a subclass of a release's `BlockPool` that answers commands from a thread; always the same one.
@@ -180,18 +196,10 @@ def make_controlled(pool_class: type[BlockPool]) -> type[BlockPool]:
             super().__init__(*args, **kwargs)
             open_socket(self, self.control, os.environ.get(CONTROL, ""))
 
-        get_new_blocks = locked(pool_class.get_new_blocks)
-        free_blocks = locked(pool_class.free_blocks)
-        cache_partial_block = locked(pool_class.cache_partial_block)
-        evict_blocks = locked(pool_class.evict_blocks)
-        reset_prefix_cache = locked(pool_class.reset_prefix_cache)
-
-        @locked
         def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
             super().touch(blocks)
             self.control.note_touched(blocks)
 
-        @locked
         def cache_full_blocks(
             self,
             request: Any,
@@ -199,21 +207,20 @@ def make_controlled(pool_class: type[BlockPool]) -> type[BlockPool]:
             num_cached_blocks: int,
             num_full_blocks: int,
             block_size: int,
-            kv_cache_group_id: GroupId,
-            block_mask: Sequence[Any] | None = None,
+            *args: Any,
+            **kwargs: Any,
         ) -> None:
             super().cache_full_blocks(
-                request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id, block_mask
+                request, blocks, num_cached_blocks, num_full_blocks, block_size, *args, **kwargs
             )
             self.control.note_cached(request, num_cached_blocks, num_full_blocks, block_size)
 
-        @locked
         def take_events(self) -> list[KVCacheEvent]:
             events: list[KVCacheEvent] = super().take_events()
             self.control.note_taken_events(events)
             return events
 
-    return ControlledBlockPool
+    return cast(type[BlockPool], _lock_methods(ControlledBlockPool, _POOL_CHANGES))
 
 
 @cache
@@ -234,22 +241,10 @@ def make_controlled_manager(manager_class: Any) -> Any:
             self.control = self.block_pool.control
             self.control.note_manager(self)
 
-        @locked
         def record_prefix_cache_stats(self, request: Any, num_hits: int) -> None:
             super().record_prefix_cache_stats(request, num_hits)
             if not request.num_preemptions:  # vLLM's hit rate leaves out requests that return
                 block_size = self.block_pool.hash_block_size
                 self.control.note_lookup(request.num_tokens // block_size, num_hits // block_size)
 
-        get_computed_blocks = locked(manager_class.get_computed_blocks)
-        allocate_slots = locked(manager_class.allocate_slots)
-        cache_blocks = locked(manager_class.cache_blocks)
-        evict_blocks = locked(manager_class.evict_blocks)
-        reset_prefix_cache = locked(manager_class.reset_prefix_cache)
-        take_events = locked(manager_class.take_events)
-        free = locked(manager_class.free)
-        pop_blocks_for_free = locked(manager_class.pop_blocks_for_free)
-        remove_skipped_blocks = locked(manager_class.remove_skipped_blocks)
-        take_kv_cache_block_copies = locked(manager_class.take_kv_cache_block_copies)
-
-    return ControlledKVCacheManager
+    return _lock_methods(ControlledKVCacheManager, _MANAGER_CHANGES)

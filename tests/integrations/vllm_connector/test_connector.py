@@ -253,6 +253,8 @@ def test_events_tell_what_the_tiers_hold(checked, make_engine, kinds):
                 "full_attention" if kinds[event.group_idx] == "full" else "sliding_window"
             )
     assert set(held.values()) <= {0, 1}
+    lists = [event.token_ids for event in engine.published if type(event).__name__ == "BlockStored"]
+    assert len({id(token_ids) for token_ids in lists}) == len(lists)  # a reader may change an event
     index = engine.connector.scheduler.index
     expected = {
         (tier.medium, int.from_bytes(key[-4:], "big"), maybe_convert_block_hash(key[:-4]))

@@ -19,7 +19,7 @@ from kv_pool.integrations.vllm.connector.tier_index import TierIndex
 from kv_pool.tiers.tier_prefixes import GroupKeys
 
 _UNKNOWN: dict[str, Any] = dict.fromkeys(("parent_block_hash", "lora_id", "lora_name"))
-_UNKNOWN |= {"token_ids": [], "block_size": 0}
+_UNKNOWN |= {"token_ids": (), "block_size": 0}
 
 
 class TierEventLog:
@@ -57,7 +57,7 @@ class TierEventLog:
         extra_keys, _ = generate_block_hash_extra_keys(request, start, end, 0)
         self._labels[key] = {
             "parent_block_hash": None if parent is None else maybe_convert_block_hash(get_block_hash(parent)),
-            "token_ids": list(request.all_token_ids[start:end]),
+            "token_ids": tuple(request.all_token_ids[start:end]),
             "block_size": group.block_size,
             "lora_id": None if adapter is None else adapter.adapter_id,
             "lora_name": None if adapter is None else adapter.name,
@@ -70,6 +70,8 @@ class TierEventLog:
             group_id = get_group_id(key)
             spec = self._specs[group_id]
             label = self._labels.get(key, _UNKNOWN)
+            # Each event has a list of its own: a reader may change it.
+            own = {**label, "token_ids": list(label["token_ids"])}
             self._events.append(
                 BlockStored(
                     block_hashes=[maybe_convert_block_hash(get_block_hash(key))],
@@ -77,7 +79,7 @@ class TierEventLog:
                     group_idx=group_id,
                     kv_cache_spec_kind=get_kv_cache_spec_kind(spec).value,
                     kv_cache_spec_sliding_window=get_kv_cache_spec_sliding_window(spec),
-                    **label,
+                    **own,
                 )
             )
 
