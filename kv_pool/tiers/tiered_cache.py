@@ -543,12 +543,12 @@ class TierEvents:
 
     def announce_stored(self, medium: str, keys: Sequence[BlockHashWithGroupId]) -> None:
         """Publish that a tier of this medium has gained these keys."""
-        bare: dict[GroupId, list[ExternalBlockHash]] = {}
+        bare: list[BlockHashWithGroupId] = []
         spans: dict[int, list[Label]] = {}
         for key in keys:
             label = self.labels.get(key)
             if label is None:
-                bare.setdefault(get_group_id(key), []).append(self._name(key))
+                bare.append(key)
             else:
                 spans.setdefault(id(label.span), []).append(label)
         stored: list[tuple[int, BlockStored]] = []
@@ -560,10 +560,10 @@ class TierEvents:
                 stored.append((depth_of[part.block_hashes[0]], event))
         stored.sort(key=lambda pair: pair[0])
         events: list[Any] = [event for _, event in stored]
-        for group_id, hashes in bare.items():
-            events += [
-                BlockStored([name], None, [], 0, None, medium, None, group_idx=group_id) for name in hashes
-            ]
+        events += [
+            BlockStored([self._name(key)], None, [], 0, None, medium, None, group_idx=get_group_id(key))
+            for key in bare
+        ]
         self._pool.kv_event_queue.extend(events)
 
     def announce_removed(self, medium: str, keys: Sequence[BlockHashWithGroupId]) -> None:
