@@ -1,9 +1,8 @@
-"""`free_tables`, `truncate_tables`, `release_blocks`, `release_hold`: release the blocks of requests."""
+"""`free_tables`, `truncate_tables`, `release_blocks`: release the blocks of requests."""
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.evicting import evict_invalid
 from kv_pool.core.freeing import free_listed
-from kv_pool.core.holds import Hold, HoldState
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import GroupId, RequestId
 from kv_pool.manager.block_groups.block_group import SingleStateGroup
@@ -41,13 +40,6 @@ def release_blocks(
         state.copies.drop(blocks)
     blocks.reverse()
     free_listed(state.block_pool, blocks)
-
-
-def release_hold(state: ManagerState, hold: Hold) -> None:
-    """End a hold that a plan has on blocks, and drop the copies into them."""
-    if len(state.copies):
-        state.copies.drop(hold.blocks)
-    state.block_pool.holds.end(hold, HoldState.RELEASED)
 
 
 def truncate_tables(

@@ -22,7 +22,6 @@ from struct import Struct
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
 import xxhash
 
 from kv_pool.errors import InvalidArgumentError, LayoutMismatchError, TierError
@@ -229,20 +228,15 @@ class SlotFiles:
         num_bad = 0
         first = 0
         while chunk := os.pread(self._headers, 8192 * HEADER_BYTES, first * HEADER_BYTES):
-            num_whole = len(chunk) // HEADER_BYTES
-            rows = np.frombuffer(chunk, np.uint8, num_whole * HEADER_BYTES).reshape(num_whole, HEADER_BYTES)
-            for place in np.flatnonzero(rows.any(axis=1)).tolist():
-                slot = SlotId(first + place)
-                header = self._parse(rows[place].tobytes())
-                if header is None or slot * self._stride + self.block_bytes > num_bytes:
+            for slot, start in enumerate(range(0, len(chunk), HEADER_BYTES), first):
+                packed = chunk[start : start + HEADER_BYTES]
+                header = self._parse(packed)
+                if header is not None and slot * self._stride + self.block_bytes <= num_bytes:
+                    found.append((SlotId(slot), header))
+                elif packed != NO_HEADER:  # also if the file ends inside a header
                     num_bad += 1
-                    self.wipe(slot)
-                else:
-                    found.append((slot, header))
-            first += num_whole
-            if num_whole * HEADER_BYTES != len(chunk):  # the file ends inside a header
-                num_bad += 1
-                os.ftruncate(self._headers, first * HEADER_BYTES)
+                    self.wipe(SlotId(slot))
+            first = slot + 1
         return found, num_bad
 
     def close(self) -> None:

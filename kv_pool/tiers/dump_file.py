@@ -16,10 +16,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
 from io import BufferedReader
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from struct import Struct
-from typing import BinaryIO
+from typing import Annotated, BinaryIO
 
 import msgspec
 import numpy as np
@@ -48,6 +48,8 @@ _FRAME = Struct("<IIQQ")
 _CHECKSUM = Struct("<Q")
 _EVENTS = msgspec.msgpack.Decoder(list[AllBlocksCleared | BlockStored])
 _Payload = bytes | bytearray | memoryview
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+_Size = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class RecordKind(IntEnum):
@@ -125,14 +127,14 @@ class PoolDumpHeader(msgspec.Struct, frozen=True):
     """
 
     layout: BlockLayout | None
-    hash_block_size: int
-    num_hash_lookahead_tokens: int
+    hash_block_size: _Size
+    num_hash_lookahead_tokens: _Count
     medium: str
-    num_blocks: int
-    num_cached: int
-    num_evictions: int
-    block_bytes: int
-    next_sequence: int | None
+    num_blocks: _Size
+    num_cached: _Count
+    num_evictions: _Count
+    block_bytes: _Count
+    next_sequence: _Count | None
     random_seed: str = ""
 
 
@@ -173,13 +175,9 @@ class DumpReader:
         if self._kind != RecordKind.HEADER:
             raise self._make_error("it does not begin with a header")
         try:
-            self.header = header = msgspec.msgpack.decode(self._take_payload(), type=PoolDumpHeader)
+            self.header = msgspec.msgpack.decode(self._take_payload(), type=PoolDumpHeader)
         except UNDECODABLE as error:
             raise self._make_error(str(error)) from error
-        counts = header.num_hash_lookahead_tokens, header.num_cached, header.num_evictions
-        least = min(*counts, header.block_bytes, header.next_sequence or 0)
-        if least < 0 or min(header.hash_block_size, header.num_blocks) < 1:
-            raise self._make_error("its header has a negative count")
 
     def read_blocks(self) -> tuple[CachedRows, list[BlockStored]]:
         """Return the blocks, and the events published about them: everything except the blocks' bytes."""
@@ -397,26 +395,26 @@ def decode_rows(payload: bytes, rows: CachedRows) -> None:
     ids = np.frombuffer(record.ids, "<u4").tolist()
     num_tokens = np.frombuffer(record.num_tokens, "<i4").tolist()
     num_keys = np.frombuffer(record.num_keys, "<u4").tolist()
-    ends = list(accumulate(np.frombuffer(record.key_lengths, "<u4").tolist(), initial=0))
-    if not len(ids) == len(num_tokens) == len(num_keys) or sum(num_keys) != len(ends) - 1:
-        raise ValueError("its columns have different lengths")
-    if ends[-1] != len(record.keys) or 0 in num_keys:
-        raise ValueError("its keys do not match its key counts")
-    keys = [BlockHashWithGroupId(record.keys[start:end]) for start, end in pairwise(ends)]
+    keys = _split(np.frombuffer(record.key_lengths, "<u4").tolist(), record.keys)
     lengths = np.frombuffer(record.parent_lengths, "<i4").tolist() or [-1] * len(ids)
-    ends = list(accumulate((max(0, length) for length in lengths), initial=0))
-    if len(lengths) != len(ids) or ends[-1] != len(record.parents):
-        raise ValueError("its parents do not match its blocks")
-    rows.parents += [
-        None if length < 0 else record.parents[end - length : end]
-        for length, end in zip(lengths, ends[1:], strict=True)
-    ]
+    parents = _split([max(0, length) for length in lengths], record.parents)
+    if not len(ids) == len(num_tokens) == len(num_keys) == len(parents) or sum(num_keys) != len(keys):
+        raise ValueError("its columns have different lengths")
+    if 0 in num_keys:
+        raise ValueError("it has a block without a key")
     rows.ids += ids
     rows.num_tokens += num_tokens
-    first = 0
-    for count in num_keys:
-        rows.keys.append(keys[first : first + count])
-        first += count
+    rows.parents += [None if length < 0 else parent for length, parent in zip(lengths, parents, strict=True)]
+    left = map(BlockHashWithGroupId, keys)
+    rows.keys += [list(islice(left, count)) for count in num_keys]
+
+
+def _split(lengths: list[int], joined: bytes) -> list[bytes]:
+    """Return the strings of these lengths that `joined` consists of. Raises ValueError if it does not."""
+    ends = list(accumulate(lengths, initial=0))
+    if ends[-1] != len(joined):
+        raise ValueError(f"it has {len(joined)} instead of {ends[-1]} bytes of keys or parents")
+    return [joined[start:end] for start, end in pairwise(ends)]
 
 
 def check_rows(rows: CachedRows, num_blocks: int, num_cached: int) -> None:

@@ -14,7 +14,6 @@ from kv_pool.core.kv_events import MEDIUM_GPU
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError
 from kv_pool.ids import BlockHashWithGroupId, RequestId
 from kv_pool.manager.block_groups.block_table import BlockTable
-from kv_pool.manager.freeing import release_hold
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.prefix_lookup import CachedPrefix
 from kv_pool.manager.requests.request import SchedulableRequest
@@ -66,7 +65,7 @@ class OnboardPlan(TwoPhasePlan):
         """Hold the keys and take the device blocks by `allocate`; return False if the pool has too few."""
         pool = self._manager.block_pool
         self._plans.begin(self, PlanState.ABORTED)
-        self._tiered_cache.hold(self.keys)
+        self._tiered_cache._stack.hold(self.keys)
         pool.is_changing = False  # for a whole call; until `end` a repair releases the keys
         try:
             is_allocated = allocate() is not None
@@ -162,7 +161,7 @@ class OnboardPlan(TwoPhasePlan):
             book.hand_over(hold)
         self._manager.block_pool.is_changing = False  # for a whole call, before tiers may evict the keys
         self._manager.cache_blocks(self._request, self.num_computed_tokens)
-        self._tiered_cache.release(self.keys)
+        self._tiered_cache._stack.release(self.keys)
         self._plans.end(self, PlanState.COMMITTED)
         self._onboarder._count(self)
 
@@ -180,9 +179,9 @@ class OnboardPlan(TwoPhasePlan):
         """Abort: drop the references and release the keys."""
         self._plans.begin(self, PlanState.ABORTED)
         self._attach()
-        for hold in self._holds.values():
-            release_hold(self._manager, hold)
-        self._tiered_cache.release(self.keys)
+        if self._holds:
+            self._release_hold(self._manager)
+        self._tiered_cache._stack.release(self.keys)
         self._plans.end(self, PlanState.ABORTED)
 
     def _attach(self) -> None:
@@ -194,7 +193,7 @@ class OnboardPlan(TwoPhasePlan):
     def repair(self) -> None:
         super().repair()
         others = [plan for plan in self._plans.by_request.values() if plan is not self]
-        self._tiered_cache.hold_only([key for plan in others for key in plan.keys])
+        self._tiered_cache._stack.hold_only([key for plan in others for key in plan.keys])
 
     def _is_void(self) -> bool:
         """Return True if the content of a block was invalidated since the hit."""

@@ -27,7 +27,7 @@ _logger = logging.getLogger(__name__)
 WRITES = ("back", "through")
 
 
-class TieredCache(TierStack):
+class TieredCache:
     """The lower tiers of a pool, fastest first.
 
         >>> from kv_pool import BlockHasher, BlockPool, Request
@@ -57,6 +57,9 @@ class TieredCache(TierStack):
             its request's `num_computed_tokens` covers it, else after the next step.
         max_prefetch_blocks: maximum number of blocks prefetched at a time; 0 turns prefetching off.
         enable_events: publish the stores and removals of tiers with the pool's events, which must be on.
+
+    Attributes:
+        tiers: the tiers, fastest first.
 
     **Required calls.** Call `flush()` once per step, after the step's slots are allocated and before the step
     writes. Until then reused blocks still have their old bytes, and the pool holds them; `flush()` offloads
@@ -117,7 +120,9 @@ class TieredCache(TierStack):
         # the step. By block, since two may have a key, of which one is never written.
         self._through: dict[KVCacheBlock, tuple[BlockHashWithGroupId, int, bool]] = {}
         self._events = TierEvents(block_pool) if enable_events else None
-        super().__init__(tiers, self._events)
+        self.tiers = tuple(tiers)
+        # Its calls do not check that the pool is whole.
+        self._stack = TierStack(tiers, self._events)
         # Shared with the tiers: see `LowerTiers.list_parents`.
         self._parents: dict[BlockHashWithGroupId, tuple[bytes | None, int]] = {}
         self._num_to_sweep_at = 2 * (block_pool.num_gpu_blocks + sum(tier.capacity for tier in tiers))
@@ -132,21 +137,28 @@ class TieredCache(TierStack):
             tier.parents = self._parents
         block_pool.lower_tiers = self
         for tier in tiers:
-            self.announce_stored(tier, tier.list_keys())
+            self._stack.announce_stored(tier, tier.list_keys())
 
     # ---- looking ---------------------------------------------------------------------------------
+
+    def __contains__(self, key: object) -> bool:
+        return self.find_tier(key) is not None
+
+    @property
+    def num_dropped(self) -> int:
+        """Number of blocks that were not stored, because all of a tier are held or the copy failed."""
+        return self._stack.num_dropped
 
     def find_tier(self, key: object) -> int | None:
         """Return the index in `tiers` of the fastest tier that has the block, or None. Changes nothing.
 
         A pending block, not yet offloaded, counts for the fastest tier.
         """
-        # Called for each block of a hit; `super()` would take longer.
-        return 0 if key in self._pending else TierStack.find_tier(self, key)
+        return 0 if key in self._pending else self._stack.find_tier(key)
 
     def list_indexes(self) -> list[Mapping[BlockHashWithGroupId, object]]:
         """Return mappings whose keys are in a tier or pending, for many look-ups. Valid until a change."""
-        indexes = super().list_indexes()
+        indexes = self._stack.list_indexes()
         return [self._pending, *indexes] if self._pending else indexes
 
     def has_all(self, keys: Iterable[BlockHashWithGroupId]) -> bool:
@@ -242,19 +254,16 @@ class TieredCache(TierStack):
 
     def on_cache_reset(self) -> None:
         """See `LowerTiers`. Without events. The next `flush` raises a disk's error."""
-        try:
-            self.clear()
-        except TierError as error:
-            self._note_unforgotten(error)
-
-    def clear(self) -> None:
         self._pending.clear()
         self._through.clear()
         if self._prefetcher is not None:
             self._prefetcher.cancel()
         if self._events is not None:
             self._events.labels.clear()
-        super().clear()
+        try:
+            self._stack.clear()
+        except TierError as error:
+            self._note_unforgotten(error)
 
     def note_block_size(self, group_id: GroupId, block_size: int) -> None:
         """Record a group's block size in tokens. Called on caching and by `TierOnboarder`.
@@ -325,8 +334,8 @@ class TieredCache(TierStack):
         if self._prefetcher is not None:
             self._prefetcher.close()
         for tier in self.tiers:
-            self.announce_removed(tier, tier.list_keys())
-        super().close()
+            self._stack.announce_removed(tier, tier.list_keys())
+        self._stack.close()
 
     # ---- loading ---------------------------------------------------------------------------------
 
@@ -365,7 +374,7 @@ class TieredCache(TierStack):
         """Store prefetched blocks in the top tier, if they are still in their slots on disk."""
         if self._prefetcher is not None:
             for read in self._prefetcher.take_done():
-                self.announce_removed(self._prefetcher.tier, read.failed)
+                self._stack.announce_removed(self._prefetcher.tier, read.failed)
                 self._store(read.keys, read.storage, dict(zip(read.keys, read.block_ids, strict=True)))
 
     def load(
@@ -386,7 +395,7 @@ class TieredCache(TierStack):
         self._begin()
         self.flush_evicted()
         try:
-            failed = self.load_into(self.storage, dict(zip(keys, block_ids, strict=True)))
+            failed = self._stack.load_into(self.storage, dict(zip(keys, block_ids, strict=True)))
         except CopyFailedError:
             self.block_pool.is_changing = False
             raise
@@ -415,7 +424,7 @@ class TieredCache(TierStack):
             gone = set(keys)
             self._through = {block: one for block, one in self._through.items() if one[0] not in gone}
         try:
-            super().forget(keys)
+            self._stack.forget(keys)
         except TierError:
             self.block_pool.is_changing = was_changing
             raise
@@ -465,8 +474,8 @@ class TieredCache(TierStack):
         """
         was_changing = self.block_pool.is_changing
         self.block_pool.is_changing = True
-        for step in self.plan(0, keys):
-            self.apply(step, storage, id_of)
+        for step in self._stack.plan(0, keys):
+            self._stack.apply(step, storage, id_of)
         self.block_pool.is_changing = was_changing
 
 
@@ -534,12 +543,12 @@ class TierEvents:
 
     def announce_stored(self, medium: str, keys: Sequence[BlockHashWithGroupId]) -> None:
         """Publish that a tier of this medium has gained these keys."""
-        bare: dict[GroupId, list[ExternalBlockHash]] = {}
+        bare: list[BlockHashWithGroupId] = []
         spans: dict[int, list[Label]] = {}
         for key in keys:
             label = self.labels.get(key)
             if label is None:
-                bare.setdefault(get_group_id(key), []).append(self._name(key))
+                bare.append(key)
             else:
                 spans.setdefault(id(label.span), []).append(label)
         stored: list[tuple[int, BlockStored]] = []
@@ -551,10 +560,10 @@ class TierEvents:
                 stored.append((depth_of[part.block_hashes[0]], event))
         stored.sort(key=lambda pair: pair[0])
         events: list[Any] = [event for _, event in stored]
-        for group_id, hashes in bare.items():
-            events += [
-                BlockStored([name], None, [], 0, None, medium, None, group_idx=group_id) for name in hashes
-            ]
+        events += [
+            BlockStored([self._name(key)], None, [], 0, None, medium, None, group_idx=get_group_id(key))
+            for key in bare
+        ]
         self._pool.kv_event_queue.extend(events)
 
     def announce_removed(self, medium: str, keys: Sequence[BlockHashWithGroupId]) -> None:

@@ -1,5 +1,6 @@
 """`SlowTiers`: a slow model of `TieredCache`, made of lists of keys."""
 
+from kv_pool.tiers.tier import TierStack
 from kv_pool.tiers.tiered_cache import TieredCache
 
 
@@ -61,6 +62,10 @@ class WatchedCache(TieredCache):
 
     model = None
 
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self._stack = WatchedStack(self)
+
     def on_blocks_reused(self, blocks):
         if self.model is not None:
             for block in blocks:  # of two copies, the most recently used one counts
@@ -93,12 +98,20 @@ class WatchedCache(TieredCache):
                 ]
         return failed
 
+
+class WatchedStack(TierStack):
+    """A `TierStack` that forwards holds to the model of its cache, if it has one."""
+
+    def __init__(self, cache):
+        super().__init__(cache.tiers, cache._events)
+        self.cache = cache
+
     def hold(self, keys):
-        if self.model is not None:
-            self.model.hold(keys)
+        if self.cache.model is not None:
+            self.cache.model.hold(keys)
         super().hold(keys)
 
     def release(self, keys):
-        if self.model is not None:
-            self.model.release(keys)
+        if self.cache.model is not None:
+            self.cache.model.release(keys)
         super().release(keys)

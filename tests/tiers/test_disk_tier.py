@@ -25,7 +25,7 @@ from kv_pool.errors import LayoutMismatchError, TierError
 from kv_pool.storage.block_layout import BlockLayout
 from kv_pool.tiers import invariants
 from kv_pool.tiers.disk_files import HEADER_BYTES
-from kv_pool.tiers.disk_tier import DiskTier
+from kv_pool.tiers.disk_tier import DiskTier, Prefetcher
 
 KEYS = [make_key(number) for number in range(16)]
 TESTS = Path(__file__).parent.parent
@@ -495,6 +495,24 @@ def test_blocks_written_before_an_interruption_have_their_slots(tier, device, mo
     put(tier, device, 6)
     assert tier.list_keys() == [KEYS[number] for number in (0, 1, 2, 3, 6)]
     invariants.check_tier(tier)
+
+
+def test_prefetch_leaves_out_blocks_that_left_their_slots(tier, device):
+    """Neither is their old content taken, nor is a block dropped that was damaged in its old slot."""
+    put(tier, device, 3)
+    os.pwrite(tier._files._blocks, b"damaged", 4096)
+    with closing(Prefetcher(tier, 8)) as prefetcher:
+        prefetcher.ask("r", KEYS[:4])
+        assert prefetcher.wait(60)
+        tier.remove([KEYS[2], KEYS[1], KEYS[0]])
+        put(tier, device, 1, 2)
+        (read,) = prefetcher.take_done()
+    assert (read.keys, read.failed) == ([KEYS[3]], [])
+    read.storage.copy_to(device.storage, [(read.block_ids[0], 15)])
+    assert device.holds(15, KEYS[3])
+    assert tier.list_keys() == [KEYS[3], KEYS[1], KEYS[2]]
+    counts = tier.get_statistics()
+    assert (counts.num_read, counts.num_read_errors) == (1, 0)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[" * 100_000, b'{"version": "\\ud800"}'])

@@ -206,7 +206,7 @@ def test_forget_tries_all_tiers_before_it_raises(tmp_path):
     cache, disk, key = make_disk_cache(tmp_path)
     block = cache.block_pool.get_cached_block(key[:-4], [0])[0]
     cache.tiers[0].put([key], cache.storage, [block.block_id])
-    cache.tiers = tuple(reversed(cache.tiers))
+    cache._stack.tiers = tuple(reversed(cache.tiers))
     with failing_writes(disk), pytest.raises(TierError):
         cache.forget([key])
     assert [key in tier for tier in cache.tiers] == [False, False]
@@ -292,7 +292,7 @@ def test_invariant_checks_name_the_damage(tmp_path, number, damage):
     [
         ("X7", lambda engine, plan: engine.onboarder._plans.by_request.update(other=plan)),
         ("X8", lambda engine, plan: engine.pool.touch(plan.list_blocks()[:1])),
-        ("X9", lambda engine, plan: engine.cache.hold(plan.keys[:1])),
+        ("X9", lambda engine, plan: engine.cache._stack.hold(plan.keys[:1])),
     ],
 )
 def test_invariant_checks_name_a_damaged_plan(tmp_path, number, damage):
