@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib import resources
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -48,26 +49,35 @@ _warned: set[str] = set()
 
 @dataclass(slots=True)
 class TraceRequest:
-    """One request of a trace.
+    """One request of a trace, or of a file in another format.
 
     Attributes:
         line: its line number in the file, from 1.
-        arrival_ms: milliseconds since the trace's first request.
-        input_length, output_length: number of tokens.
-        hash_ids: block ids at the trace's block size, or None.
-        token_ids: the prompt's tokens, or None. Exactly one of `hash_ids` and `token_ids` is given.
-        session_id: the request's conversation, or None. With a tenant, `tenant/session_id` of the line.
+        arrival_ms: milliseconds since the trace's first request; in another format, on any clock.
+        input_length, output_length: number of tokens; 0 generated tokens if the format does not tell.
+        hash_ids: block ids at the trace's block size, or None. In another format any keys, one per block of
+            the prompt, head first, with or without one for a partial last block: equal keys mean that the
+            prompts are equal up to the end of the block.
+        token_ids: the prompt's tokens, or None. A trace has either `hash_ids` or `token_ids`; another format
+            may have neither, and then only lengths are known.
+        session_id: the request's conversation, or None. With a tenant, `tenant/session_id` of a trace's line.
         tenant: the source of the request in a merged trace, or None.
+
+    Raises:
+        ValueError: a length or the arrival is out of range.
     """
 
     line: int
     arrival_ms: float
     input_length: int
-    output_length: int
-    hash_ids: list[int] | None
-    token_ids: list[int] | None
+    output_length: int = 0
+    hash_ids: list[Any] | None = None
+    token_ids: list[int] | None = None
     session_id: str | None = None
     tenant: str | None = None
+
+    def __post_init__(self) -> None:
+        check_lengths(self.input_length, self.output_length, self.arrival_ms)
 
     def __repr__(self) -> str:
         ids = self.token_ids if self.hash_ids is None else self.hash_ids
@@ -173,9 +183,16 @@ class Trace(LineReader):
                 raise ValueError("a token id is not in 0..2**64-1")
         if input_length is None:
             raise ValueError("a request with hash_ids needs its input_length")
-        output_length = record.output_length or 0
-        arrival_ms = (record.timestamp or 0.0) * self._ms_per_unit
-        check_lengths(input_length, output_length, arrival_ms)
+        request = TraceRequest(
+            line,
+            (record.timestamp or 0.0) * self._ms_per_unit,
+            input_length,
+            record.output_length or 0,
+            hash_ids,
+            token_ids,
+            _name_session(record),
+            None if record.tenant is None else str(record.tenant),
+        )
         if hash_ids is not None:
             if hash_ids and (min(hash_ids) < 0 or max(hash_ids) > _MAX_HASH_ID):
                 raise ValueError("a hash id is not in 0..2**64-1")
@@ -183,16 +200,7 @@ class Trace(LineReader):
                 raise ValueError("hash_ids in a trace of token ids")
             if self.block_size is not None:
                 check_blocks(input_length, len(hash_ids), self.block_size)
-        return TraceRequest(
-            line,
-            arrival_ms,
-            input_length,
-            output_length,
-            hash_ids,
-            token_ids,
-            _name_session(record),
-            None if record.tenant is None else str(record.tenant),
-        )
+        return request
 
     def _check_first_lines(self) -> int | None:
         """Determine the kind of the trace and, unless given, its block size.

@@ -13,7 +13,7 @@ from kv_pool.errors import InvalidArgumentError, TraceError
 from kv_pool.replay.formats.csv_lengths import CsvReader
 from kv_pool.replay.formats.dynamo import DynamoReader
 from kv_pool.replay.formats.event_lines import EventLineReader
-from kv_pool.replay.formats.foreign_request import ForeignReader, ForeignRequest
+from kv_pool.replay.formats.foreign_reader import ForeignReader
 from kv_pool.replay.formats.kv_cache_tester import KVCacheTesterReader, begin_session, make_session_request
 from kv_pool.replay.formats.lmcache import LMCacheReader
 from kv_pool.replay.formats.mooncake import MooncakeReader
@@ -21,7 +21,7 @@ from kv_pool.replay.formats.qwen_bailian import QwenBailianReader
 from kv_pool.replay.formats.vllm_log import VLLMLogReader
 from kv_pool.replay.option import Option, describe_options, setting
 from kv_pool.replay.settings import TIME_UNIT, TRACE_BLOCK_SIZE
-from kv_pool.replay.trace import MS_PER_UNIT, Trace, describe_suspicious_times, find_ms_per_unit
+from kv_pool.replay.trace import MS_PER_UNIT, Trace, TraceRequest, describe_suspicious_times, find_ms_per_unit
 from kv_pool.replay.trace_writer import open_parts, open_trace_writer
 
 _READERS: dict[str, type[ForeignReader]] = {
@@ -196,9 +196,9 @@ def convert_trace(settings: ConvertSettings, output: str) -> ConvertReport:
     return report
 
 
-def _sort(requests: Iterable[ForeignRequest], report: ConvertReport) -> Iterator[ForeignRequest]:
+def _sort(requests: Iterable[TraceRequest], report: ConvertReport) -> Iterator[TraceRequest]:
     """Yield requests by arrival, as far as `MAX_REORDERED` requests tell."""
-    pending: list[tuple[float, int, ForeignRequest]] = []
+    pending: list[tuple[float, int, TraceRequest]] = []
     last_ms = float("-inf")
     for number, request in enumerate(chain(requests, repeat(None))):
         if request is not None:
@@ -214,8 +214,8 @@ def _sort(requests: Iterable[ForeignRequest], report: ConvertReport) -> Iterator
 
 
 def _start_at_zero(
-    requests: Iterable[ForeignRequest], report: ConvertReport, first_arrivals_ms: list[float]
-) -> Iterator[ForeignRequest]:
+    requests: Iterable[TraceRequest], report: ConvertReport, first_arrivals_ms: list[float]
+) -> Iterator[TraceRequest]:
     first_ms: float | None = None
     for request in requests:
         report.num_requests += 1
@@ -229,11 +229,11 @@ def _start_at_zero(
 
 
 def _renumber(
-    requests: Iterable[ForeignRequest],
+    requests: Iterable[TraceRequest],
     settings: ConvertSettings,
     reader: ForeignReader,
     report: ConvertReport,
-) -> Iterator[ForeignRequest]:
+) -> Iterator[TraceRequest]:
     """Turn keys into ids numbered by first appearance, and tokens into keys if wanted."""
     numbers = count()
     ids: defaultdict[Hashable, int] = defaultdict(numbers.__next__)
@@ -242,14 +242,14 @@ def _renumber(
         size = DEFAULT_BLOCK_SIZE
     hasher = None if size is None else BlockHasher("xxh3_128", "0", size)
     for request in requests:
-        blocks = request.blocks
+        blocks = request.hash_ids
         if blocks is not None:
             report.block_size = reader.block_size
         elif request.token_ids is None:
             report.num_lengths += 1
             report.block_size = reader.block_size or size or DEFAULT_BLOCK_SIZE
             num_blocks = -(-request.input_length // report.block_size)
-            yield replace(request, blocks=list(islice(numbers, num_blocks)))
+            yield replace(request, hash_ids=list(islice(numbers, num_blocks)))
             continue
         elif hasher is not None:
             report.block_size = size
@@ -257,12 +257,12 @@ def _renumber(
         if blocks is None:
             yield request
         else:
-            yield replace(request, token_ids=None, blocks=[ids[one] for one in blocks])
+            yield replace(request, token_ids=None, hash_ids=[ids[one] for one in blocks])
 
 
 def _write_lines(
     settings: ConvertSettings,
-    requests: Iterable[ForeignRequest],
+    requests: Iterable[TraceRequest],
     report: ConvertReport,
     output: str,
 ) -> None:
@@ -279,7 +279,7 @@ def _write_lines(
             raise TraceError(f"{output}: not written: the input contains no request")
 
 
-def _write_sessions(requests: Iterable[ForeignRequest], report: ConvertReport, pattern: str) -> None:
+def _write_sessions(requests: Iterable[TraceRequest], report: ConvertReport, pattern: str) -> None:
     """Write each session to a file of its own; requests without a session are sessions of one request.
 
     Args:

@@ -14,7 +14,8 @@ import re
 from collections.abc import Iterator
 from datetime import UTC, datetime
 
-from kv_pool.replay.formats.foreign_request import ForeignReader, ForeignRequest
+from kv_pool.replay.formats.foreign_reader import ForeignReader
+from kv_pool.replay.trace import TraceRequest
 
 MAX_PROMPT_TOKENS = 4_000_000
 """Bound on a prompt, whose blocks are made for a number in the file."""
@@ -60,17 +61,17 @@ class CsvReader(ForeignReader):
         "models, kinds of requests and elapsed times",
     )
 
-    def __iter__(self) -> Iterator[ForeignRequest]:
+    def __iter__(self) -> Iterator[TraceRequest]:
         self._num_failed = 0
         # The columns of time, prompt, output and session; None if there is none.
         self._columns: list[int | None] = []
-        yield from self._read(self._parse)
+        yield from super().__iter__()
         if self._num_failed:
             self.notes = [
                 f"not converted: {self._num_failed:,} rows without a prompt token, those of failed requests"
             ]
 
-    def _parse(self, text: bytes, line: int) -> ForeignRequest | None:
+    def _parse(self, text: bytes, line: int) -> TraceRequest | None:
         try:
             values = [value.strip() for value in next(csv.reader([text.decode()]))]
         except csv.Error as error:
@@ -92,7 +93,7 @@ class CsvReader(ForeignReader):
         if input_length > MAX_PROMPT_TOKENS:
             raise ValueError(f"the prompt has {input_length:,} tokens; it may have {MAX_PROMPT_TOKENS:,}")
         arrival_ms = self._read_time(time)
-        return ForeignRequest(line, arrival_ms, input_length, output_length, session_id=session or None)
+        return TraceRequest(line, arrival_ms, input_length, output_length, session_id=session or None)
 
     def _read_header(self, names: list[str], line: int) -> None:
         plain = [re.sub(r"[^a-z0-9]", "", name.lower()) for name in names]

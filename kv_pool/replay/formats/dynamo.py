@@ -28,7 +28,7 @@ arrives then. Rows of version 2 have a header with the block size; their ids are
      "input_length": ..., "output_length": ..., "hash_ids": [...]}
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -36,9 +36,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kv_pool.replay.formats.foreign_request import ForeignReader, ForeignRequest, check_block_size
+from kv_pool.replay.formats.foreign_reader import ForeignReader, check_block_size
 from kv_pool.replay.line_reader import LineReader
-from kv_pool.replay.trace import check_lengths
+from kv_pool.replay.trace import TraceRequest, check_lengths
 
 SCHEMA = "dynamo.request.trace.v1"
 SCHEMAS = (SCHEMA, "dynamo.agent.trace.v1")
@@ -107,6 +107,8 @@ class _Line(_Event):
     dependencies: list[_Dependency] | None = None
 
 
+_decode = msgspec.json.Decoder(_Line).decode
+
 _Key = tuple[str, str | int]
 """The name of a row: its request id or a number."""
 
@@ -122,7 +124,7 @@ class _Row:
         duration_ms: how long it took; 0 if that is unknown.
     """
 
-    request: ForeignRequest
+    request: TraceRequest
     reader: LineReader
     name: _Key | None
     needed: list[tuple[_Key, bool, float]]
@@ -157,10 +159,9 @@ class DynamoReader(ForeignReader):
     log_names = (r".*\.jsonl", "*.jsonl")
     default_ms_per_unit = 1.0
 
-    def __iter__(self) -> Iterator[ForeignRequest]:
+    def __iter__(self) -> Iterator[TraceRequest]:
         self.block_size = None
         self._row_block_size = self._given_block_size
-        self._decode = msgspec.json.Decoder(_Line).decode
         # The arrivals and ends of rows, the rows that wait for a row, and the last row of each session.
         self._times: dict[_Key, tuple[float, float]] = {}
         self._waiting: dict[_Key, list[_Row]] = {}
@@ -168,7 +169,7 @@ class DynamoReader(ForeignReader):
         self._row_numbers = count()
         for reader in self._files:
             self._is_local = False
-            for found in reader.read(partial(self._parse, reader)):
+            for found in reader.read(partial(self._parse_record, reader)):
                 if isinstance(found, _Row):
                     yield from self._place(found)
                 elif found is not None:
@@ -178,8 +179,8 @@ class DynamoReader(ForeignReader):
                 why = f"the row waits for {name!r}, which is not in the input or waits for this row"
                 row.reader.pass_broken(row.request.line, ValueError(why))
 
-    def _parse(self, reader: LineReader, text: bytes, line: int) -> "ForeignRequest | _Row | None":
-        record = self._decode(text)
+    def _parse_record(self, reader: LineReader, text: bytes, line: int) -> "TraceRequest | _Row | None":
+        record = _decode(text)
         if record.schema == ROWS_SCHEMA:
             self._parse_header(record)
             return None
@@ -201,12 +202,12 @@ class DynamoReader(ForeignReader):
             arrival_ms = (event.event_time_unix_ms or 0.0) - (request.total_time_ms or 0.0)
         replay = request.replay
         context = event.agent_context or _Context()
-        found = ForeignRequest(
+        found = TraceRequest(
             line,
             arrival_ms,
             replay.input_length,
             request.output_tokens or 0,
-            blocks=[one & _MASK for one in replay.input_sequence_hashes],
+            hash_ids=[one & _MASK for one in replay.input_sequence_hashes],
             session_id=context.trajectory_id or context.session_id,
         )
         return self._check_blocks(found, replay.trace_block_size)
@@ -251,17 +252,17 @@ class DynamoReader(ForeignReader):
             name = ("row", next(self._row_numbers))
         if name is not None and session_id is not None:
             self._last[session_id] = name
-        blocks: Sequence[Hashable] = hash_ids
+        keys: list[Any] = hash_ids
         if self._is_local:
             play = record.play_id if isinstance(record.play_id, Hashable) else str(record.play_id)
-            blocks = [(play, one) for one in hash_ids]
-        request = ForeignRequest(
-            line, arrival_ms, input_length, output_length, blocks=blocks, session_id=session_id
+            keys = [(play, one) for one in hash_ids]
+        request = TraceRequest(
+            line, arrival_ms, input_length, output_length, hash_ids=keys, session_id=session_id
         )
         self._check_blocks(request, block_size)
         return _Row(request, reader, name, needed, max(0.0, record.recorded_api_time_ms or 0.0))
 
-    def _place(self, row: _Row) -> Iterator[ForeignRequest]:
+    def _place(self, row: _Row) -> Iterator[TraceRequest]:
         """Yield the request of a row, and those that waited for it, once the rows that it needs are known."""
         ready = [row]
         while ready:
@@ -284,10 +285,10 @@ class DynamoReader(ForeignReader):
                 ready += self._waiting.pop(row.name, [])
 
     @staticmethod
-    def make_lines(request: ForeignRequest, number: int, block_size: int | None) -> list[dict[str, Any]]:
+    def make_lines(request: TraceRequest, number: int, block_size: int | None) -> list[dict[str, Any]]:
         """Return the `request_end` record of a request."""
         assert block_size is not None, "token ids are hashed for this format"
-        hashes = list(request.blocks or ())
+        hashes = list(request.hash_ids or ())
         if len(hashes) * block_size < request.input_length:
             hashes.append((1 << 63) + number)
         arrival_ms = int(request.arrival_ms)

@@ -17,8 +17,8 @@ import msgspec
 
 from kv_pool.core.kv_events import MEDIUM_GPU
 from kv_pool.events.publisher_blocks import to_medium
-from kv_pool.replay.formats.foreign_request import ForeignReader, ForeignRequest, check_block_size
-from kv_pool.replay.trace import check_lengths
+from kv_pool.replay.formats.foreign_reader import ForeignReader, check_block_size
+from kv_pool.replay.trace import TraceRequest, check_lengths
 
 CONTINUES_WITHIN_S = 1.0
 
@@ -31,6 +31,9 @@ class _Line(msgspec.Struct):
     block_size: int | None = None
     group_idx: int | None = None
     medium: str | None = None
+
+
+_decode = msgspec.json.Decoder(_Line).decode
 
 
 @dataclass(slots=True)
@@ -60,19 +63,18 @@ class EventLineReader(ForeignReader):
         "blocks of other groups than the first, and of lower tiers",
     )
 
-    def __iter__(self) -> Iterator[ForeignRequest]:
-        self._decode = msgspec.json.Decoder(_Line).decode
+    def __iter__(self) -> Iterator[TraceRequest]:
         self._parents: dict[int, int | None] = {}
         # The accesses in the order of their beginnings, and those that can go on by their last block.
         self._accesses: deque[_Access] = deque()
         self._open: dict[int, _Access] = {}
-        for now_s in self._read(self._parse):
+        for now_s in self._read(self._apply):
             yield from self._take_before(now_s - CONTINUES_WITHIN_S)
         yield from self._take_before(float("inf"))
 
-    def _parse(self, text: bytes, line: int) -> float:
+    def _apply(self, text: bytes, line: int) -> float:
         """Apply a line. Return its time in seconds, 0 if it has none."""
-        record = self._decode(text)
+        record = _decode(text)
         ts = record.ts or 0.0
         if record.kind != "stored":
             return ts
@@ -120,16 +122,16 @@ class EventLineReader(ForeignReader):
         found.reverse()
         return found
 
-    def _take_before(self, last_ts: float) -> Iterator[ForeignRequest]:
+    def _take_before(self, last_ts: float) -> Iterator[TraceRequest]:
         """Yield the first accesses, as long as they cannot go on after `last_ts`."""
         while self._accesses and self._accesses[0].last_ts < last_ts:
             access = self._accesses.popleft()
             if self._open.get(access.blocks[-1]) is access:
                 del self._open[access.blocks[-1]]
             assert self.block_size is not None
-            yield ForeignRequest(
+            yield TraceRequest(
                 access.line,
                 access.ts * 1000,
                 len(access.blocks) * self.block_size,
-                blocks=access.blocks,
+                hash_ids=access.blocks,
             )

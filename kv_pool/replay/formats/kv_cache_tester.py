@@ -26,9 +26,9 @@ import msgspec
 
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.foreign_bytes import BYTE_ORDER_MARK
-from kv_pool.replay.formats.foreign_request import ForeignReader, ForeignRequest, check_block_size
+from kv_pool.replay.formats.foreign_reader import ForeignReader, check_block_size
 from kv_pool.replay.line_reader import decompress
-from kv_pool.replay.trace import check_blocks
+from kv_pool.replay.trace import TraceRequest, check_blocks
 
 MAX_FILE_BYTES = 1 << 30
 """Maximum decompressed size of a session, which is read as a whole."""
@@ -88,10 +88,10 @@ class KVCacheTesterReader(ForeignReader):
             )
         super().__init__(path, session_gap_s=session_gap_s, **options)
 
-    def __iter__(self) -> Iterator[ForeignRequest]:
+    def __iter__(self) -> Iterator[TraceRequest]:
         self._num_sessions = 0
         # (arrival in ms, session, index of the request, requests of the session)
-        pending: list[tuple[float, int, int, Sequence[ForeignRequest]]] = []
+        pending: list[tuple[float, int, int, Sequence[TraceRequest]]] = []
         sessions = self._read_sessions()
         while True:
             # The next session is read when it starts.
@@ -103,15 +103,15 @@ class KVCacheTesterReader(ForeignReader):
                 heapq.heappush(pending, (requests[0].arrival_ms, self._num_sessions, 0, requests))
         yield from _take_before(pending, float("inf"))
 
-    def _read_sessions(self) -> Iterator[list[ForeignRequest]]:
+    def _read_sessions(self) -> Iterator[list[TraceRequest]]:
         """Yield the requests of each session, sorted by time."""
         for file in self._files:
             if _has_lines(file.path):
-                yield from file.read(partial(self._parse, file.path))
+                yield from file.read(partial(self._parse_session, file.path))
             else:
-                yield from file.read_whole(partial(self._parse, file.path, line=None))
+                yield from file.read_whole(partial(self._parse_session, file.path, line=None))
 
-    def _parse(self, path: Path, text: bytes, line: int | None) -> list[ForeignRequest]:
+    def _parse_session(self, path: Path, text: bytes, line: int | None) -> list[TraceRequest]:
         """Return a session's requests, sorted by time. `line` is None for a file of one session."""
         number = self._num_sessions
         self._num_sessions += 1
@@ -147,8 +147,8 @@ def _has_lines(path: Path) -> bool:
 
 
 def _take_before(
-    pending: list[tuple[float, int, int, Sequence[ForeignRequest]]], end_ms: float
-) -> Iterator[ForeignRequest]:
+    pending: list[tuple[float, int, int, Sequence[TraceRequest]]], end_ms: float
+) -> Iterator[TraceRequest]:
     """Yield the pending requests that arrive before `end_ms`, in order."""
     while pending and pending[0][0] < end_ms:
         _, number, index, requests = heapq.heappop(pending)
@@ -171,19 +171,19 @@ def _flatten(requests: list[_Request], offset_s: float) -> Iterator[tuple[_Reque
 
 def _make_request(
     request: _Request, line: int, arrival_ms: float, name: str, scope: int | None, block_size: int
-) -> ForeignRequest:
+) -> TraceRequest:
     num_in = request.input_length if request.num_in is None else request.num_in
     num_out = (request.output_length if request.out is None else request.out) or 0
     if num_in is None:
         raise ValueError("a request has no `in`")
     hash_ids = request.hash_ids or []  # short prompts may have none
     check_blocks(num_in, len(hash_ids), block_size)
-    return ForeignRequest(
+    return TraceRequest(
         line,
         arrival_ms,
         num_in,
         num_out,
-        blocks=[(scope, hash_id) for hash_id in hash_ids],
+        hash_ids=[(scope, hash_id) for hash_id in hash_ids],
         session_id=name,
     )
 
@@ -201,7 +201,7 @@ def begin_session(session_id: str, block_size: int) -> bytes:
     return msgspec.json.encode(head)[:-1] + b',"requests":['
 
 
-def make_session_request(request: ForeignRequest, start_ms: float, block_size: int) -> dict[str, Any]:
+def make_session_request(request: TraceRequest, start_ms: float, block_size: int) -> dict[str, Any]:
     """Return a request with integer keys, for the document of a session that starts at `start_ms`."""
     return {
         "t": (request.arrival_ms - start_ms) / 1000,
@@ -209,7 +209,7 @@ def make_session_request(request: ForeignRequest, start_ms: float, block_size: i
         "model": "unknown",
         "in": request.input_length,
         "out": request.output_length,
-        "hash_ids": list(request.blocks or ())[: request.input_length // block_size],
+        "hash_ids": list(request.hash_ids or ())[: request.input_length // block_size],
         "input_types": [],
         "output_types": [],
         "stop": "",

@@ -6,12 +6,12 @@ server that runs with --lookup-hash-log-dir writes files lookup_hashes_*.jsonl w
 and `chunk_hashes` (hexadecimal, full chunks only; a hash covers its chunk and all before it).
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
-from kv_pool.replay.formats.foreign_request import ForeignReader, ForeignRequest
+from kv_pool.replay.formats.foreign_reader import ForeignReader
+from kv_pool.replay.trace import TraceRequest
 
 _MODEL = "unknown"
 
@@ -22,6 +22,9 @@ class _Record(msgspec.Struct):
     seq_len: int
     chunk_hashes: list[str | int]
     model_name: str | None = None
+
+
+_decode = msgspec.json.Decoder(_Record).decode
 
 
 class LMCacheReader(ForeignReader):
@@ -46,23 +49,19 @@ class LMCacheReader(ForeignReader):
 
     log_names = (r"lookup_hashes_.*\.jsonl", "lookup_hashes_*.jsonl")
 
-    def __iter__(self) -> Iterator[ForeignRequest]:
-        self._decode = msgspec.json.Decoder(_Record).decode
-        yield from self._read(self._parse)
-
-    def _parse(self, text: bytes, line: int) -> ForeignRequest:
-        record = self._decode(text)
+    def _parse(self, text: bytes, line: int) -> TraceRequest:
+        record = _decode(text)
         model = record.model_name or _MODEL
-        request = ForeignRequest(
+        request = TraceRequest(
             line,
             record.timestamp * self._ms_per_unit,
             record.seq_len,
-            blocks=[(model, one if isinstance(one, int) else int(one, 16)) for one in record.chunk_hashes],
+            hash_ids=[(model, one if isinstance(one, int) else int(one, 16)) for one in record.chunk_hashes],
         )
         return self._check_blocks(request, record.chunk_size)
 
     @staticmethod
-    def make_lines(request: ForeignRequest, number: int, block_size: int | None) -> list[dict[str, Any]]:
+    def make_lines(request: TraceRequest, number: int, block_size: int | None) -> list[dict[str, Any]]:
         assert block_size is not None, "token ids are hashed for this format"
         num_full = request.input_length // block_size
         line = {
@@ -73,6 +72,6 @@ class LMCacheReader(ForeignReader):
             "seq_len": request.input_length,
             "dtypes": [],
             "shapes": [],
-            "chunk_hashes": [f"0x{key:016x}" for key in (request.blocks or ())[:num_full]],
+            "chunk_hashes": [f"0x{key:016x}" for key in (request.hash_ids or ())[:num_full]],
         }
         return [line]

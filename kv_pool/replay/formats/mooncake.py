@@ -8,8 +8,8 @@ Fields of kv_pool are described in `kv_pool/replay/README.md`.
 from collections.abc import Iterator
 from typing import Any
 
-from kv_pool.replay.formats.foreign_request import ForeignReader, ForeignRequest
-from kv_pool.replay.trace import Trace
+from kv_pool.replay.formats.foreign_reader import ForeignReader
+from kv_pool.replay.trace import Trace, TraceRequest
 
 
 class MooncakeReader(ForeignReader):
@@ -24,34 +24,24 @@ class MooncakeReader(ForeignReader):
         self._files = [trace]
         self._trace = trace
 
-    def __iter__(self) -> Iterator[ForeignRequest]:
+    def __iter__(self) -> Iterator[TraceRequest]:
         for request in self._trace:
-            session_id = request.session_id
-            if session_id is not None and request.tenant is not None:
-                session_id = session_id.removeprefix(f"{request.tenant}/")
-            yield ForeignRequest(
-                request.line,
-                request.arrival_ms,
-                request.input_length,
-                request.output_length,
-                request.hash_ids,
-                request.token_ids,
-                session_id,
-                request.tenant,
-            )
+            if request.session_id is not None and request.tenant is not None:
+                request.session_id = request.session_id.removeprefix(f"{request.tenant}/")
+            yield request
 
     @staticmethod
-    def make_lines(request: ForeignRequest, number: int, block_size: int | None) -> list[dict[str, Any]]:
+    def make_lines(request: TraceRequest, number: int, block_size: int | None) -> list[dict[str, Any]]:
         arrival_ms = request.arrival_ms
         line: dict[str, Any] = {
             "timestamp": int(arrival_ms) if arrival_ms == int(arrival_ms) else arrival_ms,
             "input_length": request.input_length,
             "output_length": request.output_length,
         }
-        if request.blocks is None:
+        if request.hash_ids is None:
             line["token_ids"] = request.token_ids
         else:
-            line["hash_ids"] = request.blocks
+            line["hash_ids"] = request.hash_ids
         if request.session_id is not None:
             line["session_id"] = request.session_id
         if request.tenant is not None:

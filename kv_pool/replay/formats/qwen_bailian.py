@@ -14,7 +14,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-from kv_pool.replay.formats.foreign_request import ForeignReader, ForeignRequest
+from kv_pool.replay.formats.foreign_reader import ForeignReader
+from kv_pool.replay.trace import TraceRequest
 
 BLOCK_SIZE = 16
 
@@ -28,6 +29,9 @@ class _Record(msgspec.Struct):
     hash_ids: list[int] | None = None
 
 
+_decode = msgspec.json.Decoder(_Record).decode
+
+
 class QwenBailianReader(ForeignReader):
     """Reads a trace. A conversation is a session, named by its first request. A hash id has 16 tokens.
 
@@ -39,30 +43,29 @@ class QwenBailianReader(ForeignReader):
 
     losses = ("types of requests",)
 
-    def __iter__(self) -> Iterator[ForeignRequest]:
+    def __iter__(self) -> Iterator[TraceRequest]:
         self.block_size = self._given_block_size or BLOCK_SIZE
-        self._decode = msgspec.json.Decoder(_Record).decode
         self._prefixes: dict[tuple[int, int], int] = {}
         self._first_of: dict[int | str, int | str] = {}
-        yield from self._read(self._parse)
+        yield from super().__iter__()
 
-    def _parse(self, text: bytes, line: int) -> ForeignRequest:
-        record = self._decode(text)
+    def _parse(self, text: bytes, line: int) -> TraceRequest:
+        record = _decode(text)
         parent = record.parent_chat_id
         first = record.chat_id
         if parent is not None and parent != -1:
             first = self._first_of.get(parent, parent)
-        request = ForeignRequest(
+        request = TraceRequest(
             line,
             (record.timestamp or 0.0) * self._ms_per_unit,
             record.input_length,
             record.output_length or 0,
-            blocks=record.hash_ids,
+            hash_ids=record.hash_ids,
             session_id=str(first),
         )
         if record.hash_ids is not None:
             self._check_blocks(request, self.block_size or BLOCK_SIZE)
-            request.blocks = self._number_prefixes(record.hash_ids)
+            request.hash_ids = self._number_prefixes(record.hash_ids)
         self._first_of[record.chat_id] = first
         return request
 

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from kv_pool.foreign_bytes import UNDECODABLE
-from kv_pool.replay.formats.foreign_request import ForeignReader, ForeignRequest
+from kv_pool.replay.formats.foreign_reader import ForeignReader
+from kv_pool.replay.trace import TraceRequest
 
 MAX_WRITTEN_TOKENS = 4_000_000
 """Bound on tokens that are written for a number in the input. The longest contexts have a quarter of it."""
@@ -74,7 +75,7 @@ class VLLMLogReader(ForeignReader):
         "own",
     )
 
-    def __iter__(self) -> Iterator[ForeignRequest]:
+    def __iter__(self) -> Iterator[TraceRequest]:
         # An id may occur again, as those of clients do: a response belongs to the request before it.
         line_of: dict[str, int] = {}
         num_outputs: dict[int, int] = {}
@@ -95,7 +96,7 @@ class VLLMLogReader(ForeignReader):
             yield request
 
     @staticmethod
-    def make_lines(request: ForeignRequest, number: int, block_size: int | None) -> list[dict[str, Any]]:
+    def make_lines(request: TraceRequest, number: int, block_size: int | None) -> list[dict[str, Any]]:
         """Return the two lines of a request that ends when it arrives.
 
         Raises:
@@ -106,7 +107,7 @@ class VLLMLogReader(ForeignReader):
         if tokens is None:
             _check_written("prompt", request.input_length)
             tokens = []
-            keys: list[Any] = [*(request.blocks or ()), (1 << 63) + number]
+            keys: list[Any] = [*(request.hash_ids or ()), (1 << 63) + number]
             for key in keys:
                 tokens += [key] * min(block_size or 1, request.input_length - len(tokens))
         _check_written("output", request.output_length)
@@ -163,7 +164,7 @@ def _is_request(message: str, found: "re.Match[str]") -> bool:
     return (found["kind"], found["part"]) in _REQUESTS and message.startswith("prompt: ", found.end())
 
 
-def _parse_request(text: bytes, line: int) -> ForeignRequest | None:
+def _parse_request(text: bytes, line: int) -> TraceRequest | None:
     message, when = _read_message(text)
     found = _SUBJECT.search(message)
     if found is None or not _is_request(message, found):
@@ -175,7 +176,7 @@ def _parse_request(text: bytes, line: int) -> ForeignRequest | None:
     tokens = _read_tokens(message[at + len(_PROMPT_TOKENS) :])
     if not tokens or min(tokens) < 0 or max(tokens) >= 2**64:
         raise ValueError("the prompt has no tokens, or one that is not in 0..2**64-1")
-    return ForeignRequest(line, _read_time(when), len(tokens), token_ids=tokens)
+    return TraceRequest(line, _read_time(when), len(tokens), token_ids=tokens)
 
 
 def _read_tokens(text: str) -> list[int]:

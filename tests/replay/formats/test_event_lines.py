@@ -28,7 +28,7 @@ def stored(ts, hashes, parent=None, **more):
 
 def read(tmp_path, lines, **options):
     return [
-        (one.arrival_ms / 1000, list(one.blocks))
+        (one.arrival_ms / 1000, list(one.hash_ids))
         for one in EventLineReader(write_trace(tmp_path / "events.jsonl", lines), **options)
     ]
 

@@ -46,18 +46,18 @@ def test_session_is_read(tmp_path):
         3,
     )
     assert (second.arrival_ms, second.output_length) == (4500.0, 0)
-    assert second.blocks[:2] == first.blocks
+    assert second.hash_ids[:2] == first.hash_ids
 
 
 def test_ids_are_local_unless_their_scope_is_global(tmp_path):
     for number in range(2):
         write(tmp_path, number, [request(0.0, [1])])
     one, other = read(tmp_path)
-    assert one.blocks != other.blocks
+    assert one.hash_ids != other.hash_ids
     for number in range(2):
         write(tmp_path, number, [request(0.0, [1])], hash_id_scope="global")
     one, other = read(tmp_path)
-    assert one.blocks == other.blocks
+    assert one.hash_ids == other.hash_ids
 
 
 def test_sessions_start_one_after_the_other(tmp_path):
@@ -93,7 +93,7 @@ def test_sub_agents_are_on_the_clock_of_their_session(tmp_path, inner_t):
         "requests": [request(t, [9]) for t in inner_t],
     }
     path = write(tmp_path, 0, [request(0.0, [1]), agent, request(11.0, [1, 2])])
-    assert [(one.arrival_ms, len(one.blocks)) for one in read(path)] == [
+    assert [(one.arrival_ms, len(one.hash_ids)) for one in read(path)] == [
         (0.0, 1),
         (10_000.0, 1),
         (11_000.0, 2),
@@ -156,7 +156,7 @@ def test_absent_fields_may_be_null(tmp_path):
     nulls = dict.fromkeys(("t", "type", "out", "input_length", "output_length", "hash_ids", "requests"))
     path = write(tmp_path, 0, [{**nulls, "in": 5}], hash_id_scope=None, id=None)
     (one,) = read(path)
-    assert (one.arrival_ms, one.input_length, one.output_length, one.blocks) == (0.0, 5, 0, [])
+    assert (one.arrival_ms, one.input_length, one.output_length, one.hash_ids) == (0.0, 5, 0, [])
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".jsonl.xz"])
@@ -183,7 +183,7 @@ def test_a_file_may_have_a_session_on_each_line(tmp_path, suffix):
         ("traces" if suffix == ".jsonl.xz" else "traces-3", 11_000.0, 3),
         ("b", 14_500.0, 2),
     ]
-    assert found[0].blocks[0] == found[2].blocks[0] != found[1].blocks[0]
+    assert found[0].hash_ids[0] == found[2].hash_ids[0] != found[1].hash_ids[0]
     if suffix == ".jsonl":
         assert read(tmp_path, session_gap_s=5.0) == found
 

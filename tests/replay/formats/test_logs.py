@@ -35,14 +35,14 @@ def test_lookups_are_read(tmp_path):
     reader = LMCacheReader(write_trace(tmp_path / "log.jsonl", lines))
     first, second = reader
     assert reader.block_size == 256
-    assert (first.arrival_ms, first.input_length, len(first.blocks)) == (1711929600123.0, 600, 2)
-    assert second.blocks == first.blocks[:1]
+    assert (first.arrival_ms, first.input_length, len(first.hash_ids)) == (1711929600123.0, 600, 2)
+    assert second.hash_ids == first.hash_ids[:1]
 
 
 def test_models_have_chunks_of_their_own(tmp_path):
     lines = [lookup(1.0, ["0xa"], 300), lookup(1.0, ["0xa"], 300, model_name="other")]
     one, other = LMCacheReader(write_trace(tmp_path / "log.jsonl", lines))
-    assert one.blocks != other.blocks
+    assert one.hash_ids != other.hash_ids
 
 
 def test_folder_is_read_in_the_order_of_names(tmp_path):
@@ -115,7 +115,7 @@ def test_request_records_are_read(tmp_path, is_wrapped):
     (one,) = read_dynamo(tmp_path, [line])
     assert one.arrival_ms == 1777312801000.0
     assert (one.input_length, one.output_length) == (128, 16)
-    assert one.blocks == [14879255164371896291, 274632075616497421]
+    assert one.hash_ids == [14879255164371896291, 274632075616497421]
     assert one.session_id == "research-run-42:researcher"
 
 
@@ -143,7 +143,7 @@ def test_other_events_are_passed_over(tmp_path):
 def test_negative_hashes_are_their_unsigned_numbers(tmp_path):
     replay = {"trace_block_size": 8, "input_length": 8, "input_sequence_hashes": [-1]}
     (one,) = read_dynamo(tmp_path, [{**RECORD, "request": {"replay": replay}}])
-    assert one.blocks == [2**64 - 1]
+    assert one.hash_ids == [2**64 - 1]
 
 
 def test_mooncake_rows_may_have_delays(tmp_path):
@@ -270,9 +270,9 @@ def test_rows_of_version_2_have_ids_of_their_play(tmp_path):
     ]
     found = {one.line - 1: one for one in read_dynamo(tmp_path, lines)}
     assert {line: one.arrival_ms for line, one in found.items()} == {1: 50, 2: 480, 3: 100, 4: 100}
-    assert found[2].blocks[:2] == found[1].blocks
-    assert found[3].blocks[0] == found[1].blocks[0]
-    assert not set(found[4].blocks) & set(found[1].blocks)
+    assert found[2].hash_ids[:2] == found[1].hash_ids
+    assert found[3].hash_ids[0] == found[1].hash_ids[0]
+    assert not set(found[4].hash_ids) & set(found[1].hash_ids)
     with pytest.raises(TraceError, match=r"log\.jsonl:1: .*is 8 tokens, that of earlier requests 16"):
         read_dynamo(tmp_path, lines, block_size=16)
     with pytest.raises(TraceError, match=r"log\.jsonl:1: the version of dynamo.agentic_mooncake is 3"):

@@ -40,7 +40,7 @@ def test_times_are_seconds_and_conversations_are_sessions(tmp_path):
     assert [one.arrival_ms for one in found] == [500.0, 61_114.0, 62_000.0, 63_000.0, 64_000.0, 64_000.0]
     assert [one.session_id for one in found] == ["55", "55", "7", "55", "900", "900"]
     assert [one.output_length for one in found] == [132] * 5 + [0]
-    assert found[1].blocks[:2] == found[0].blocks
+    assert found[1].hash_ids[:2] == found[0].hash_ids
     assert [one.arrival_ms for one in read(tmp_path, lines, ms_per_unit=1.0)][1] == 61.114
 
 
@@ -48,8 +48,8 @@ def test_equal_blocks_behind_different_ones_are_different(tmp_path):
     one, other, repeated = read(
         tmp_path, [chat(1, -1, 0, [1, 2, 3]), chat(2, -1, 0, [9, 2, 3]), chat(3, -1, 0, [4, 4, 4])]
     )
-    assert not set(one.blocks) & set(other.blocks)
-    assert len(set(repeated.blocks)) == 3
+    assert not set(one.hash_ids) & set(other.hash_ids)
+    assert len(set(repeated.hash_ids)) == 3
 
 
 def test_a_trace_is_converted(tmp_path):

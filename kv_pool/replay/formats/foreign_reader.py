@@ -1,51 +1,19 @@
-"""`ForeignRequest`: one request of any format. `ForeignReader`: reads the requests of one format."""
+"""`ForeignReader`: reads the requests of one format of traces or request logs."""
 
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from kv_pool.errors import TraceError
 from kv_pool.replay.line_reader import MAX_LINE_BYTES, LineReader
-from kv_pool.replay.trace import check_blocks, check_lengths
+from kv_pool.replay.trace import TraceRequest, check_blocks
 
 _COMPRESSED = r"(\.gz|\.xz|\.zst)?"
 _Item = TypeVar("_Item")
 
 
-@dataclass(slots=True)
-class ForeignRequest:
-    """One request of a foreign file.
-
-    Attributes:
-        line: its line in the file, from 1.
-        arrival_ms: its arrival on any clock.
-        input_length, output_length: number of tokens; 0 generated tokens if the format does not tell.
-        blocks: one key per block of the prompt, head first, with or without one for a partial last block.
-            Equal keys mean that the prompts are equal up to the end of the block. None for token ids.
-        token_ids: the prompt's tokens, instead of blocks. If both are None, only lengths are known.
-        session_id, tenant: as in a trace, or None.
-
-    Raises:
-        ValueError: a length or the arrival is out of range.
-    """
-
-    line: int
-    arrival_ms: float
-    input_length: int
-    output_length: int = 0
-    blocks: Sequence[Hashable] | None = None
-    token_ids: list[int] | None = None
-    session_id: str | None = None
-    tenant: str | None = None
-
-    def __post_init__(self) -> None:
-        check_lengths(self.input_length, self.output_length, self.arrival_ms)
-
-
-class ForeignReader(ABC):
+class ForeignReader:
     """A format: reads the requests of a file, or of a folder of log files, in its order, and makes its lines.
 
     Args:
@@ -105,11 +73,15 @@ class ForeignReader(ABC):
     def first_broken(self) -> str | None:
         return next((file.first_broken for file in self._files if file.first_broken), None)
 
-    @abstractmethod
-    def __iter__(self) -> Iterator[ForeignRequest]: ...
+    def __iter__(self) -> Iterator[TraceRequest]:
+        yield from self._read(self._parse)
+
+    def _parse(self, text: bytes, line: int) -> TraceRequest | None:
+        """Return the request of a line; None if it has none. For formats with a request on each line."""
+        raise NotImplementedError
 
     @staticmethod
-    def make_lines(request: ForeignRequest, number: int, block_size: int | None) -> list[dict[str, Any]]:
+    def make_lines(request: TraceRequest, number: int, block_size: int | None) -> list[dict[str, Any]]:
         """Return the lines of a request with integer keys or token ids.
 
         Args:
@@ -127,10 +99,10 @@ class ForeignReader(ABC):
                 if found is not None:
                     yield found
 
-    def _check_blocks(self, request: ForeignRequest, block_size: int) -> ForeignRequest:
+    def _check_blocks(self, request: TraceRequest, block_size: int) -> TraceRequest:
         """Return the request. Raise ValueError if its keys do not fit the block size, or that has changed."""
         check_block_size(block_size, self.block_size)
-        check_blocks(request.input_length, len(request.blocks or ()), block_size)
+        check_blocks(request.input_length, len(request.hash_ids or ()), block_size)
         self.block_size = block_size
         return request
 
