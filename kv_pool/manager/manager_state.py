@@ -65,8 +65,7 @@ class ManagerState:
         # Tokens at whose multiples all groups can resume. With a single group, the end of any block.
         self.alignment: int = lcm(*(spec.block_size for spec in specs if spec.is_cacheable))
         self._groups: list[BlockGroup] = [
-            spec.make_group(block_pool, GroupId(group_id), self.alignment)
-            for group_id, spec in enumerate(specs)
+            spec.make_group(block_pool, GroupId(group_id)) for group_id, spec in enumerate(specs)
         ]
         self._forgets: bool = any(group.forgets for group in self._groups)
         # Entered last, when a request starts, and removed first, when it ends: a repair keeps what is here.

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, SupportsIndex
 
-from kv_pool.core.arguments import as_int, get_request_id, refuse_type
+from kv_pool.core.arguments import as_count, as_int, get_request_id, refuse_type
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_keys import make_block_hash_with_group_id
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError
@@ -32,29 +32,19 @@ def read_step(
     found = getattr(request, "request_id", None)
     request_id = RequestId(found) if isinstance(found, str) else get_request_id("request", request)
     tables = state._tables.get(request_id)
-    num_new = num_new_tokens if isinstance(num_new_tokens, int) else as_int("num_new_tokens", num_new_tokens)
-    if not isinstance(num_lookahead_tokens, int):
-        num_lookahead_tokens = as_int("num_lookahead_tokens", num_lookahead_tokens)
-    if not isinstance(num_external_computed_tokens, int):
-        num_external_computed_tokens = as_int("num_external_computed_tokens", num_external_computed_tokens)
-    if num_new < 0 or num_lookahead_tokens < 0 or num_external_computed_tokens < 0:
-        raise InvalidArgumentError(
-            f"num_new_tokens is {num_new}, num_lookahead_tokens {num_lookahead_tokens}, "
-            f"num_external_computed_tokens {num_external_computed_tokens}; they count tokens, 0 or more"
-        )
-    if not isinstance(num_encoder_tokens, int):
-        num_encoder_tokens = as_int("num_encoder_tokens", num_encoder_tokens)
+    num_new = as_count("num_new_tokens", num_new_tokens)
+    if num_lookahead_tokens != 0:
+        num_lookahead_tokens = as_count("num_lookahead_tokens", num_lookahead_tokens)
+    if num_external_computed_tokens != 0:
+        num_external_computed_tokens = as_count("num_external_computed_tokens", num_external_computed_tokens)
+    if num_encoder_tokens != 0:
+        num_encoder_tokens = as_count("num_encoder_tokens", num_encoder_tokens)
     if not isinstance(full_sequence_must_fit, bool):
         refuse_type("full_sequence_must_fit", full_sequence_must_fit, "bool")
-    if not isinstance(reserved_blocks, int):
-        reserved_blocks = as_int("reserved_blocks", reserved_blocks)
-    if not isinstance(num_in_flight_tokens, int):
-        num_in_flight_tokens = as_int("num_in_flight_tokens", num_in_flight_tokens)
-    if num_encoder_tokens < 0 or reserved_blocks < 0 or num_in_flight_tokens < 0:
-        raise InvalidArgumentError(
-            f"num_encoder_tokens is {num_encoder_tokens}, reserved_blocks {reserved_blocks}, "
-            f"num_in_flight_tokens {num_in_flight_tokens}; they count tokens and blocks, 0 or more"
-        )
+    if reserved_blocks != 0:
+        reserved_blocks = as_count("reserved_blocks", reserved_blocks)
+    if num_in_flight_tokens != 0:
+        num_in_flight_tokens = as_count("num_in_flight_tokens", num_in_flight_tokens)
     unchecked: Any = request  # compiled code would reject a numpy integer here
     computed = unchecked.num_computed_tokens
     num_computed = computed if isinstance(computed, int) else as_int("num_computed_tokens", computed)
