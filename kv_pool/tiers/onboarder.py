@@ -14,7 +14,6 @@ from kv_pool.core.kv_events import MEDIUM_GPU
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError
 from kv_pool.ids import BlockHashWithGroupId, RequestId
 from kv_pool.manager.block_groups.block_table import BlockTable
-from kv_pool.manager.freeing import release_hold
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.prefix_lookup import CachedPrefix
 from kv_pool.manager.requests.request import SchedulableRequest
@@ -181,7 +180,7 @@ class OnboardPlan(TwoPhasePlan):
         self._plans.begin(self, PlanState.ABORTED)
         self._attach()
         for hold in self._holds.values():
-            release_hold(self._manager, hold)
+            self._manager.copies.release(hold)
         self._tiered_cache.release(self.keys)
         self._plans.end(self, PlanState.ABORTED)
 

@@ -22,7 +22,6 @@ from kv_pool.manager.admission import AllocStatus, list_lasting_pins, plan_step
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.block_groups.step import Step
-from kv_pool.manager.freeing import release_hold
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.tiers.open_plans import OpenPlans, PlanState, TwoPhasePlan, list_tail_first
@@ -206,7 +205,7 @@ class SwapPlan(TwoPhasePlan):
         """Drop the references to the blocks of one side; the tables own those of the other side now."""
         book = staying.block_pool.holds
         book.hand_over(self._holds[book])
-        release_hold(leaving, self._holds[leaving.block_pool.holds])
+        leaving.copies.release(self._holds[leaving.block_pool.holds])
 
     def _change_tables(self) -> None:
         """Replace the tables' blocks by those of the target side. Can be repeated."""
