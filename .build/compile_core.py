@@ -58,8 +58,6 @@ MANAGER = (
     "block_groups/step",
     "engine/cache_blocks",
     "engine/engine_manager",
-    "forking",
-    "freeing",
     "kv_cache_manager",
     "manager_state",
     "prefix_caching",
@@ -119,7 +117,6 @@ COLD = (
     "manager/applied_rules",
     "manager/block_copies",
     "manager/block_groups/state_chains",
-    "manager/forking",
     "manager/retention/directive",
 )
 # C files by the beginning of their names: modules, flags (beside `OPTIMIZATION`), number of files.

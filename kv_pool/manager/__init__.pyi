@@ -33,8 +33,8 @@ from kv_pool.manager.leases import Lease as Lease
 from kv_pool.manager.leases import LeaseKind as LeaseKind
 from kv_pool.manager.leases import LeaseState as LeaseState
 from kv_pool.manager.invalid_blocks import InvalidBlocksReport as InvalidBlocksReport
-from kv_pool.manager.requests.serialized_request import dump_request as dump_request
-from kv_pool.manager.requests.serialized_request import load_request as load_request
+from kv_pool.manager.requests.request import dump_request as dump_request
+from kv_pool.manager.requests.request import load_request as load_request
 from kv_pool.errors import OutOfBlocksError as OutOfBlocksError
 from kv_pool.errors import PinLimitError as PinLimitError
 from kv_pool.errors import StaleLeaseError as StaleLeaseError

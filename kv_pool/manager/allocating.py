@@ -19,13 +19,12 @@ from kv_pool.core.caching import move_keys
 from kv_pool.core.evicting import evict_invalid, note_own_hash
 from kv_pool.core.freeing import free_listed
 from kv_pool.core.taking import take, touch_listed
-from kv_pool.ids import RequestId
+from kv_pool.ids import GroupId, RequestId
 from kv_pool.manager.admission import fits_sequence, fits_step
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import ALL_TOKENS, BlockTable
 from kv_pool.manager.block_groups.state_chains import StateChains
 from kv_pool.manager.block_groups.step import Step
-from kv_pool.manager.freeing import release_blocks
 from kv_pool.manager.manager_state import ManagerState
 from kv_pool.manager.requests.request import SchedulableRequest
 
@@ -268,6 +267,23 @@ def free_skipped_blocks(
         table.num_edits += 1
         release_blocks(state, request_id, group.group_id, first, passed.copy())
         pool.is_changing = False
+
+
+def release_blocks(
+    state: ManagerState, request_id: RequestId, group_id: GroupId, first: int, blocks: list[KVCacheBlock]
+) -> None:
+    """Drop a request's references to blocks of its table, and the copies into them; the last one goes first.
+
+    Args:
+        first: the table index of the first block.
+        blocks: head first; a list of the caller's own, which is reversed.
+    """
+    for listener in state.listeners:
+        listener.note_leaving(request_id, group_id, first, blocks)
+    if len(state.copies):
+        state.copies.drop(blocks)
+    blocks.reverse()
+    free_listed(state.block_pool, blocks)
 
 
 def note_uncached(group: BlockGroup, table: BlockTable, first: int, passed: list[KVCacheBlock]) -> None:

@@ -236,24 +236,24 @@ class AppliedRules(TableListener):
     def select(self, group: BlockGroup, first: int, end: int, checkpoints: list[int]) -> list[bool] | None:
         """Return which of the blocks `[first, end)` of a table to cache; None for all.
 
+        Those that hits at the checkpoints, and at multiples of the interval, need: several blocks of a
+        window, one state.
+
         Args:
             checkpoints: the result of `list_checkpoints`, or [] for the interval alone.
         """
         if isinstance(group, SlidingWindowGroup):
-            return self._select_windows(group, first, end, checkpoints)
-        if isinstance(group, MambaGroup) and self.interval is not None:
-            return self._select_states(group, first, end, checkpoints, self.interval)
-        return None
-
-    def _select_windows(
-        self, group: SlidingWindowGroup, first: int, end: int, checkpoints: list[int]
-    ) -> list[bool] | None:
-        """Select the blocks that hits at the checkpoints, and at multiples of the interval, need."""
+            num_needed = max(self._least_hit_blocks, group.count_hit_blocks(group.drops_hits))
+            shift = 1 if group.drops_hits else 0  # the dropped block lies behind the boundary
+            interval = self.hit_alignment if self.interval is None else self.interval
+        elif isinstance(group, MambaGroup) and self.interval is not None:
+            num_needed = 1
+            shift = 0
+            interval = self.interval
+        else:
+            return None
         block_size = group.block_size
-        num_needed = max(self._least_hit_blocks, group.count_hit_blocks(group.drops_hits))
-        shift = 1 if group.drops_hits else 0  # the dropped block lies behind the boundary
         mask = [False] * (end - first)
-        interval = self.hit_alignment if self.interval is None else self.interval
         if interval:
             per_segment = interval // block_size
             if num_needed >= per_segment:
@@ -266,24 +266,6 @@ class AppliedRules(TableListener):
                 boundary = checkpoint // self.hit_alignment * self.hit_alignment // block_size + shift
                 for position in range(max(first, boundary - num_needed), min(end, boundary)):
                     mask[position - first] = True
-        return mask
-
-    def _select_states(
-        self, group: MambaGroup, first: int, end: int, checkpoints: list[int], interval: int
-    ) -> list[bool] | None:
-        """Select the states at the checkpoints, and at multiples of the interval."""
-        block_size = group.block_size
-        mask = [False] * (end - first)
-        if interval:
-            per_segment = interval // block_size
-            if per_segment <= 1:
-                return None
-            for position in range((first // per_segment + 1) * per_segment - 1, end, per_segment):
-                mask[position - first] = True
-        for checkpoint in checkpoints:
-            position = checkpoint // self.hit_alignment * self.hit_alignment // block_size - 1
-            if first <= position < end:
-                mask[position - first] = True
         return mask
 
 

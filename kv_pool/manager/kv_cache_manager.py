@@ -10,7 +10,6 @@ from kv_pool.core.arguments import (
     as_int,
     as_ints,
     as_list_of,
-    check_number,
     check_ours,
     check_type,
     get_request_id,
@@ -19,25 +18,23 @@ from kv_pool.core.arguments import (
     refuse_type,
 )
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.evicting import evict_invalid
+from kv_pool.core.extra_keys import find_adapter_load, find_extra_keys
 from kv_pool.core.hash_map import CachedKey
 from kv_pool.core.kv_events import KVCacheEvent
-from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.core.repairing import forget_all
 from kv_pool.core.stored_events import add_kinds
+from kv_pool.core.taking import touch_listed
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockHash, BlockId, BlockMove, GroupId, RequestId
 from kv_pool.manager.admission import AllocStatus, count_max_blocks, judge, list_lasting_pins
-from kv_pool.manager.allocating import allocate_step, cache_written, free_skipped_blocks
+from kv_pool.manager.allocating import allocate_step, cache_written, free_skipped_blocks, release_blocks
+from kv_pool.manager.block_groups.block_group import SingleStateGroup
 from kv_pool.manager.block_groups.block_table import BlockTable
-from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec, KVCacheSpec
-from kv_pool.manager.forking import fork_tables
-from kv_pool.manager.freeing import free_tables, truncate_tables
-from kv_pool.manager.manager_state import ManagerState, check_block_size, check_bound, find_tables
-from kv_pool.manager.owned_prefixes import OwnedPrefixes
+from kv_pool.manager.block_groups.mamba_group import MambaGroup
+from kv_pool.manager.manager_state import ManagerState
 from kv_pool.manager.prefix_lookup import CachedPrefix
-from kv_pool.manager.prefix_rules import PrefixRules
 from kv_pool.manager.requests.request import SchedulableRequest
-from kv_pool.manager.retention.block_retention import BlockRetention
 from kv_pool.manager.step_checks import read_step
 
 if TYPE_CHECKING:
@@ -90,47 +87,6 @@ class KVCacheManager(ManagerState):
     tokens are computed, `take_block_copies` before the step runs; then increase
     `request.num_computed_tokens`. Call `free` when the request ends or is preempted.
     """
-
-    def __init__(
-        self,
-        block_pool: BlockPoolCore,
-        block_size: SupportsIndex | None = None,
-        *,
-        groups: Sequence[KVCacheSpec] | None = None,
-        max_model_len: SupportsIndex | None = None,
-        max_in_flight_tokens: SupportsIndex | None = None,
-        watermark: float = 0.0,
-        retention: BlockRetention | None = None,
-        prefix_rules: PrefixRules | None = None,
-        policy: Any = None,
-        tracks_owners: bool = False,
-    ) -> None:
-        check_type("tracks_owners", tracks_owners, bool)
-        check_type("block_pool", block_pool, BlockPoolCore)
-        check_number("watermark", watermark)
-        if groups is None:
-            groups = [FullAttentionSpec(block_size=check_block_size(block_pool, block_size))]
-        elif block_size is not None:
-            raise InvalidArgumentError("block_size is for one group; with groups, each has its own")
-        elif not groups:
-            raise InvalidArgumentError("groups is empty; a model has at least one group of layers")
-        super().__init__(
-            block_pool,
-            tuple(as_list_of("groups", groups, KVCacheSpec)),
-            check_bound("max_model_len", max_model_len),
-            check_bound("max_in_flight_tokens", max_in_flight_tokens),
-            watermark,
-            retention,
-            prefix_rules,
-            policy,
-        )
-        if tracks_owners:
-            self._owners = OwnedPrefixes(
-                block_pool,
-                [group.group_id for group in self._groups if group.is_cacheable],
-                self._caching.uncached,
-            )
-            self.listeners.append(self._owners)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {len(self._tables)} requests over {self.block_pool!r}>"
@@ -392,9 +348,71 @@ class KVCacheManager(ManagerState):
         Cost: O(blocks of the parent).
         """
         self.block_pool.holds.check_whole()
-        tables = find_tables(self, get_request_id("parent", parent))
+        tables = self._find_tables(get_request_id("parent", parent))
         get_request_id("child", child)
-        fork_tables(self, tables, parent, child)
+        num_computed = parent.num_computed_tokens
+        if child.request_id in self._tables:
+            raise InvalidArgumentError(f"request {child.request_id!r} has blocks already")
+        if child.num_computed_tokens != num_computed:
+            raise InvalidArgumentError(
+                f"request {parent.request_id!r} has {num_computed} computed tokens, but its fork "
+                f"{child.request_id!r} has {child.num_computed_tokens}; set the child's count to the parent's"
+            )
+        num_hashes = num_computed // self.block_pool.hash_block_size
+        if list(child.block_hashes[:num_hashes]) != list(parent.block_hashes[:num_hashes]):
+            raise InvalidArgumentError(
+                f"the first {num_computed} tokens of {child.request_id!r} are not those of its parent "
+                f"{parent.request_id!r}: their hashes differ"
+            )
+        # The rest of the computed tokens has no hash yet, and its block may be shared and cached later.
+        first = num_hashes * self.block_pool.hash_block_size
+        if num_computed > first and (
+            list(child.all_token_ids[first:num_computed]) != list(parent.all_token_ids[first:num_computed])
+            or find_extra_keys(child, first, num_computed) != find_extra_keys(parent, first, num_computed)
+            or find_adapter_load(child, True) != find_adapter_load(parent, True)
+        ):
+            raise InvalidArgumentError(
+                f"the first {num_computed} tokens of {child.request_id!r} are not those of its parent "
+                f"{parent.request_id!r}: tokens, adapter, salt or multimodal inputs from token {first} differ"
+            )
+        for table, group in zip(tables, self._groups, strict=True):
+            num_cached = table.num_cached_blocks * group.block_size
+            if group.is_cacheable and num_computed < num_cached:
+                raise InvalidArgumentError(
+                    f"request {parent.request_id!r} has blocks cached for {num_cached} tokens, but "
+                    f"num_computed_tokens is {num_computed}; update it before the fork"
+                )
+        copies: list[BlockTable] = [BlockTable() for _ in tables]
+        pool = self.block_pool
+        pool.is_changing = True
+        for table, copy, group in zip(tables, copies, self._groups, strict=True):
+            num_shared = len(table.blocks)
+            if group.is_cacheable:
+                num_shared = min(num_shared, group.count_table_blocks(num_computed))
+            table.is_forked = True
+            copy.is_forked = True
+            copy.request = child
+            copy.num_hits = table.num_hits
+            copy.past = None if table.past is None else table.past.copy()
+            copy.num_valid_tokens = table.num_valid_tokens
+            copy.unaligned_position = table.unaligned_position
+            if table.copy_position < num_shared:
+                copy.copy_position = table.copy_position  # the last of the two to write keeps the block
+            copy.num_cached_blocks = min(table.num_cached_blocks, num_shared)
+            copy.num_null_blocks = min(table.num_null_blocks, num_shared)
+            shared = table.blocks[:num_shared]
+            touch_listed(pool, shared)
+            copy.blocks += shared
+            if table.past is not None and group.is_cacheable and num_computed % group.block_size:
+                # The child may continue in the parent's copy of a block.
+                for block in table.list_past(num_computed // group.block_size):
+                    start = num_computed - num_computed % group.block_size
+                    pool.origins.note_continued(block, start, child.block_hashes)
+        self._has_forks = True
+        if self._owners is not None:
+            self._owners.note_forked(parent.request_id, child)
+        self._tables[child.request_id] = copies
+        pool.is_changing = False
 
     # ---- caching ---------------------------------------------------------------------------------
 
@@ -408,7 +426,7 @@ class KVCacheManager(ManagerState):
                 changed.
         """
         self.block_pool.holds.check_whole()
-        tables = find_tables(self, get_request_id("request", request))
+        tables = self._find_tables(get_request_id("request", request))
         num_computed_tokens = as_int("num_computed_tokens", num_computed_tokens)
         for table, group in zip(tables, self._groups, strict=True):
             num_slots = len(table.blocks) * group.block_size
@@ -541,7 +559,7 @@ class KVCacheManager(ManagerState):
             InvalidArgumentError: the request has no blocks, or a negative count. Nothing has changed.
         """
         request_id = get_request_id("request", request)
-        tables = find_tables(self, request_id)
+        tables = self._find_tables(request_id)
         num_final = as_count("num_tokens", num_tokens)
         self.block_pool.holds.check_whole()
         free_skipped_blocks(self, request_id, tables, num_final)
@@ -571,10 +589,59 @@ class KVCacheManager(ManagerState):
                 f"request {request_id!r} has {request.num_tokens} tokens; {num_left} of them cannot be left"
             )
         if request_id in self._tables or num_computed:
-            tables = find_tables(self, request_id)
-            truncate_tables(self, request_id, tables, num_computed, num_left)
+            tables = self._find_tables(request_id)
+            self._truncate_tables(request_id, tables, num_computed, num_left)
         unchecked.num_computed_tokens = min(num_computed, num_left)
         unchecked.truncate(num_left)
+
+    def _truncate_tables(
+        self, request_id: RequestId, tables: list[BlockTable], num_computed: int, num_tokens: int
+    ) -> None:
+        """Release the blocks after the first `num_tokens` tokens, as part of `truncate`.
+
+        A block that is no longer full is written again: it loses its hash, and is replaced if others hold it.
+        """
+        for group in self._groups:
+            table = tables[group.group_id]
+            if not group.is_cacheable:
+                continue
+            num_cached = table.num_cached_blocks * group.block_size
+            if num_computed < num_cached:
+                raise InvalidArgumentError(
+                    f"request {request_id!r} has blocks cached for {num_cached} tokens, but "
+                    f"num_computed_tokens is {num_computed}; update it before truncate()"
+                )
+            first = group.count_skipped_tokens(num_tokens) // group.block_size
+            read = table.blocks[first : num_tokens // group.block_size + 1]
+            if num_tokens < num_computed and (
+                isinstance(group, (MambaGroup, SingleStateGroup)) or any(block.is_null for block in read)
+            ):
+                raise InvalidArgumentError(
+                    f"request {request_id!r} cannot go back from {num_computed} to {num_tokens} computed "
+                    f"tokens: group {group.group_id} has only the state, or the window, of a later token. "
+                    "Free the request, truncate it, and admit it again"
+                )
+        pool = self.block_pool
+        pool.is_changing = True
+        for group in self._groups:
+            if not group.is_cacheable or isinstance(group, (MambaGroup, SingleStateGroup)):
+                continue
+            table = tables[group.group_id]
+            num_left = group.count_table_blocks(num_tokens)
+            position = num_tokens // group.block_size
+            leaving = table.blocks[num_left:]
+            if leaving:
+                del table.blocks[num_left:]
+                table.num_edits += 2  # more than one, so that no reader takes it for entries that became null
+                release_blocks(self, request_id, group.group_id, num_left, leaving)
+            table.num_cached_blocks = min(table.num_cached_blocks, position)
+            if position < len(table.blocks):
+                block = table.blocks[position]
+                if block.num_key_tokens > num_tokens:
+                    evict_invalid(pool, [block])
+                if block.ref_cnt > 1:
+                    table.is_forked = self._has_forks = True
+        pool.is_changing = False
 
     def free(self, request: SchedulableRequest) -> None:
         """Release all blocks of the request. Its tail is reused before its head.
@@ -586,7 +653,18 @@ class KVCacheManager(ManagerState):
         if self.block_pool.is_changing:
             refuse_interrupted()
         request_id = get_request_id("request", request)
-        free_tables(self, request_id, find_tables(self, request_id))
+        tables = self._find_tables(request_id)
+        if self.retention is not None:
+            self.retention.expire()  # before these blocks, others become the next to be reused
+        self.block_pool.is_changing = True
+        del self._tables[request_id]
+        for group_id, table in enumerate(tables):
+            first = table.num_null_blocks
+            # A slice of its own, which is reversed; the listeners read the table.
+            release_blocks(self, request_id, GroupId(group_id), first, table.blocks[first:])
+        for listener in self.listeners:
+            listener.note_ended(request_id, tables)
+        self.block_pool.is_changing = False
 
     # ---- whole tables, for swaps and migrations ----------------------------------------------------
 
@@ -610,7 +688,7 @@ class KVCacheManager(ManagerState):
             refuse_type("request_id", request_id, "str")
         if not isinstance(group_id, int):
             group_id = as_int("group_id", group_id)
-        tables = find_tables(self, request_id)
+        tables = self._find_tables(request_id)
         if not 0 <= group_id < len(tables):
             raise InvalidArgumentError(f"there is no group {group_id}; there are {len(tables)}")
         return tables[group_id]
@@ -623,6 +701,16 @@ class KVCacheManager(ManagerState):
         """
         return self.get_table(request_id, group_id).list_ids()
 
+    def _find_tables(self, request_id: RequestId) -> list[BlockTable]:
+        """Return the request's tables. Raise InvalidArgumentError if it has none."""
+        tables = self._tables.get(request_id)
+        if tables is None:
+            raise InvalidArgumentError(
+                f"request {request_id!r} has no blocks: "
+                f"{self.detached_requests.get(request_id, 'never allocated, or freed already')}"
+            )
+        return tables
+
     def pop_tables(self, request_id: RequestId) -> list[BlockTable]:
         """Detach the request's tables, one per group, and return them. The caller now owns the references.
 
@@ -633,7 +721,7 @@ class KVCacheManager(ManagerState):
             InvalidArgumentError: the request has no blocks.
         """
         check_type("request_id", request_id, str)
-        tables = find_tables(self, request_id)
+        tables = self._find_tables(request_id)
         self.detached_tables[request_id] = tables
         del self._tables[request_id]
         return tables.copy()

@@ -6,7 +6,7 @@ from typing import Any, SupportsIndex
 
 from mypy_extensions import mypyc_attr
 
-from kv_pool.core.arguments import as_count, as_int, check_type
+from kv_pool.core.arguments import as_count, as_int, as_list_of, check_number, check_type
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError
@@ -15,7 +15,7 @@ from kv_pool.manager.applied_rules import AppliedRules
 from kv_pool.manager.block_copies import BlockCopies
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable, TableListener
-from kv_pool.manager.block_groups.kv_cache_spec import KVCacheSpec
+from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec, KVCacheSpec
 from kv_pool.manager.owned_prefixes import OwnedPrefixes
 from kv_pool.manager.prefix_caching import PrefixCaching
 from kv_pool.manager.prefix_rules import PrefixRules
@@ -26,27 +26,44 @@ from kv_pool.manager.retention.block_retention import BlockRetention
 class ManagerState:
     """The tables of a manager's requests. A call that changes them sets `is_changing` of the pool meanwhile.
 
-    Args:
-        max_model_len, max_in_flight_tokens: as for `KVCacheManager`; 0 for no bound.
-        prefix_rules, policy: as for `KVCacheManager`.
+    Args: as for `KVCacheManager`.
 
     Attributes:
-        discounts_states: whether surplus states may be used instead of blocks to leave free, as by vLLM.
-        listeners: what follows the life of tables: the retention, the owners of prefixes, the rules; or none.
         detached_tables: the tables of requests that are swapped out, or in an open plan or a migration.
+        listeners: what follows the life of tables: the retention, the owners of prefixes, the rules; or none.
+        discounts_states: whether surplus states may be used instead of blocks to leave free, as by vLLM.
     """
 
     def __init__(
         self,
         block_pool: BlockPoolCore,
-        specs: tuple[KVCacheSpec, ...],
-        max_model_len: int,
-        max_in_flight_tokens: int,
-        watermark: float,
-        retention: BlockRetention | None,
-        prefix_rules: PrefixRules | None,
+        block_size: SupportsIndex | None = None,
+        *,
+        groups: Sequence[KVCacheSpec] | None = None,
+        max_model_len: SupportsIndex | None = None,
+        max_in_flight_tokens: SupportsIndex | None = None,
+        watermark: float = 0.0,
+        retention: BlockRetention | None = None,
+        prefix_rules: PrefixRules | None = None,
         policy: Any = None,
+        tracks_owners: bool = False,
     ) -> None:
+        check_type("tracks_owners", tracks_owners, bool)
+        check_type("block_pool", block_pool, BlockPoolCore)
+        check_number("watermark", watermark)
+        if groups is None:
+            groups = [FullAttentionSpec(block_size=check_block_size(block_pool, block_size))]
+        elif block_size is not None:
+            raise InvalidArgumentError("block_size is for one group; with groups, each has its own")
+        elif not groups:
+            raise InvalidArgumentError("groups is empty; a model has at least one group of layers")
+        specs: tuple[KVCacheSpec, ...] = tuple(as_list_of("groups", groups, KVCacheSpec))
+        self.max_model_len: int = 0  # for no bound
+        if max_model_len is not None:
+            self.max_model_len = as_count("max_model_len", max_model_len, 1)
+        self.max_in_flight_tokens: int = 0
+        if max_in_flight_tokens is not None:
+            self.max_in_flight_tokens = as_count("max_in_flight_tokens", max_in_flight_tokens, 1)
         if not 0 <= watermark < 1:
             raise InvalidArgumentError(f"watermark is {watermark}; it is a share of the pool, 0 to below 1")
         for spec in specs:
@@ -55,8 +72,6 @@ class ManagerState:
         self.block_pool: BlockPoolCore = block_pool
         self.groups: tuple[KVCacheSpec, ...] = specs
         self.block_size: int = specs[0].block_size
-        self.max_model_len: int = max_model_len
-        self.max_in_flight_tokens: int = max_in_flight_tokens
         # For each group, the kind of attention and the window that events state.
         self.event_labels: list[tuple[str, int | None]] = [
             (spec.kind, getattr(spec, "sliding_window", None)) for spec in specs
@@ -65,8 +80,7 @@ class ManagerState:
         # Tokens at whose multiples all groups can resume. With a single group, the end of any block.
         self.alignment: int = lcm(*(spec.block_size for spec in specs if spec.is_cacheable))
         self._groups: list[BlockGroup] = [
-            spec.make_group(block_pool, GroupId(group_id), self.alignment)
-            for group_id, spec in enumerate(specs)
+            spec.make_group(block_pool, GroupId(group_id)) for group_id, spec in enumerate(specs)
         ]
         self._forgets: bool = any(group.forgets for group in self._groups)
         # Entered last, when a request starts, and removed first, when it ends: a repair keeps what is here.
@@ -98,6 +112,10 @@ class ManagerState:
                 host.unchain(group.group_id)
         if retention is not None:
             self.attach_retention(retention)
+        if tracks_owners:
+            group_ids = [group.group_id for group in self._groups if group.is_cacheable]
+            self._owners = OwnedPrefixes(block_pool, group_ids, self._caching.uncached)
+            self.listeners.append(self._owners)
 
     def get_num_free_blocks(self) -> int:
         """Return the number of free blocks of the pool, including those that a retention keeps."""
@@ -137,17 +155,6 @@ class ManagerState:
         self.retention = retention
 
 
-def find_tables(state: ManagerState, request_id: RequestId) -> list[BlockTable]:
-    """Return the request's tables. Raise InvalidArgumentError if it has none."""
-    tables = state._tables.get(request_id)
-    if tables is None:
-        raise InvalidArgumentError(
-            f"request {request_id!r} has no blocks: "
-            f"{state.detached_requests.get(request_id, 'never allocated, or freed already')}"
-        )
-    return tables
-
-
 def check_block_size(block_pool: BlockPoolCore, block_size: SupportsIndex | None) -> int:
     """Return a group's block size: a multiple of the pool's `hash_block_size`, which is the default."""
     if block_size is None:
@@ -159,8 +166,3 @@ def check_block_size(block_pool: BlockPoolCore, block_size: SupportsIndex | None
             f"{block_pool.hash_block_size}"
         )
     return checked
-
-
-def check_bound(name: str, value: SupportsIndex | None) -> int:
-    """Return the bound; 0 for None."""
-    return 0 if value is None else as_count(name, value, 1)

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kv_pool.core.arguments import as_count, as_int
-from kv_pool.errors import InvalidArgumentError, InvalidBlockError, InvalidTypeError
+from kv_pool.errors import InvalidArgumentError, InvalidTypeError
 from kv_pool.ids import BlockId
 from kv_pool.manager.batch_block_table import BatchBlockTable
 
@@ -26,24 +26,6 @@ def find_block_and_offset(block_ids: BlockIds, position: int, block_size: int) -
     """
     _check_range(block_ids, position, position + 1, block_size)
     return BlockId(int(block_ids[position // block_size])), position % block_size
-
-
-def find_position(block_ids: BlockIds, block_id: BlockId, offset: int, block_size: int) -> int:
-    """Return the position of the token at (block, offset). O(len(block_ids)).
-
-    >>> find_position([7, 2, 9], 2, 2, block_size=4)
-    6
-
-    Raises:
-        InvalidBlockError: the block is not in the table.
-        InvalidArgumentError: the offset is not within a block.
-    """
-    if not 0 <= offset < block_size:
-        raise InvalidArgumentError(f"offset {offset} is not one of 0 to {block_size - 1}")
-    for index, held in enumerate(block_ids):
-        if held == block_id:
-            return index * block_size + offset
-    raise InvalidBlockError(f"block {block_id} is not in the block table {list(block_ids)}")
 
 
 def list_slots(block_ids: BlockIds, start: int, stop: int, block_size: int) -> npt.NDArray[np.int64]:

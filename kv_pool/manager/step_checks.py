@@ -1,10 +1,8 @@
 """`read_step`: check the arguments of `allocate_slots` and `can_allocate`, and return their `Step`."""
 
-from collections.abc import Sequence
 from typing import Any, SupportsIndex
 
-from kv_pool.core.arguments import as_int, get_request_id, refuse_type
-from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.arguments import as_count, as_int, get_request_id, refuse_type
 from kv_pool.core.block_keys import make_block_hash_with_group_id
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError
 from kv_pool.ids import RequestId
@@ -32,29 +30,19 @@ def read_step(
     found = getattr(request, "request_id", None)
     request_id = RequestId(found) if isinstance(found, str) else get_request_id("request", request)
     tables = state._tables.get(request_id)
-    num_new = num_new_tokens if isinstance(num_new_tokens, int) else as_int("num_new_tokens", num_new_tokens)
-    if not isinstance(num_lookahead_tokens, int):
-        num_lookahead_tokens = as_int("num_lookahead_tokens", num_lookahead_tokens)
-    if not isinstance(num_external_computed_tokens, int):
-        num_external_computed_tokens = as_int("num_external_computed_tokens", num_external_computed_tokens)
-    if num_new < 0 or num_lookahead_tokens < 0 or num_external_computed_tokens < 0:
-        raise InvalidArgumentError(
-            f"num_new_tokens is {num_new}, num_lookahead_tokens {num_lookahead_tokens}, "
-            f"num_external_computed_tokens {num_external_computed_tokens}; they count tokens, 0 or more"
-        )
-    if not isinstance(num_encoder_tokens, int):
-        num_encoder_tokens = as_int("num_encoder_tokens", num_encoder_tokens)
+    num_new = as_count("num_new_tokens", num_new_tokens)
+    if num_lookahead_tokens != 0:
+        num_lookahead_tokens = as_count("num_lookahead_tokens", num_lookahead_tokens)
+    if num_external_computed_tokens != 0:
+        num_external_computed_tokens = as_count("num_external_computed_tokens", num_external_computed_tokens)
+    if num_encoder_tokens != 0:
+        num_encoder_tokens = as_count("num_encoder_tokens", num_encoder_tokens)
     if not isinstance(full_sequence_must_fit, bool):
         refuse_type("full_sequence_must_fit", full_sequence_must_fit, "bool")
-    if not isinstance(reserved_blocks, int):
-        reserved_blocks = as_int("reserved_blocks", reserved_blocks)
-    if not isinstance(num_in_flight_tokens, int):
-        num_in_flight_tokens = as_int("num_in_flight_tokens", num_in_flight_tokens)
-    if num_encoder_tokens < 0 or reserved_blocks < 0 or num_in_flight_tokens < 0:
-        raise InvalidArgumentError(
-            f"num_encoder_tokens is {num_encoder_tokens}, reserved_blocks {reserved_blocks}, "
-            f"num_in_flight_tokens {num_in_flight_tokens}; they count tokens and blocks, 0 or more"
-        )
+    if reserved_blocks != 0:
+        reserved_blocks = as_count("reserved_blocks", reserved_blocks)
+    if num_in_flight_tokens != 0:
+        num_in_flight_tokens = as_count("num_in_flight_tokens", num_in_flight_tokens)
     unchecked: Any = request  # compiled code would reject a numpy integer here
     computed = unchecked.num_computed_tokens
     num_computed = computed if isinstance(computed, int) else as_int("num_computed_tokens", computed)
@@ -120,35 +108,22 @@ def check_prefix(
         raise InvalidArgumentError(
             f"the cached prefix has {len(prefix.blocks)} groups; this manager has {len(state._groups)}"
         )
-    if prefix.num_evictions != state.block_pool.num_evictions:
-        check_still_cached(request, prefix.blocks, prefix.num_tokens, state._groups)
-
-
-def check_still_cached(
-    request: SchedulableRequest,
-    prefix_blocks: tuple[Sequence[KVCacheBlock], ...],
-    num_tokens: int,
-    groups: list[BlockGroup],
-) -> None:
-    """Raise InvalidBlockError if a block of the prefix has been evicted since it was found.
-
-    A block in which the prefix ends may have the hash of more tokens of the request.
-    """
+    if prefix.num_evictions == state.block_pool.num_evictions:
+        return
+    cache = state.block_pool.cached_block_hash_to_block
     hashes = request.block_hashes
-    for group in groups:
-        cache = group.pool.cached_block_hash_to_block
-        for position, block in enumerate(prefix_blocks[group.group_id]):
+    for group in state._groups:
+        for position, block in enumerate(prefix.blocks[group.group_id]):
             if block.is_null:
                 continue
+            # A block in which the prefix ends may have the hash of more tokens of the request.
             end = (position + 1) * group.stride
-            first = min(end, num_tokens // group.pool.hash_block_size)
-            if not any(
-                cache.contain(make_block_hash_with_group_id(block_hash, group.group_id), block.block_id)
-                for block_hash in hashes[first - 1 : end]
-            ):
+            first = min(end, prefix.num_tokens // state.block_pool.hash_block_size)
+            keys = [make_block_hash_with_group_id(one, group.group_id) for one in hashes[first - 1 : end]]
+            if not any(cache.contain(key, block.block_id) for key in keys):
                 raise InvalidBlockError(
                     f"block {block.block_id}, position {position} of the cached prefix of request "
-                    f"{request.request_id!r}, was evicted or reused since; look it up again"
+                    f"{request_id!r}, was evicted or reused since; look it up again"
                 )
 
 
@@ -168,19 +143,12 @@ def check_table(
             f"tokens have left the window of group {group.group_id} and their blocks are released. Free it "
             "and admit it again. While drafts may be rejected, pass num_in_flight_tokens"
         )
-    if num_computed < table.num_cached_blocks * block_size:
-        check_same_content(state, request, group, table, num_computed)
-
-
-def check_same_content(
-    state: ManagerState, request: SchedulableRequest, group: BlockGroup, table: BlockTable, num_computed: int
-) -> None:
-    """Raise InvalidArgumentError if a step would write other tokens to a block than it is cached for."""
-    hashes = request.block_hashes
+    # A step must not write other tokens to a block than it is cached for.
     for position in range(num_computed // group.block_size, table.num_cached_blocks):
         block = table.blocks[position]
         if block.num_key_tokens != (position + 1) * group.block_size:
             continue  # not cached, or for fewer tokens
+        hashes = request.block_hashes
         number = (position + 1) * group.stride - 1
         keys = state.block_pool.list_keys([block])
         if number >= len(hashes) or make_block_hash_with_group_id(hashes[number], group.group_id) not in keys:

@@ -179,8 +179,8 @@ class OnboardPlan(TwoPhasePlan):
         """Abort: drop the references and release the keys."""
         self._plans.begin(self, PlanState.ABORTED)
         self._attach()
-        if self._holds:
-            self._release_hold(self._manager)
+        for hold in self._holds.values():
+            self._manager.copies.release(hold)
         self._tiered_cache._stack.release(self.keys)
         self._plans.end(self, PlanState.ABORTED)
 

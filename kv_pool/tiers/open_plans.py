@@ -59,14 +59,6 @@ class TwoPhasePlan(ABC):
         self._holds[pool.holds] = hold
         return hold
 
-    def _release_hold(self, manager: KVCacheManager) -> None:
-        """Drop the references to a manager's blocks, and the copies into them."""
-        book = manager.block_pool.holds
-        hold = self._holds[book]
-        if len(manager.copies):
-            manager.copies.drop(hold.blocks)
-        book.end(hold, HoldState.RELEASED)
-
     def _check_open(self) -> None:
         self._plans.check_whole()
         if self.state is not PlanState.OPEN:

@@ -205,7 +205,7 @@ class SwapPlan(TwoPhasePlan):
         """Drop the references to the blocks of one side; the tables own those of the other side now."""
         book = staying.block_pool.holds
         book.hand_over(self._holds[book])
-        self._release_hold(leaving)
+        leaving.copies.release(self._holds[leaving.block_pool.holds])
 
     def _change_tables(self) -> None:
         """Replace the tables' blocks by those of the target side. Can be repeated."""

@@ -25,7 +25,7 @@ def test_external_tokens_of_a_running_request_are_refused():
     start(manager, a, 4)
     with pytest.raises(InvalidArgumentError, match="external tokens must come first"):
         manager.allocate_slots(a, 1, num_external_computed_tokens=4)
-    with pytest.raises(InvalidArgumentError, match="num_external_computed_tokens -1"):
+    with pytest.raises(InvalidArgumentError, match="num_external_computed_tokens is -1"):
         manager.allocate_slots(make_request("b", range(9)), 1, num_external_computed_tokens=-1)
     stop(manager, a)
 

@@ -17,8 +17,7 @@ from kv_pool.core.block_hash import BlockHasher
 from kv_pool.errors import InvalidArgumentError, UnknownSequenceError
 from kv_pool.ids import BlockMove, NodeName, RequestId
 from kv_pool.manager.kv_cache_manager import KVCacheManager
-from kv_pool.manager.requests.request import Request
-from kv_pool.manager.requests.serialized_request import dump_request, load_request
+from kv_pool.manager.requests.request import Request, dump_request, load_request
 from kv_pool.manager.slot_mapping import list_slots
 from kv_pool.migration.manager_sequences import ManagerSequences
 from kv_pool.migration.pool_site import PoolSite

@@ -1,7 +1,7 @@
 """`BlockGroup`: how one KV cache group uses blocks; the base class implements full attention."""
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 from mypy_extensions import mypyc_attr
 
@@ -19,19 +19,17 @@ class BlockGroup:
     """One KV cache group over a pool. The base class keeps every token: full attention.
 
     Args:
+        spec: the `KVCacheSpec` of this class.
         pool: the pool that the blocks come from.
         group_id: its index among the manager's groups.
-        block_size: tokens per block.
-        alignment: tokens; each hit is a multiple of it, because all groups can resume there.
     """
 
-    def __init__(self, pool: BlockPoolCore, group_id: GroupId, block_size: int, alignment: int) -> None:
+    def __init__(self, spec: Any, pool: BlockPoolCore, group_id: GroupId) -> None:
         self.pool: BlockPoolCore = pool
         self.group_id: GroupId = group_id
-        self.block_size: int = block_size
-        self.alignment: int = alignment
-        self.stride: int = max(1, block_size // pool.hash_block_size)
-        self.is_cacheable: bool = True
+        self.block_size: int = spec.block_size
+        self.stride: int = max(1, self.block_size // pool.hash_block_size)
+        self.is_cacheable: bool = spec.is_cacheable
         # Whether blocks are released while the request runs, which costs a check in each step.
         self.forgets: bool = False
         # Whether the cached blocks are found from the head of a sequence on, without holes.
@@ -149,6 +147,13 @@ class BlockGroup:
         """
         return self.count_table_blocks(num_tokens)
 
+    def count_kept_blocks(self, num_kept: int, max_in_flight_tokens: int, max_model_len: int) -> int:
+        """Return the number of blocks for these tokens and those of one step, none of which is released."""
+        num_tokens = num_kept + max_in_flight_tokens
+        if max_model_len:
+            num_tokens = min(num_tokens, max_model_len)
+        return -(-num_tokens // self.block_size)
+
 
 class SlidingWindowGroup(BlockGroup):
     """A token attends to itself and the `window - 1` tokens before it. See `BlockGroup`.
@@ -158,19 +163,11 @@ class SlidingWindowGroup(BlockGroup):
     table   null    | block   | block          token 9 attends to 6, 7, 8, 9
     """
 
-    def __init__(
-        self,
-        pool: BlockPoolCore,
-        group_id: GroupId,
-        block_size: int,
-        alignment: int,
-        window: int,
-        extra_retained_tokens: int = 0,
-    ) -> None:
-        super().__init__(pool, group_id, block_size, alignment)
-        self.window: Final = window
+    def __init__(self, spec: Any, pool: BlockPoolCore, group_id: GroupId) -> None:
+        super().__init__(spec, pool, group_id)
+        self.window: Final[int] = spec.sliding_window
         # The leading tokens of a window plus those before it that a request keeps nevertheless.
-        self.num_kept: Final = window - 1 + extra_retained_tokens
+        self.num_kept: Final[int] = self.window - 1 + spec.extra_retained_tokens
         self.forgets = True
         self.is_downward_closed = False
 
@@ -182,24 +179,18 @@ class SlidingWindowGroup(BlockGroup):
         return -(-(self.window - 1) // self.block_size) + drops_hits
 
     def count_max_blocks(self, num_tokens: int, max_in_flight_tokens: int, max_model_len: int) -> int:
-        """As in `BlockGroup`; one block more, because a window may begin anywhere in a block."""
         num_blocks = self.count_table_blocks(num_tokens)
-        if not max_in_flight_tokens:
-            return num_blocks
-        num_kept = self.num_kept + max_in_flight_tokens
-        if max_model_len:
-            num_kept = min(num_kept, max_model_len)
-        return min(num_blocks, -(-num_kept // self.block_size) + 1)
+        # One more, because a window may begin anywhere in a block.
+        num_most = self.count_kept_blocks(self.num_kept, max_in_flight_tokens, max_model_len) + 1
+        return min(num_blocks, num_most) if max_in_flight_tokens else num_blocks
 
 
 class ChunkedLocalGroup(BlockGroup):
     """A token attends to the tokens before it in its own chunk. See `BlockGroup`."""
 
-    def __init__(
-        self, pool: BlockPoolCore, group_id: GroupId, block_size: int, alignment: int, chunk_size: int
-    ) -> None:
-        super().__init__(pool, group_id, block_size, alignment)
-        self.chunk_size: Final = chunk_size
+    def __init__(self, spec: Any, pool: BlockPoolCore, group_id: GroupId) -> None:
+        super().__init__(spec, pool, group_id)
+        self.chunk_size: Final[int] = spec.attention_chunk_size
         self.forgets = True
         self.is_downward_closed = False
 
@@ -208,20 +199,12 @@ class ChunkedLocalGroup(BlockGroup):
 
     def count_max_blocks(self, num_tokens: int, max_in_flight_tokens: int, max_model_len: int) -> int:
         num_blocks = self.count_table_blocks(num_tokens)
-        if not max_in_flight_tokens:
-            return num_blocks
-        num_kept = self.chunk_size + max_in_flight_tokens
-        if max_model_len:
-            num_kept = min(num_kept, max_model_len)
-        return min(num_blocks, -(-num_kept // self.block_size))
+        num_most = self.count_kept_blocks(self.chunk_size, max_in_flight_tokens, max_model_len)
+        return min(num_blocks, num_most) if max_in_flight_tokens else num_blocks
 
 
 class CrossAttentionGroup(BlockGroup):
     """Blocks for the encoder's tokens, taken at once and kept until the request ends. See `BlockGroup`."""
-
-    def __init__(self, pool: BlockPoolCore, group_id: GroupId, block_size: int) -> None:
-        super().__init__(pool, group_id, block_size, block_size)
-        self.is_cacheable = False
 
     def count_table_blocks(
         self, num_tokens: int, num_lookahead_tokens: int = 0, num_encoder_tokens: int = 0
@@ -235,8 +218,8 @@ class CrossAttentionGroup(BlockGroup):
 class EncoderOnlyGroup(CrossAttentionGroup):
     """No blocks: everything is computed in one step, and nothing is kept."""
 
-    def __init__(self, pool: BlockPoolCore, group_id: GroupId, block_size: int) -> None:
-        super().__init__(pool, group_id, block_size)
+    def __init__(self, spec: Any, pool: BlockPoolCore, group_id: GroupId) -> None:
+        super().__init__(spec, pool, group_id)
         self.reads_whole_sequence = True
 
     def count_table_blocks(
@@ -246,19 +229,13 @@ class EncoderOnlyGroup(CrossAttentionGroup):
 
 
 class SingleStateGroup(BlockGroup):
-    """A state that no request can hit, in one block, and the states after draft tokens. See `BlockGroup`.
+    """A state that no request can hit, in one block, and the states after draft tokens. See `BlockGroup`."""
 
-    Args:
-        num_speculative_blocks: see `MambaSpec`.
-    """
-
-    def __init__(
-        self, pool: BlockPoolCore, group_id: GroupId, block_size: int, num_speculative_blocks: int
-    ) -> None:
-        super().__init__(pool, group_id, block_size, block_size)
+    def __init__(self, spec: Any, pool: BlockPoolCore, group_id: GroupId) -> None:
+        super().__init__(spec, pool, group_id)
         self.forgets = True
         self.is_downward_closed = False
-        self.num_speculative_blocks: Final = num_speculative_blocks
+        self.num_speculative_blocks: Final[int] = spec.num_speculative_blocks
 
     def count_skipped_tokens(self, num_computed_tokens: int) -> int:
         return max(0, num_computed_tokens - 1)

@@ -22,6 +22,7 @@ class KVCacheSpec:
 
     kind: ClassVar[str] = "unknown"
     is_cacheable: ClassVar[bool] = True
+    group_class: ClassVar[type[BlockGroup] | None] = None
     # Whether a hit may end within a block, of which the request then gets a copy.
     has_partial_hits: ClassVar[bool] = False
 
@@ -30,11 +31,13 @@ class KVCacheSpec:
     def __post_init__(self) -> None:
         _check(self, "block_size", 1)
 
-    def make_group(self, pool: BlockPoolCore, group_id: GroupId, alignment: int) -> BlockGroup:
+    def make_group(self, pool: BlockPoolCore, group_id: GroupId) -> BlockGroup:
         """Return the group that this spec describes. A spec of no kind raises InvalidTypeError."""
-        raise InvalidTypeError(
-            f"{self!r} is not a spec of a KV cache group; see kv_pool.manager.block_groups.kv_cache_spec"
-        )
+        if self.group_class is None:
+            raise InvalidTypeError(
+                f"{self!r} is not a spec of a KV cache group; see kv_pool.manager.block_groups.kv_cache_spec"
+            )
+        return self.group_class(self, pool, group_id)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +45,8 @@ class FullAttentionSpec(KVCacheSpec):
     """Each token attends to all tokens before it: no block is released before the request ends."""
 
     kind: ClassVar[str] = "full_attention"
+    group_class: ClassVar[type[BlockGroup] | None] = BlockGroup
     has_partial_hits: ClassVar[bool] = True
-
-    def make_group(self, pool: BlockPoolCore, group_id: GroupId, alignment: int) -> BlockGroup:
-        return BlockGroup(pool, group_id, self.block_size, alignment)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,7 @@ class SlidingWindowSpec(KVCacheSpec):
     """
 
     kind: ClassVar[str] = "sliding_window"
+    group_class: ClassVar[type[BlockGroup] | None] = block_group.SlidingWindowGroup
 
     sliding_window: int
     extra_retained_tokens: int = 0
@@ -67,28 +69,19 @@ class SlidingWindowSpec(KVCacheSpec):
         _check(self, "sliding_window", 1)
         _check(self, "extra_retained_tokens", 0)
 
-    def make_group(self, pool: BlockPoolCore, group_id: GroupId, alignment: int) -> BlockGroup:
-        return block_group.SlidingWindowGroup(
-            pool, group_id, self.block_size, alignment, self.sliding_window, self.extra_retained_tokens
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkedLocalAttentionSpec(KVCacheSpec):
     """Each token attends to the tokens before it in its own chunk of `attention_chunk_size`."""
 
     kind: ClassVar[str] = "chunked_local_attention"
+    group_class: ClassVar[type[BlockGroup] | None] = block_group.ChunkedLocalGroup
 
     attention_chunk_size: int
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _check(self, "attention_chunk_size", 1)
-
-    def make_group(self, pool: BlockPoolCore, group_id: GroupId, alignment: int) -> BlockGroup:
-        return block_group.ChunkedLocalGroup(
-            pool, group_id, self.block_size, alignment, self.attention_chunk_size
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,17 +113,15 @@ class MambaSpec(KVCacheSpec):
         if self.prefill_checkpoint_alignment is not None:
             _check(self, "prefill_checkpoint_alignment", 1)
 
-    def make_group(self, pool: BlockPoolCore, group_id: GroupId, alignment: int) -> BlockGroup:
-        num_drafts = self.num_speculative_blocks
+    def make_group(self, pool: BlockPoolCore, group_id: GroupId) -> BlockGroup:
         if self.has_states_at_block_ends:
-            checkpoint_alignment = self.prefill_checkpoint_alignment or 0
-            return MambaGroup(pool, group_id, self.block_size, alignment, num_drafts, checkpoint_alignment)
+            return MambaGroup(self, pool, group_id)
         if pool.enable_caching:
             raise InvalidArgumentError(
                 "a MambaSpec without has_states_at_block_ends has no states to cache; create the pool "
                 "with enable_caching=False"
             )
-        return block_group.SingleStateGroup(pool, group_id, self.block_size, num_drafts)
+        return block_group.SingleStateGroup(self, pool, group_id)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,10 +133,8 @@ class CrossAttentionSpec(KVCacheSpec):
     """
 
     kind: ClassVar[str] = "cross_attention"
+    group_class: ClassVar[type[BlockGroup] | None] = block_group.CrossAttentionGroup
     is_cacheable: ClassVar[bool] = False
-
-    def make_group(self, pool: BlockPoolCore, group_id: GroupId, alignment: int) -> BlockGroup:
-        return block_group.CrossAttentionGroup(pool, group_id, self.block_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,10 +146,8 @@ class EncoderOnlyAttentionSpec(KVCacheSpec):
     """
 
     kind: ClassVar[str] = "encoder_only_attention"
+    group_class: ClassVar[type[BlockGroup] | None] = block_group.EncoderOnlyGroup
     is_cacheable: ClassVar[bool] = False
-
-    def make_group(self, pool: BlockPoolCore, group_id: GroupId, alignment: int) -> BlockGroup:
-        return block_group.EncoderOnlyGroup(pool, group_id, self.block_size)
 
 
 def _check(spec: KVCacheSpec, name: str, least: int) -> None:

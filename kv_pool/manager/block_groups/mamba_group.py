@@ -1,7 +1,7 @@
 """`MambaGroup`: one state per request, and copies of it at block ends."""
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
@@ -18,11 +18,8 @@ class MambaGroup(BlockGroup):
     tokens  0 1 2 3 | 4 5 6 7 | 8 9 10 11
     table   null    | read    | written   | speculative blocks
 
-    Args:
-        num_speculative_blocks: see `MambaSpec`.
-        checkpoint_alignment: `MambaSpec.prefill_checkpoint_alignment`; 0 for None.
-
     Attributes:
+        checkpoint_alignment: `MambaSpec.prefill_checkpoint_alignment`; 0 for None.
         hit_alignment: tokens; a hit, and so a checkpoint, ends at a multiple of it.
         has_drafter: whether any group of the manager drops the last block of its hits.
         num_recomputed: tokens at the end of a prompt that the same prompt cannot hit.
@@ -31,22 +28,14 @@ class MambaGroup(BlockGroup):
             one step.
     """
 
-    def __init__(
-        self,
-        pool: BlockPoolCore,
-        group_id: GroupId,
-        block_size: int,
-        alignment: int,
-        num_speculative_blocks: int = 0,
-        checkpoint_alignment: int = 0,
-    ) -> None:
-        super().__init__(pool, group_id, block_size, alignment)
+    def __init__(self, spec: Any, pool: BlockPoolCore, group_id: GroupId) -> None:
+        super().__init__(spec, pool, group_id)
         self.forgets = True
         self.is_downward_closed = False
         self.reads_before_writes = True
-        self.num_speculative_blocks: Final = num_speculative_blocks
-        self.checkpoint_alignment: Final = checkpoint_alignment
-        self.hit_alignment: int = alignment
+        self.num_speculative_blocks: Final[int] = spec.num_speculative_blocks
+        self.checkpoint_alignment: Final[int] = spec.prefill_checkpoint_alignment or 0
+        self.hit_alignment: int = self.block_size
         self.has_drafter: bool = False
         self.num_recomputed: int = 1
         self.counts_most_states: bool = False

@@ -1,8 +1,10 @@
-"""`Request`: a sequence of tokens with the hashes of its full blocks."""
+"""`Request`: a sequence of tokens with the hashes of its full blocks, also as bytes for another process."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, SupportsIndex
+
+import msgspec
 
 from kv_pool.core.arguments import as_count, as_int, as_list, check_type, refuse_type
 from kv_pool.core.block_hash import BlockHasher
@@ -10,6 +12,7 @@ from kv_pool.core.extra_keys import CacheableRequest
 from kv_pool.core.salt_regions import check_region
 from kv_pool.core.token_packing import check_token_ids
 from kv_pool.errors import InvalidArgumentError, InvalidTypeError
+from kv_pool.foreign_bytes import UNDECODABLE, UNENCODABLE
 from kv_pool.ids import BlockHash, RequestId, TokenIds
 
 
@@ -270,3 +273,65 @@ def _to_list(name: str, token_ids: TokenIds) -> list[int]:
     if isinstance(token_ids, str):
         refuse_type(name, token_ids, "a sequence of int")
     return list(as_list(name, token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids))
+
+
+class SerializedRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The fields of a `Request`, without its hashes, which are recomputed. Fields that are None are omitted.
+
+    So versions of kv_pool without salt regions read requests without them, and refuse the others.
+    """
+
+    request_id: RequestId
+    all_token_ids: list[int] = msgspec.field(name="token_ids")
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    lora_request: LoRARequest | None = None
+    mm_features: list[MultiModalFeature] | None = None
+    cache_salt: str | None = None
+    session_id: str | None = None
+    salt_regions: list[SaltRegion] | None = None
+
+
+def dump_request(request: Request) -> bytes:
+    """Serialize the request: its tokens, prompt and output, and its count of computed tokens.
+
+    About 3 bytes per token. Attributes that a subclass adds are not included.
+
+    Raises:
+        InvalidArgumentError: text with a lone surrogate, such as in the request's id.
+    """
+    try:
+        return msgspec.msgpack.encode(msgspec.convert(request, SerializedRequest, from_attributes=True))
+    except (*UNENCODABLE, *UNDECODABLE) as error:
+        raise InvalidArgumentError(f"request {request.request_id!r} cannot be serialized: {error}") from error
+
+
+def load_request(state: bytes, hasher: BlockHasher) -> Request:
+    """Rebuild the request that `dump_request` serialized, with the hashes of this hasher.
+
+    Raises:
+        InvalidArgumentError: bytes that `dump_request` did not return, or impossible counts.
+    """
+    try:
+        found = msgspec.msgpack.decode(state, type=SerializedRequest)
+    except UNDECODABLE as error:
+        raise InvalidArgumentError(f"{len(state)} bytes are not a request: {error}") from error
+    num_tokens = len(found.all_token_ids)
+    if not 0 < found.num_prompt_tokens <= num_tokens or not 0 <= found.num_computed_tokens <= num_tokens:
+        raise InvalidArgumentError(
+            f"request {found.request_id!r} has {num_tokens} tokens; it cannot have a prompt of "
+            f"{found.num_prompt_tokens} and {found.num_computed_tokens} computed ones"
+        )
+    request = Request(
+        found.request_id,
+        found.all_token_ids[: found.num_prompt_tokens],
+        hasher,
+        lora_request=found.lora_request,
+        mm_features=found.mm_features,
+        cache_salt=found.cache_salt,
+        session_id=found.session_id,
+        salt_regions=found.salt_regions,
+    )
+    request.append_output_token_ids(found.all_token_ids[found.num_prompt_tokens :])
+    request.num_computed_tokens = found.num_computed_tokens
+    return request

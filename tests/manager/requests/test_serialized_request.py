@@ -8,8 +8,14 @@ import pytest
 from damage import craft_or_damage
 
 from kv_pool import BlockHasher, InvalidArgumentError, KVPoolError, Request, SaltRegion
-from kv_pool.manager.requests.request import LoRARequest, MultiModalFeature, PlaceholderRange
-from kv_pool.manager.requests.serialized_request import SerializedRequest, dump_request, load_request
+from kv_pool.manager.requests.request import (
+    LoRARequest,
+    MultiModalFeature,
+    PlaceholderRange,
+    SerializedRequest,
+    dump_request,
+    load_request,
+)
 
 HASHER = BlockHasher("sha256", block_size=4)
 
