@@ -92,21 +92,30 @@ def new_table(
     table = Table(**options)
     for title in titles:
         table.add_column(title, justify="right" if title in right else "left", no_wrap=title not in folds)
+    _add_rows(table, rows)
+    return table
+
+
+Fact = tuple[str, str, str]
+"""A name, its number, a remark."""
+
+
+def new_facts_table(title: str, facts: Iterable[Fact | None], caption: str | None = None) -> Table:
+    """Return a table without header, with a row for each fact; None for a line between two rows."""
+    table = Table(title=make_cell(title), caption=caption and make_cell(caption), show_header=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(style="dim")
+    _add_rows(table, facts)
+    return table
+
+
+def _add_rows(table: Table, rows: Iterable[Iterable[object] | None]) -> None:
     for row in rows:
         if row is None:
             table.add_section()
         else:
             table.add_row(*(cell if isinstance(cell, Text) else make_cell(str(cell)) for cell in row))
-    return table
-
-
-def new_facts_table(title: Text, caption: Text | None = None) -> Table:
-    """Return a table without rows and header, with three columns: a name, its number, a remark."""
-    table = Table(title=title, caption=caption, show_header=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(style="dim")
-    return table
 
 
 def print_table(table: Table, console: Console | None = None) -> None:
