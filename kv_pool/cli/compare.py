@@ -65,7 +65,7 @@ jobs on again
 @takes(ReplaySettings, _ORDER, trace="", num_blocks=1)
 def compare(
     settings: ReplaySettings,
-    model_options: options.ModelOptions,
+    capacity: options.CapacityOptions,
     traces: Annotated[
         list[str] | None,
         typer.Argument(
@@ -81,8 +81,6 @@ def compare(
             "points, module:Class, file.py:Class, flat:NAME. LRU and the optimum are always compared.",
         ),
     ] = None,
-    blocks: options.BlockList = None,
-    memory: options.MemoryList = None,
     resamples: Annotated[
         int,
         typer.Option(
@@ -124,19 +122,16 @@ def compare(
     """Compare cache policies, with LRU, the optimum and an infinite cache beside them."""
     earlier = None
     if again is not None:
-        if traces or policies or blocks or memory:
+        if traces or policies or capacity.blocks or capacity.memory:
             raise InvalidArgumentError("--again takes traces, policies and capacities from its file")
         earlier = read_comparison(again)
         wanted = earlier.settings
     else:
         if not traces or not policies:
             raise InvalidArgumentError("pass one or more traces, and --policies, such as --policies s3fifo")
-        kv = model_options.find_kv()
         compared = []
         for trace in traces:
-            of_trace = replace(settings, trace=trace)
-            capacities, block_bytes = options.find_capacities(of_trace, blocks, memory, kv)
-            of_trace = replace(of_trace, num_blocks=capacities[0], block_bytes=block_bytes)
+            of_trace, capacities = capacity.find(replace(settings, trace=trace))
             compared.append(ComparedTrace(of_trace, tuple(capacities)))
         seed = int(settings.seed) if settings.seed.isascii() and settings.seed.isdigit() else 0
         names = tuple(name.strip() for name in policies.split(",") if name.strip())

@@ -12,7 +12,6 @@ from kv_pool.cli.console import new_table, print_table, show_progress
 from kv_pool.cli.foreign_text import escape_text, make_cell
 from kv_pool.cli.options import choose_files, write_report
 from kv_pool.cli.setting_options import takes
-from kv_pool.replay.capacity import RANGE_FORMAT
 from kv_pool.replay.curves.curve_report import CurvePoint, CurveReport, describe_bound, write_csv
 from kv_pool.replay.curves.measure import measure_curves
 from kv_pool.replay.pictures.hit_rates import draw_curves
@@ -29,16 +28,7 @@ trace_block_size timestamp_unit skip_broken seed sample json csv png
 @takes(ReplaySettings, _ORDER, num_blocks=1)
 def curve(
     settings: ReplaySettings,
-    model_options: options.ModelOptions,
-    blocks: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LIST",
-            help=f"Capacities in blocks: {RANGE_FORMAT}. Default: 64 in equal ratios, from the largest "
-            "request to the least capacity at which LRU has all hits.",
-        ),
-    ] = None,
-    memory: options.MemoryList = None,
+    capacity: options.CapacityOptions,
     sample: Annotated[
         float | None,
         typer.Option(
@@ -51,15 +41,18 @@ def curve(
     csv: Annotated[str | None, typer.Option(help="Write one row per capacity to this file.")] = None,
     png: Annotated[str | None, options.declare_picture("curves", "curve")] = None,
 ) -> None:
-    """Compute the hit rate of LRU and of optimal replacement at many capacities in seconds."""
-    kv = model_options.find_kv()
-    given = "1" if blocks is None and memory is None else blocks
-    capacities, block_bytes = options.find_capacities(settings, given, memory, kv)
+    """Compute the hit rate of LRU and of optimal replacement at many capacities in seconds.
+
+    Default capacities: 64 in equal ratios, from the largest request to the least with all hits of LRU.
+    """
+    capacities = None
+    if capacity.blocks is None and capacity.memory is None:
+        settings, _ = replace(capacity, blocks="1").find(settings)
+    else:
+        settings, capacities = capacity.find(settings)
     picture = choose_files("curve.png", png, json, csv)
-    settings = replace(settings, block_bytes=block_bytes)
-    wanted = None if blocks is None and memory is None else capacities
     with show_progress("computing curves") as notify:
-        report = measure_curves(settings, wanted, notify, sample)
+        report = measure_curves(settings, capacities, notify, sample)
     write_report(report, json)
     if csv is not None:
         write_csv(report, csv)

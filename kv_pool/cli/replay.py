@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -42,11 +41,7 @@ _BAR_WIDTH = 16
 @takes(ReplaySettings, _ORDER, num_blocks=0)
 def replay(
     settings: ReplaySettings,
-    model_options: options.ModelOptions,
-    blocks: Annotated[
-        int | None, typer.Option(help="Capacity in blocks, the null block not counted.", min=1)
-    ] = None,
-    memory: options.Memory = None,
+    capacity: options.CapacityOptions,
     publish: options.Publish = None,
     publish_replay: options.PublishReplay = None,
     publish_config: options.PublishConfig = None,
@@ -72,10 +67,9 @@ def replay(
     ] = None,
 ) -> None:
     """Replay a trace through the block pool and show the hit rates of the prefix cache."""
-    kv = model_options.find_kv()
-    given = None if blocks is None else str(blocks)
-    (num_blocks,), block_bytes = options.find_capacities(settings, given, memory, kv)
-    settings = replace(settings, num_blocks=num_blocks, block_bytes=block_bytes)
+    settings, capacities = capacity.find(settings)
+    if len(capacities) > 1:
+        raise InvalidArgumentError(f"a replay has one capacity, not {len(capacities)}; use kv-pool sweep")
     settings.check()
     if settings.preemption == "swap" and not settings.host_blocks:
         raise InvalidArgumentError(

@@ -1,7 +1,6 @@
 """`kv-pool sweep`: measure the hit rate over the size of the cache."""
 
 import os
-from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -33,9 +32,7 @@ copy_rate disk_rate tier_write limit trace_block_size timestamp_unit skip_broken
 @takes(ReplaySettings, _ORDER, num_blocks=0)
 def sweep(
     settings: ReplaySettings,
-    model_options: options.ModelOptions,
-    blocks: options.BlockList = None,
-    memory: options.MemoryList = None,
+    capacity: options.CapacityOptions,
     host_tier: Annotated[
         str,
         typer.Option(
@@ -65,13 +62,11 @@ def sweep(
     jobs: options.Jobs = 0,
 ) -> None:
     """Replay a trace at several capacities in parallel, and draw the hit-rate curve."""
-    kv = model_options.find_kv()
-    capacities, block_bytes = options.find_capacities(settings, blocks, memory, kv)
+    settings, capacities = capacity.find(settings)
     host_tiers = options.parse_list("--host-tier", host_tier)
     disk_tiers = options.parse_list("--disk-tier", disk_tier)
     others = {file: read_reports(file) for file in overlay or ()}
     picture = choose_files("sweep.png", png, json)
-    settings = replace(settings, num_blocks=capacities[0], block_bytes=block_bytes)
     num_processes = jobs or os.cpu_count() or 1
     with show_progress("sweeping") as notify:
         reports = run_sweep(settings, capacities, num_processes, notify, host_tiers, disk_tiers)
