@@ -4,7 +4,7 @@ import codecs
 import os
 import sys
 import time
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -94,6 +94,28 @@ def new_table(
         table.add_column(title, justify="right" if title in right else "left", no_wrap=title not in folds)
     _add_rows(table, rows)
     return table
+
+
+Column = tuple[str, Callable[[Any], object]]
+"""A title, and a function that returns the cell of a row's object; None for an empty cell."""
+
+
+def make_table(
+    columns: Sequence[Column], rows: Iterable[object | None], *, left: Container[str] = ("",), **options: Any
+) -> Table:
+    """Return a table with a row for each object; None for a line between two rows.
+
+    Args:
+        left: titles of columns that are aligned to the left.
+        options: of `Table`.
+    """
+    titles = [title for title, _ in columns]
+    cells = (None if row is None else [_show(find(row)) for _, find in columns] for row in rows)
+    return new_table(titles, cells, right=[title for title in titles if title not in left], **options)
+
+
+def _show(value: object) -> object:
+    return "" if value is None else value
 
 
 Fact = tuple[str, str, str]

@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from kv_pool.cli import options
-from kv_pool.cli.console import Fact, new_facts_table, new_table, print_table, show_progress
+from kv_pool.cli.console import Column, Fact, make_table, new_facts_table, print_table, show_progress
 from kv_pool.cli.foreign_text import escape_text
 from kv_pool.cli.options import write_report
 from kv_pool.cli.publishing import describe_publisher, open_publisher
@@ -94,7 +94,7 @@ def replay(
             notify = stack.enter_context(show_progress("replaying"))
             report = run_replay(settings, notify, feed, on_outcome)
         write_report(report, json)
-        print_table(make_table(report))
+        print_table(make_facts(report))
         for kind, rows in report.breakdowns.items():
             print_table(make_breakdown_table(kind, rows))
         if png is not None:
@@ -102,7 +102,7 @@ def replay(
             print(f"picture: {escape_text(png)}")
 
 
-def make_table(report: ReplayReport) -> Table:
+def make_facts(report: ReplayReport) -> Table:
     """Return a report as a table."""
     trace = Path(report.provenance.trace).name if report.provenance else ""
     is_compiled = report.provenance is not None and report.provenance.compiled
@@ -207,25 +207,21 @@ def make_breakdown_table(kind: str, rows: Sequence[BreakdownRow]) -> Table:
     """Return the first rows of a breakdown as a table; of sessions and tenants those with the most tokens."""
     if kind in ("session", "tenant"):
         rows = sorted(rows, key=lambda row: -row.tokens_in)
-    titles = (kind, "requests", "prompt tokens", "token hits", "block hits", "")
-    cells = [
-        (
-            _name_row(kind, row),
-            f"{row.requests:,}",
-            f"{row.tokens_in:,}",
-            f"{row.token_hit_rate:.2%}",
-            f"{row.block_hit_rate:.2%}",
-            "█" * round(_BAR_WIDTH * row.token_hit_rate),
-        )
-        for row in rows[:_MAX_BREAKDOWN_ROWS]
+    columns: list[Column] = [
+        (kind, lambda row: _name_row(kind, row)),
+        ("requests", lambda row: f"{row.requests:,}"),
+        ("prompt tokens", lambda row: f"{row.tokens_in:,}"),
+        ("token hits", lambda row: f"{row.token_hit_rate:.2%}"),
+        ("block hits", lambda row: f"{row.block_hit_rate:.2%}"),
+        ("", lambda row: "█" * round(_BAR_WIDTH * row.token_hit_rate)),
     ]
-    num_more = len(rows) - len(cells)
-    return new_table(
-        titles,
-        cells,
-        right=titles[1:-1] if kind in ("session", "tenant") else titles[:-1],
+    num_more = len(rows) - _MAX_BREAKDOWN_ROWS
+    return make_table(
+        columns,
+        rows[:_MAX_BREAKDOWN_ROWS],
+        left=("", "session", "tenant"),
         title=f"hit rate by {kind}{' in the prompt, in tokens' if kind == 'position' else ''}",
-        caption=f"{num_more:,} more rows in the file of --json" if num_more else None,
+        caption=f"{num_more:,} more rows in the file of --json" if num_more > 0 else None,
     )
 
 
