@@ -3,7 +3,6 @@
 import os
 import sys
 from dataclasses import replace
-from itertools import chain, groupby, repeat
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kv_pool.cli import options
-from kv_pool.cli.console import fit_table, new_table, print_error, print_table, show_progress
+from kv_pool.cli.console import Column, fit_table, make_table, print_error, print_table, show_progress
 from kv_pool.cli.foreign_text import escape_text
 from kv_pool.cli.options import choose_files, write_report
 from kv_pool.cli.setting_options import takes
@@ -22,6 +21,7 @@ from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.compare.compare import compare_policies
 from kv_pool.replay.compare.comparison import (
     CEILING,
+    LRU,
     ComparedTrace,
     CompareSettings,
     Comparison,
@@ -40,20 +40,6 @@ from kv_pool.replay.worker_processes import open_executor
 
 _FINISHED = ".runs"
 
-_COLUMNS = (
-    "blocks",
-    "policy",
-    "token hits",
-    "block hits",
-    "gap closed",
-    "points over LRU",
-    "hits",
-    "misses",
-    "evictions",
-    "admitted",
-    "seconds",
-)
-
 _ORDER = """
 traces policies blocks memory model num_layers num_kv_heads head_size dtype_bytes block_size convention clock
 prefill_rate decode_rate max_running speedup groups states chunk_tokens watermark host_tier disk_tier
@@ -65,7 +51,7 @@ jobs on again
 @takes(ReplaySettings, _ORDER, trace="", num_blocks=1)
 def compare(
     settings: ReplaySettings,
-    model_options: options.ModelOptions,
+    capacity: options.CapacityOptions,
     traces: Annotated[
         list[str] | None,
         typer.Argument(
@@ -81,8 +67,6 @@ def compare(
             "points, module:Class, file.py:Class, flat:NAME. LRU and the optimum are always compared.",
         ),
     ] = None,
-    blocks: options.BlockList = None,
-    memory: options.MemoryList = None,
     resamples: Annotated[
         int,
         typer.Option(
@@ -124,19 +108,16 @@ def compare(
     """Compare cache policies, with LRU, the optimum and an infinite cache beside them."""
     earlier = None
     if again is not None:
-        if traces or policies or blocks or memory:
+        if traces or policies or capacity.blocks or capacity.memory:
             raise InvalidArgumentError("--again takes traces, policies and capacities from its file")
         earlier = read_comparison(again)
         wanted = earlier.settings
     else:
         if not traces or not policies:
             raise InvalidArgumentError("pass one or more traces, and --policies, such as --policies s3fifo")
-        kv = model_options.find_kv()
         compared = []
         for trace in traces:
-            of_trace = replace(settings, trace=trace)
-            capacities, block_bytes = options.find_capacities(of_trace, blocks, memory, kv)
-            of_trace = replace(of_trace, num_blocks=capacities[0], block_bytes=block_bytes)
+            of_trace, capacities = capacity.find(replace(settings, trace=trace))
             compared.append(ComparedTrace(of_trace, tuple(capacities)))
         seed = int(settings.seed) if settings.seed.isascii() and settings.seed.isdigit() else 0
         names = tuple(name.strip() for name in policies.split(",") if name.strip())
@@ -175,7 +156,7 @@ def _show(comparison: Comparison, picture: str) -> bool:
     console = Console()
     errors = []
     for found in comparison.traces:
-        print_table(fit_table(make_table(found), console), console)
+        print_table(fit_table(make_rows_table(found), console), console)
         for line in describe(found, comparison.settings.resamples):
             print(line)
         errors += list_errors(found)
@@ -223,42 +204,53 @@ def list_errors(found: TraceComparison) -> list[str]:
     ]
 
 
-def make_table(found: TraceComparison) -> Table:
+def make_rows_table(found: TraceComparison) -> Table:
     """Return one row per policy and capacity, the most important columns first."""
-    trace = escape_text(Path(found.provenance.trace).name)
-    title = Text(f"{trace}, {found.requests:,} requests, blocks of {found.block_size} tokens")
-    numbers = [name for name in _COLUMNS if name != "policy"]
-    rows: list[list[str] | None] = []
-    for num_blocks, of_capacity in groupby(found.rows, key=lambda row: row.num_blocks):
-        capacities = chain([f"{num_blocks:,}"], repeat(""))
-        rows += [[next(capacities), *_make_cells(row, found)] for row in of_capacity]
-        rows.append(None)
-    return new_table(_COLUMNS, rows, right=numbers, title=title)
-
-
-def _make_cells(row: ComparisonRow, found: TraceComparison) -> list[str]:
-    """Return the cells of a row after the capacity."""
-    if row.error is not None:
-        return [row.policy, row.error.split(":")[0], *[""] * 8]
-    policy = {"lru": "LRU", CEILING: "infinite cache"}.get(row.policy, row.policy)
-    if row.policy == OPTIMUM and found.optimum_tokens == "bound":
-        policy = "bound" if found.optimum_blocks == "bound" else "optimum, bound of tokens"
-    counts = (row.blocks_hit, row.blocks_missed, row.evictions, row.admitted)
-    return [
-        policy,
-        _format_rate(row.token_hit_rate, None, None, "{:.2f}", "%"),
-        _format_rate(row.block_hit_rate, None, None, "{:.2f}", "%"),
-        _format_rate(row.gap_closed, row.gap_closed_low, row.gap_closed_high, "{:.1f}", "%"),
-        _format_rate(row.above_lru, row.above_lru_low, row.above_lru_high, "{:+.2f}", ""),
-        *("" if count is None else f"{count:,}" for count in counts),
-        "" if row.seconds is None else f"{row.seconds:.2f}",
+    trace = Path(found.provenance.trace).name
+    columns: list[Column] = [
+        ("blocks", lambda row: f"{row.num_blocks:,}" if _is_first(row) else ""),
+        ("policy", lambda row: _name_policy(row, found)),
+        (
+            "token hits",
+            lambda row: row.error.split(":")[0] if row.error else _show_rate(row, "token_hit_rate"),
+        ),
+        ("block hits", lambda row: _show_rate(row, "block_hit_rate")),
+        ("gap closed", lambda row: _show_rate(row, "gap_closed", "{:.1f}")),
+        ("points over LRU", lambda row: _show_rate(row, "above_lru", "{:+.2f}", "")),
+        ("hits", lambda row: _show_count(row.blocks_hit)),
+        ("misses", lambda row: _show_count(row.blocks_missed)),
+        ("evictions", lambda row: _show_count(row.evictions)),
+        ("admitted", lambda row: _show_count(row.admitted)),
+        ("seconds", lambda row: None if row.seconds is None else f"{row.seconds:.2f}"),
     ]
+    rows: list[ComparisonRow | None] = []
+    for row in found.rows:
+        rows += [None, row] if _is_first(row) else [row]
+    title = Text(f"{escape_text(trace)}, {found.requests:,} requests, blocks of {found.block_size} tokens")
+    return make_table(columns, rows, left=("policy",), title=title)
 
 
-def _format_rate(value: float | None, low: float | None, high: float | None, form: str, unit: str) -> str:
+def _is_first(row: ComparisonRow) -> bool:
+    """Return True for the first row of a capacity."""
+    return row.policy in (LRU, CEILING)
+
+
+def _name_policy(row: ComparisonRow, found: TraceComparison) -> str:
+    if row.policy == OPTIMUM and found.optimum_tokens == "bound":
+        return "bound" if found.optimum_blocks == "bound" else "optimum, bound of tokens"
+    return {LRU: "LRU", CEILING: "infinite cache"}.get(row.policy, row.policy)
+
+
+def _show_rate(row: ComparisonRow, name: str, form: str = "{:.2f}", unit: str = "%") -> str | None:
+    """Return a rate of a row with its confidence interval, or None."""
+    value, low, high = (getattr(row, each, None) for each in (name, f"{name}_low", f"{name}_high"))
     if value is None:
-        return ""
+        return None
     text = form.format(100 * value) + unit
     if low is None or high is None:
         return text
     return f"{text} [{form.format(100 * low)}, {form.format(100 * high)}]"
+
+
+def _show_count(count: int | None) -> str | None:
+    return None if count is None else f"{count:,}"

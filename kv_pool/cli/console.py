@@ -4,7 +4,7 @@ import codecs
 import os
 import sys
 import time
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -92,21 +92,52 @@ def new_table(
     table = Table(**options)
     for title in titles:
         table.add_column(title, justify="right" if title in right else "left", no_wrap=title not in folds)
+    _add_rows(table, rows)
+    return table
+
+
+Column = tuple[str, Callable[[Any], object]]
+"""A title, and a function that returns the cell of a row's object; None for an empty cell."""
+
+
+def make_table(
+    columns: Sequence[Column], rows: Iterable[object | None], *, left: Container[str] = ("",), **options: Any
+) -> Table:
+    """Return a table with a row for each object; None for a line between two rows.
+
+    Args:
+        left: titles of columns that are aligned to the left.
+        options: of `Table`.
+    """
+    titles = [title for title, _ in columns]
+    cells = (None if row is None else [_show(find(row)) for _, find in columns] for row in rows)
+    return new_table(titles, cells, right=[title for title in titles if title not in left], **options)
+
+
+def _show(value: object) -> object:
+    return "" if value is None else value
+
+
+Fact = tuple[str, str, str]
+"""A name, its number, a remark."""
+
+
+def new_facts_table(title: str, facts: Iterable[Fact | None], caption: str | None = None) -> Table:
+    """Return a table without header, with a row for each fact; None for a line between two rows."""
+    table = Table(title=make_cell(title), caption=caption and make_cell(caption), show_header=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(style="dim")
+    _add_rows(table, facts)
+    return table
+
+
+def _add_rows(table: Table, rows: Iterable[Iterable[object] | None]) -> None:
     for row in rows:
         if row is None:
             table.add_section()
         else:
             table.add_row(*(cell if isinstance(cell, Text) else make_cell(str(cell)) for cell in row))
-    return table
-
-
-def new_facts_table(title: Text, caption: Text | None = None) -> Table:
-    """Return a table without rows and header, with three columns: a name, its number, a remark."""
-    table = Table(title=title, caption=caption, show_header=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(style="dim")
-    return table
 
 
 def print_table(table: Table, console: Console | None = None) -> None:

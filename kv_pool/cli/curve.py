@@ -1,18 +1,17 @@
 """`kv-pool curve`: the hit rate of LRU and of the optimum over the size of the cache, from one reading."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from kv_pool.cli import options
-from kv_pool.cli.console import new_table, print_table, show_progress
+from kv_pool.cli.console import Column, make_table, print_table, show_progress
 from kv_pool.cli.foreign_text import escape_text, make_cell
 from kv_pool.cli.options import choose_files, write_report
 from kv_pool.cli.setting_options import takes
-from kv_pool.replay.capacity import RANGE_FORMAT
 from kv_pool.replay.curves.curve_report import CurvePoint, CurveReport, describe_bound, write_csv
 from kv_pool.replay.curves.measure import measure_curves
 from kv_pool.replay.pictures.hit_rates import draw_curves
@@ -29,16 +28,7 @@ trace_block_size timestamp_unit skip_broken seed sample json csv png
 @takes(ReplaySettings, _ORDER, num_blocks=1)
 def curve(
     settings: ReplaySettings,
-    model_options: options.ModelOptions,
-    blocks: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LIST",
-            help=f"Capacities in blocks: {RANGE_FORMAT}. Default: 64 in equal ratios, from the largest "
-            "request to the least capacity at which LRU has all hits.",
-        ),
-    ] = None,
-    memory: options.MemoryList = None,
+    capacity: options.CapacityOptions,
     sample: Annotated[
         float | None,
         typer.Option(
@@ -51,48 +41,52 @@ def curve(
     csv: Annotated[str | None, typer.Option(help="Write one row per capacity to this file.")] = None,
     png: Annotated[str | None, options.declare_picture("curves", "curve")] = None,
 ) -> None:
-    """Compute the hit rate of LRU and of optimal replacement at many capacities in seconds."""
-    kv = model_options.find_kv()
-    given = "1" if blocks is None and memory is None else blocks
-    capacities, block_bytes = options.find_capacities(settings, given, memory, kv)
+    """Compute the hit rate of LRU and of optimal replacement at many capacities in seconds.
+
+    Default capacities: 64 in equal ratios, from the largest request to the least with all hits of LRU.
+    """
+    capacities = None
+    if capacity.blocks is None and capacity.memory is None:
+        settings, _ = replace(capacity, blocks="1").find(settings)
+    else:
+        settings, capacities = capacity.find(settings)
     picture = choose_files("curve.png", png, json, csv)
-    settings = replace(settings, block_bytes=block_bytes)
-    wanted = None if blocks is None and memory is None else capacities
     with show_progress("computing curves") as notify:
-        report = measure_curves(settings, wanted, notify, sample)
+        report = measure_curves(settings, capacities, notify, sample)
     write_report(report, json)
     if csv is not None:
         write_csv(report, csv)
-    print_table(make_table(report), Console())
+    print_table(make_points_table(report))
     for line in describe(report):
         print(line)
     draw_curves(report, picture)
     print(f"curve: {escape_text(picture)}")
 
 
-def make_table(report: CurveReport) -> Table:
+def make_points_table(report: CurveReport) -> Table:
     """Return a table with one row per capacity; of many capacities, some in equal steps and the knee."""
-    has_errors = report.sample is not None
-    bounds = {"token": report.optimum_tokens, "block": report.optimum_blocks}
-    columns = ["blocks", "refused"]
-    for kind, state in bounds.items():
-        columns += [f"LRU {kind}s", f"{'optimum' if state == 'optimal' else 'bound'} {kind}s"]
-    title = f"hit rate over capacity in blocks of {report.block_size} tokens"
-    rows = []
-    for point in _choose_rows(report):
-        cells = [f"{point.num_blocks:,}", f"{point.refused_requests:,}"]
-        for kind in bounds:
-            for counts in (point.lru, point.optimum):
-                rate = f"{getattr(counts, f'{kind}_hit_rate'):.2%}"
-                error = f" ±{getattr(counts, f'{kind}_rate_error'):.2%}" if has_errors else ""
-                cells.append(rate + error)
-        rows.append([*cells, "knee" if point.num_blocks == report.knee else ""])
+    columns: list[Column] = [
+        ("blocks", lambda point: f"{point.num_blocks:,}"),
+        ("refused", lambda point: f"{point.refused_requests:,}"),
+    ]
+    for kind, state in (("token", report.optimum_tokens), ("block", report.optimum_blocks)):
+        columns.append((f"LRU {kind}s", partial(_show_rate, report, kind, "lru")))
+        optimum = "optimum" if state == "optimal" else "bound"
+        columns.append((f"{optimum} {kind}s", partial(_show_rate, report, kind, "optimum")))
+    columns.append(("", lambda point: "knee" if point.num_blocks == report.knee else ""))
     ceiling = report.infinite_cache
     caption = (
         f"an infinite cache: {ceiling.token_hit_rate:.2%} of tokens, {ceiling.block_hit_rate:.2%} of blocks, "
-        f"{ceiling.num_blocks:,} blocks{' in the sample' if has_errors else ''}"
+        f"{ceiling.num_blocks:,} blocks{'' if report.sample is None else ' in the sample'}"
     )
-    return new_table([*columns, ""], rows, right=columns, title=title, caption=caption)
+    title = f"hit rate over capacity in blocks of {report.block_size} tokens"
+    return make_table(columns, _choose_rows(report), title=title, caption=caption)
+
+
+def _show_rate(report: CurveReport, kind: str, policy: str, point: CurvePoint) -> str:
+    counts = getattr(point, policy)
+    error = "" if report.sample is None else f" ±{getattr(counts, f'{kind}_rate_error'):.2%}"
+    return f"{getattr(counts, f'{kind}_hit_rate'):.2%}{error}"
 
 
 def describe(report: CurveReport) -> list[str]:

@@ -37,21 +37,6 @@ JsonFile = Annotated[
     str | None, typer.Option("--json", help="Write the whole report, with provenance, to this file.")
 ]
 Jobs = Annotated[int, typer.Option(help="Processes; 0 for one per core.", min=0)]
-BlockList = Annotated[str | None, typer.Option(metavar="LIST", help=f"Capacities in blocks: {RANGE_FORMAT}.")]
-Memory = Annotated[
-    str | None,
-    typer.Option(
-        help="Memory for KV, such as 40GiB; with --model or dimensions.", rich_help_panel=MODEL_PANEL
-    ),
-]
-MemoryList = Annotated[
-    str | None,
-    typer.Option(
-        metavar="LIST",
-        help="Capacities as memory instead, with --model or dimensions: 10GiB,40GiB or 10GiB:80GiB:log5.",
-        rich_help_panel=MODEL_PANEL,
-    ),
-]
 
 
 def declare_picture(what: str, name: str) -> Any:
@@ -88,30 +73,46 @@ class ModelOptions:
         return replace(find_model(self.model), dtype_bytes=self.dtype_bytes)
 
 
-def find_capacities(
-    settings: ReplaySettings, blocks: str | None, memory: str | None, kv: ModelKV | None
-) -> tuple[list[int], int]:
-    """Return the capacities in `--blocks` or `--memory`, and the bytes of a block, 0 without a model.
+@dataclass(frozen=True)
+class CapacityOptions(ModelOptions):
+    """Capacities in blocks, or as memory for the model."""
 
-    Raises:
-        InvalidArgumentError: neither or both are given, or memory without a model, or too little memory.
-        TraceError: the trace cannot be read.
-    """
-    trace = settings.open_trace()
-    if (blocks is None) == (memory is None):
-        raise InvalidArgumentError("pass the capacity either as --blocks or as --memory")
-    block_size = find_block_size(settings.block_size, trace)
-    num_groups = len(parse_groups(settings.groups, block_size))
-    if blocks is not None:
-        capacities = parse_list("--blocks", blocks)
-    elif kv is None:
-        raise InvalidArgumentError(
-            "--memory needs either --model, or --num-layers, --num-kv-heads and --head-size"
-        )
-    else:
-        sizes = parse_list("--memory", memory or "", parse_memory)
-        capacities = [count_blocks(size, block_size, kv, num_groups) for size in sizes]
-    return capacities, 0 if kv is None else kv.count_block_bytes(block_size, num_groups)
+    blocks: Annotated[
+        str | None, Option(f"Capacity in blocks, the null block not counted: {RANGE_FORMAT}.", metavar="LIST")
+    ] = None
+    memory: Annotated[
+        str | None,
+        Option(
+            "Capacity as memory instead, with --model or dimensions: 40GiB, 10GiB,40GiB or 10GiB:80GiB:log5.",
+            metavar="LIST",
+            panel=MODEL_PANEL,
+        ),
+    ] = None
+
+    def find(self, settings: ReplaySettings) -> tuple[ReplaySettings, list[int]]:
+        """Return the settings with the first capacity and the bytes of a block, 0 without a model; and all.
+
+        Raises:
+            InvalidArgumentError: neither or both are given, or memory without a model, or too little memory.
+            TraceError: the trace cannot be read.
+        """
+        trace = settings.open_trace()
+        if (self.blocks is None) == (self.memory is None):
+            raise InvalidArgumentError("pass the capacity either as --blocks or as --memory")
+        block_size = find_block_size(settings.block_size, trace)
+        num_groups = len(parse_groups(settings.groups, block_size))
+        kv = self.find_kv()
+        if self.blocks is not None:
+            capacities = parse_list("--blocks", self.blocks)
+        elif kv is None:
+            raise InvalidArgumentError(
+                "--memory needs either --model, or --num-layers, --num-kv-heads and --head-size"
+            )
+        else:
+            sizes = parse_list("--memory", self.memory or "", parse_memory)
+            capacities = [count_blocks(size, block_size, kv, num_groups) for size in sizes]
+        block_bytes = 0 if kv is None else kv.count_block_bytes(block_size, num_groups)
+        return replace(settings, num_blocks=capacities[0], block_bytes=block_bytes), capacities
 
 
 def parse_list(option: str, text: str, parse_one: Callable[[str], int] = parse_count) -> list[int]:

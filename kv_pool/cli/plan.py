@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kv_pool.cli import options
-from kv_pool.cli.console import new_table, print_table, show_progress
+from kv_pool.cli.console import Column, make_table, print_table, show_progress
 from kv_pool.cli.foreign_text import escape_text, make_cell
 from kv_pool.cli.options import choose_files, write_report
 from kv_pool.cli.setting_options import takes
@@ -19,6 +19,8 @@ from kv_pool.replay.plan.make_plan import plan_capacity
 from kv_pool.replay.plan.plan_report import (
     PRICE_FORMAT,
     CapacityPlan,
+    PlanBlockSize,
+    PlanCheck,
     PlanGoal,
     PlanPoint,
     parse_prices,
@@ -141,27 +143,27 @@ def make_tables(found: CapacityPlan) -> list[Table]:
 
 
 def _make_curve(found: CapacityPlan) -> Table:
-    titles = ("memory", "blocks", "token hits", "points per GiB", "prefill speed-up", "")
     num_needed = 0 if found.demand is None else found.demand.p99_blocks
-    rows = []
-    for point in _choose_rows(found):
+
+    def note(point: PlanPoint) -> str:
         notes = {
             "recommended": point.num_blocks == found.recommended.num_blocks,
             "knee": point.num_blocks == found.knee,
             "requests wait": point.num_blocks < num_needed,
         }
-        cells = (
-            format_bytes(point.memory_bytes),
-            f"{point.num_blocks:,}",
-            f"{point.token_hit_rate:.2%}",
-            f"{point.points_per_gib:.4f}",
-            _format_factor(point.prefill_speedup),
-            ", ".join(note for note, is_true in notes.items() if is_true),
-        )
-        rows.append(cells)
+        return ", ".join(text for text, is_true in notes.items() if is_true)
+
+    columns: list[Column] = [
+        ("memory", lambda point: format_bytes(point.memory_bytes)),
+        ("blocks", lambda point: f"{point.num_blocks:,}"),
+        ("token hits", lambda point: f"{point.token_hit_rate:.2%}"),
+        ("points per GiB", lambda point: f"{point.points_per_gib:.4f}"),
+        ("prefill speed-up", lambda point: _format_factor(point.prefill_speedup)),
+        ("", note),
+    ]
     title = f"predicted, blocks of {found.block_size} tokens"
     caption = "points per GiB: percentage points that each GiB of 10% more memory adds"
-    return new_table(titles, rows, right=titles[:-1], title=title, caption=caption)
+    return make_table(columns, _choose_rows(found), title=title, caption=caption)
 
 
 def _choose_rows(found: CapacityPlan) -> list[PlanPoint]:
@@ -174,44 +176,37 @@ def _choose_rows(found: CapacityPlan) -> list[PlanPoint]:
 
 
 def _make_block_sizes(found: CapacityPlan) -> Table:
-    memory = format_bytes(found.recommended.memory_bytes)
-    titles = ("tokens per block", "blocks", "token hits", "")
-    notes = {size.block_size: "refuses requests" for size in found.block_sizes if size.refuses}
-    rows = [
-        (
-            f"{size.block_size:,}",
-            f"{size.num_blocks:,}",
-            f"{size.token_hit_rate:.2%}",
-            notes.get(size.block_size, "most hits" if size.block_size == found.best_block_size else ""),
-        )
-        for size in found.block_sizes
+    def note(size: PlanBlockSize) -> str:
+        if size.refuses:
+            return "refuses requests"
+        return "most hits" if size.block_size == found.best_block_size else ""
+
+    columns: list[Column] = [
+        ("tokens per block", lambda size: f"{size.block_size:,}"),
+        ("blocks", lambda size: f"{size.num_blocks:,}"),
+        ("token hits", lambda size: f"{size.token_hit_rate:.2%}"),
+        ("", note),
     ]
-    title = f"predicted, {memory} in blocks of other sizes"
-    return new_table(titles, rows, right=titles[:-1], title=title)
+    title = f"predicted, {format_bytes(found.recommended.memory_bytes)} in blocks of other sizes"
+    return make_table(columns, found.block_sizes, title=title)
 
 
 def _make_checks(found: CapacityPlan) -> Table:
-    numbers = ("memory", "predicted", "replayed", "difference", "speed-up, tokens", "FLOPs")
-    rows = [
-        (
-            check.name,
-            format_bytes(check.num_held_blocks * found.block_bytes * check.block_size / found.block_size),
-            f"{check.predicted:.2%}",
-            f"{check.replayed:.2%}",
-            f"{100 * (check.replayed - check.predicted):+.2f}",
-            _format_factor(check.speedup_by_tokens),
-            _format_factor(check.speedup_by_flops),
-            "" if check.agrees else "differs",
-        )
-        for check in found.checks
+    def measure(check: PlanCheck) -> str:
+        return format_bytes(check.num_held_blocks * found.block_bytes * check.block_size / found.block_size)
+
+    columns: list[Column] = [
+        ("", lambda check: check.name),
+        ("memory", measure),
+        ("predicted", lambda check: f"{check.predicted:.2%}"),
+        ("replayed", lambda check: f"{check.replayed:.2%}"),
+        ("difference", lambda check: f"{100 * (check.replayed - check.predicted):+.2f}"),
+        ("speed-up, tokens", lambda check: _format_factor(check.speedup_by_tokens)),
+        ("FLOPs", lambda check: _format_factor(check.speedup_by_flops)),
+        ("", lambda check: "" if check.agrees else "differs"),
     ]
-    return new_table(
-        ("", *numbers, ""),
-        rows,
-        right=numbers,
-        title="predictions beside replays",
-        caption="difference: in percentage points",
-    )
+    caption = "difference: in percentage points"
+    return make_table(columns, found.checks, title="predictions beside replays", caption=caption)
 
 
 def _format_factor(factor: float | None) -> str:

@@ -1,18 +1,16 @@
 """`kv-pool replay`: replay a trace through a prefix cache of a given size."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.table import Table
-from rich.text import Text
 
 from kv_pool.cli import options
-from kv_pool.cli.console import new_facts_table, new_table, print_table, show_progress
-from kv_pool.cli.foreign_text import escape_text, make_cell
+from kv_pool.cli.console import Column, Fact, make_table, new_facts_table, print_table, show_progress
+from kv_pool.cli.foreign_text import escape_text
 from kv_pool.cli.options import write_report
 from kv_pool.cli.publishing import describe_publisher, open_publisher
 from kv_pool.cli.setting_options import takes
@@ -21,7 +19,7 @@ from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.event_feed import EVENTS_PANEL, EventFeed
 from kv_pool.replay.pictures.figure import check_can_draw
 from kv_pool.replay.pictures.hit_rates import draw_breakdowns
-from kv_pool.replay.report import CallTimes, ReplayReport
+from kv_pool.replay.report import ReplayReport
 from kv_pool.replay.request_outcomes import BreakdownRow, parse_breakdowns, write_outcomes
 from kv_pool.replay.settings import ReplaySettings
 from kv_pool.replay.simulator import run_replay
@@ -43,11 +41,7 @@ _BAR_WIDTH = 16
 @takes(ReplaySettings, _ORDER, num_blocks=0)
 def replay(
     settings: ReplaySettings,
-    model_options: options.ModelOptions,
-    blocks: Annotated[
-        int | None, typer.Option(help="Capacity in blocks, the null block not counted.", min=1)
-    ] = None,
-    memory: options.Memory = None,
+    capacity: options.CapacityOptions,
     publish: options.Publish = None,
     publish_replay: options.PublishReplay = None,
     publish_config: options.PublishConfig = None,
@@ -73,10 +67,9 @@ def replay(
     ] = None,
 ) -> None:
     """Replay a trace through the block pool and show the hit rates of the prefix cache."""
-    kv = model_options.find_kv()
-    given = None if blocks is None else str(blocks)
-    (num_blocks,), block_bytes = options.find_capacities(settings, given, memory, kv)
-    settings = replace(settings, num_blocks=num_blocks, block_bytes=block_bytes)
+    settings, capacities = capacity.find(settings)
+    if len(capacities) > 1:
+        raise InvalidArgumentError(f"a replay has one capacity, not {len(capacities)}; use kv-pool sweep")
     settings.check()
     if settings.preemption == "swap" and not settings.host_blocks:
         raise InvalidArgumentError(
@@ -101,7 +94,7 @@ def replay(
             notify = stack.enter_context(show_progress("replaying"))
             report = run_replay(settings, notify, feed, on_outcome)
         write_report(report, json)
-        print_table(make_table(report))
+        print_table(make_facts(report))
         for kind, rows in report.breakdowns.items():
             print_table(make_breakdown_table(kind, rows))
         if png is not None:
@@ -109,106 +102,97 @@ def replay(
             print(f"picture: {escape_text(png)}")
 
 
-def make_table(report: ReplayReport) -> Table:
+def make_facts(report: ReplayReport) -> Table:
     """Return a report as a table."""
     trace = Path(report.provenance.trace).name if report.provenance else ""
-    compiled = report.provenance is not None and report.provenance.compiled
-    groups = str(report.settings.get("groups", "full"))
-    policy = escape_text(str(report.settings.get("policy", "lru")))
-    table = new_facts_table(
-        Text(f"{escape_text(trace)} through {report.num_blocks:,} blocks of {report.block_size} tokens"),
-        Text(
-            f"{'' if policy == 'lru' else f'{policy}, '}clock {report.clock}, {report.convention}, "
-            f"{'' if groups == 'full' else f'{groups}, '}"
-            f"core {'compiled' if compiled else 'plain'}, {report.wall_seconds:.1f} s"
-        ),
-    )
-    table.add_row("requests", f"{report.requests:,}", "")
-    table.add_row("refused", f"{report.refused_requests:,}", "larger than the whole pool")
+    is_compiled = report.provenance is not None and report.provenance.compiled
+    policy, groups = (str(report.settings.get(name)) for name in ("policy", "groups"))
+    parts = [
+        policy if policy != "lru" else "",
+        f"clock {report.clock}",
+        report.convention,
+        groups if groups != "full" else "",
+        f"core {'compiled' if is_compiled else 'plain'}",
+        f"{report.wall_seconds:.1f} s",
+    ]
+    facts = [
+        *_list_requests(report),
+        None,
+        *_list_hits(report),
+        None,
+        *_list_use(report),
+        None,
+        *_list_tiers(report),
+        None,
+        *(_list_waits(report) if report.clock == "trace" else []),
+        None,
+        *_list_calls(report),
+    ]
+    title = f"{trace} through {report.num_blocks:,} blocks of {report.block_size} tokens"
+    return new_facts_table(title, facts, ", ".join(filter(None, parts)))
+
+
+def _list_requests(report: ReplayReport) -> Iterator[Fact]:
+    yield "requests", f"{report.requests:,}", ""
+    yield "refused", f"{report.refused_requests:,}", "larger than the whole pool"
     if report.clock == "trace":
-        table.add_row("simulated time", f"{report.simulated_ms / 1000:,.0f} s", "")
+        yield "simulated time", f"{report.simulated_ms / 1000:,.0f} s", ""
     if report.late_requests:
-        table.add_row("late", f"{report.late_requests:,}", "timestamps that go backwards")
+        yield "late", f"{report.late_requests:,}", "timestamps that go backwards"
     if report.broken_lines:
-        table.add_row("broken lines", f"{report.broken_lines:,}", make_cell(report.first_broken or ""))
-    table.add_section()
-    table.add_row(
-        "token hit rate",
-        f"{report.token_hit_rate:.2%}",
-        f"{report.tokens_hit:,} of {report.tokens_in:,} prompt tokens",
-    )
-    for medium, tokens_hit, source in _list_media(report):
-        table.add_row(f"  from {medium}", f"{tokens_hit / report.tokens_in:.2%}", source)
-    table.add_row(
-        "block hit rate",
-        f"{report.block_hit_rate:.2%}",
-        f"{report.blocks_hit:,} of {report.blocks_looked_up:,} full prompt blocks",
-    )
-    table.add_row(
-        "", f"{report.mean_request_token_hit_rate:.2%}", "of a request's tokens, mean over requests"
-    )
-    table.add_row("evictions", f"{report.evictions:,}", "cached blocks reused for other content")
-    table.add_section()
-    table.add_row(
-        "blocks in use, peak",
-        f"{report.peak_blocks_in_use:,}",
-        f"{report.peak_blocks_in_use / report.num_blocks:.1%} of the pool",
-    )
-    over = "time" if report.clock == "trace" else "requests"
-    table.add_row(
-        "blocks in use, mean",
-        f"{report.mean_blocks_in_use:,.0f}",
-        f"{report.mean_blocks_in_use / report.num_blocks:.1%} of the pool, over {over}",
-    )
-    if report.clock == "trace":
-        table.add_row("blocks in use, p99", f"{report.p99_blocks_in_use:,}", "not exceeded 99% of the time")
-    table.add_row("blocks per run", f"{report.blocks_per_run:.2f}", "consecutive ids in a block table")
-    table.add_section()
+        yield "broken lines", f"{report.broken_lines:,}", report.first_broken or ""
+
+
+def _list_hits(report: ReplayReport) -> Iterator[Fact]:
+    of_tokens = f"{report.tokens_hit:,} of {report.tokens_in:,} prompt tokens"
+    yield "token hit rate", f"{report.token_hit_rate:.2%}", of_tokens
+    if report.tiers:
+        in_pool = report.tokens_hit - sum(tier.tokens_hit for tier in report.tiers)
+        yield f"  from {MEDIUM_GPU}", f"{in_pool / report.tokens_in:.2%}", f"{in_pool:,} in the pool itself"
     for tier in report.tiers:
-        table.add_row(
-            f"{tier.medium} tier",
-            f"{tier.blocks_held:,}",
-            f"of {tier.capacity:,} blocks; {tier.evictions:,} evicted",
-        )
-        moved = f", {tier.bytes_moved / 1e9:,.1f} GB in all" if tier.bytes_moved else ""
-        table.add_row("  written", f"{tier.blocks_written:,}", f"{tier.blocks_read:,} onboarded{moved}")
-    table.add_section()
+        share = tier.tokens_hit / report.tokens_in
+        yield f"  from {tier.medium}", f"{share:.2%}", f"{tier.tokens_hit:,} onboarded"
+    of_blocks = f"{report.blocks_hit:,} of {report.blocks_looked_up:,} full prompt blocks"
+    yield "block hit rate", f"{report.block_hit_rate:.2%}", of_blocks
+    yield "", f"{report.mean_request_token_hit_rate:.2%}", "of a request's tokens, mean over requests"
+    yield "evictions", f"{report.evictions:,}", "cached blocks reused for other content"
+
+
+def _list_use(report: ReplayReport) -> Iterator[Fact]:
+    peak, mean = report.peak_blocks_in_use, report.mean_blocks_in_use
+    over = "time" if report.clock == "trace" else "requests"
+    yield "blocks in use, peak", f"{peak:,}", f"{peak / report.num_blocks:.1%} of the pool"
+    yield "blocks in use, mean", f"{mean:,.0f}", f"{mean / report.num_blocks:.1%} of the pool, over {over}"
     if report.clock == "trace":
-        waiting = report.waiting
-        table.add_row("running, mean", f"{report.mean_running:,.1f}", f"peak {report.peak_running:,}")
-        table.add_row(
-            "waited, mean",
-            _seconds(waiting.mean_ms),
-            f"median {_seconds(waiting.median_ms)}, p99 {_seconds(waiting.p99_ms)}",
-        )
-        table.add_row("preempted", f"{report.preempted:,}", "times a running request lost its blocks")
-        table.add_row("recomputed", f"{report.tokens_recomputed:,}", "tokens, after preemption")
-        if report.swapped_out:
-            table.add_row(
-                "swapped out", f"{report.swapped_out:,}", "of the preempted, to host memory instead"
-            )
-            table.add_row(
-                "copied",
-                f"{report.bytes_moved / 1e9:,.1f} GB",
-                f"{report.blocks_swapped_out:,} blocks out, {report.blocks_swapped_in:,} back",
-            )
-        table.add_section()
-    for name, times in (
-        ("look up", report.look_up),
-        ("allocate", report.allocate),
-        ("free", report.free),
-    ):
-        table.add_row(f"{name}, median", _microseconds(times.median_ns), _describe_calls(times))
-    return table
+        yield "blocks in use, p99", f"{report.p99_blocks_in_use:,}", "not exceeded 99% of the time"
+    yield "blocks per run", f"{report.blocks_per_run:.2f}", "consecutive ids in a block table"
 
 
-def _list_media(report: ReplayReport) -> list[tuple[str, int, str]]:
-    """Return (medium, hit tokens, description) for each medium; nothing without tiers."""
-    if not report.tiers:
-        return []
-    tokens_hit = report.tokens_hit - sum(tier.tokens_hit for tier in report.tiers)
-    in_tiers = [(tier.medium, tier.tokens_hit, f"{tier.tokens_hit:,} onboarded") for tier in report.tiers]
-    return [(MEDIUM_GPU, tokens_hit, f"{tokens_hit:,} in the pool itself"), *in_tiers]
+def _list_tiers(report: ReplayReport) -> Iterator[Fact]:
+    for tier in report.tiers:
+        of_blocks = f"of {tier.capacity:,} blocks; {tier.evictions:,} evicted"
+        yield f"{tier.medium} tier", f"{tier.blocks_held:,}", of_blocks
+        moved = f", {tier.bytes_moved / 1e9:,.1f} GB in all" if tier.bytes_moved else ""
+        yield "  written", f"{tier.blocks_written:,}", f"{tier.blocks_read:,} onboarded{moved}"
+
+
+def _list_waits(report: ReplayReport) -> Iterator[Fact]:
+    waiting = report.waiting
+    others = f"median {_seconds(waiting.median_ms)}, p99 {_seconds(waiting.p99_ms)}"
+    yield "running, mean", f"{report.mean_running:,.1f}", f"peak {report.peak_running:,}"
+    yield "waited, mean", _seconds(waiting.mean_ms), others
+    yield "preempted", f"{report.preempted:,}", "times a running request lost its blocks"
+    yield "recomputed", f"{report.tokens_recomputed:,}", "tokens, after preemption"
+    if report.swapped_out:
+        moved = f"{report.blocks_swapped_out:,} blocks out, {report.blocks_swapped_in:,} back"
+        yield "swapped out", f"{report.swapped_out:,}", "of the preempted, to host memory instead"
+        yield "copied", f"{report.bytes_moved / 1e9:,.1f} GB", moved
+
+
+def _list_calls(report: ReplayReport) -> Iterator[Fact]:
+    for name, times in (("look up", report.look_up), ("allocate", report.allocate), ("free", report.free)):
+        others = f"p99 {_microseconds(times.p99_ns)}, {times.calls:,} calls, {times.total_ns / 1e9:.2f} s"
+        yield f"{name}, median", _microseconds(times.median_ns), others
 
 
 def _seconds(duration_ms: float) -> str:
@@ -219,33 +203,25 @@ def _microseconds(duration_ns: int) -> str:
     return f"{duration_ns / 1000:,.1f} µs"
 
 
-def _describe_calls(times: CallTimes) -> str:
-    return f"p99 {_microseconds(times.p99_ns)}, {times.calls:,} calls, {times.total_ns / 1e9:.2f} s"
-
-
 def make_breakdown_table(kind: str, rows: Sequence[BreakdownRow]) -> Table:
     """Return the first rows of a breakdown as a table; of sessions and tenants those with the most tokens."""
     if kind in ("session", "tenant"):
         rows = sorted(rows, key=lambda row: -row.tokens_in)
-    titles = (kind, "requests", "prompt tokens", "token hits", "block hits", "")
-    cells = [
-        (
-            _name_row(kind, row),
-            f"{row.requests:,}",
-            f"{row.tokens_in:,}",
-            f"{row.token_hit_rate:.2%}",
-            f"{row.block_hit_rate:.2%}",
-            "█" * round(_BAR_WIDTH * row.token_hit_rate),
-        )
-        for row in rows[:_MAX_BREAKDOWN_ROWS]
+    columns: list[Column] = [
+        (kind, lambda row: _name_row(kind, row)),
+        ("requests", lambda row: f"{row.requests:,}"),
+        ("prompt tokens", lambda row: f"{row.tokens_in:,}"),
+        ("token hits", lambda row: f"{row.token_hit_rate:.2%}"),
+        ("block hits", lambda row: f"{row.block_hit_rate:.2%}"),
+        ("", lambda row: "█" * round(_BAR_WIDTH * row.token_hit_rate)),
     ]
-    num_more = len(rows) - len(cells)
-    return new_table(
-        titles,
-        cells,
-        right=titles[1:-1] if kind in ("session", "tenant") else titles[:-1],
+    num_more = len(rows) - _MAX_BREAKDOWN_ROWS
+    return make_table(
+        columns,
+        rows[:_MAX_BREAKDOWN_ROWS],
+        left=("", "session", "tenant"),
         title=f"hit rate by {kind}{' in the prompt, in tokens' if kind == 'position' else ''}",
-        caption=f"{num_more:,} more rows in the file of --json" if num_more else None,
+        caption=f"{num_more:,} more rows in the file of --json" if num_more > 0 else None,
     )
 
 

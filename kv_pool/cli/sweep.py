@@ -1,7 +1,6 @@
 """`kv-pool sweep`: measure the hit rate over the size of the cache."""
 
 import os
-from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -9,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kv_pool.cli import options
-from kv_pool.cli.console import measure_table, new_table, print_table, show_progress
+from kv_pool.cli.console import Column, make_table, measure_table, print_table, show_progress
 from kv_pool.cli.foreign_text import escape_text
 from kv_pool.cli.options import choose_files, write_report
 from kv_pool.cli.setting_options import takes
@@ -33,9 +32,7 @@ copy_rate disk_rate tier_write limit trace_block_size timestamp_unit skip_broken
 @takes(ReplaySettings, _ORDER, num_blocks=0)
 def sweep(
     settings: ReplaySettings,
-    model_options: options.ModelOptions,
-    blocks: options.BlockList = None,
-    memory: options.MemoryList = None,
+    capacity: options.CapacityOptions,
     host_tier: Annotated[
         str,
         typer.Option(
@@ -65,63 +62,62 @@ def sweep(
     jobs: options.Jobs = 0,
 ) -> None:
     """Replay a trace at several capacities in parallel, and draw the hit-rate curve."""
-    kv = model_options.find_kv()
-    capacities, block_bytes = options.find_capacities(settings, blocks, memory, kv)
+    settings, capacities = capacity.find(settings)
     host_tiers = options.parse_list("--host-tier", host_tier)
     disk_tiers = options.parse_list("--disk-tier", disk_tier)
     others = {file: read_reports(file) for file in overlay or ()}
     picture = choose_files("sweep.png", png, json)
-    settings = replace(settings, num_blocks=capacities[0], block_bytes=block_bytes)
     num_processes = jobs or os.cpu_count() or 1
     with show_progress("sweeping") as notify:
         reports = run_sweep(settings, capacities, num_processes, notify, host_tiers, disk_tiers)
     write_report(reports, json)
-    console = Console()
-    print_table(make_table(reports, console), console)
+    show_reports(reports, Console())
     draw_hit_rates(reports, picture, others)
     print(f"curve: {escape_text(picture)}")
 
 
-def make_table(reports: list[ReplayReport], console: Console) -> Table:
-    """Return a table with one row per replay, and a bar for the token hit rate if there is space."""
+def show_reports(reports: list[ReplayReport], console: Console) -> None:
+    """Print a table with one row per replay, and a bar for the token hit rate if there is space."""
     table = _lay_out(reports, 0)
     room = console.width - measure_table(table, console).minimum - _AROUND_BAR
     longest = round(_BAR_WIDTH * max(report.token_hit_rate for report in reports))
     bar_width = _BAR_WIDTH if longest <= room or not console.is_terminal else room
-    return table if bar_width < _MIN_BAR_WIDTH else _lay_out(reports, bar_width)
+    print_table(table if bar_width < _MIN_BAR_WIDTH else _lay_out(reports, bar_width), console)
 
 
 def _lay_out(reports: list[ReplayReport], bar_width: int) -> Table:
-    tiers = [name for name in ("host_tier", "disk_tier") if any(report.settings[name] for report in reports)]
-    rows = [_make_row(report, tiers) for report in reports]
     bound = reports[0].infinite_cache
-    caption = ""
+    caption = None
     if bound is not None:
         caption = f"an infinite cache: {bound.token_hit_rate:.2%} token hits, {bound.num_blocks:,} blocks"
-    for report, row in zip(reports, rows, strict=True):
-        if bar_width:
-            row[""] = "█" * round(bar_width * report.token_hit_rate)
-    return new_table(
-        rows[0],
-        [list(row.values()) for row in rows],
-        right=[title for title in rows[0] if title],
-        title=f"hit rate over capacity in blocks of {reports[0].block_size} tokens",
-        caption=caption or None,
+    columns = _list_columns(reports)
+    if bar_width:
+        columns.append(("", lambda report: "█" * round(bar_width * report.token_hit_rate)))
+    title = f"hit rate over capacity in blocks of {reports[0].block_size} tokens"
+    return make_table(columns, reports, title=title, caption=caption)
+
+
+def _list_columns(reports: list[ReplayReport]) -> list[Column]:
+    has_host, has_disk = (
+        any(report.settings[name] for report in reports) for name in ("host_tier", "disk_tier")
     )
-
-
-def _make_row(report: ReplayReport, tiers: list[str]) -> dict[str, str]:
-    token_hits = {"token hits": f"{report.token_hit_rate:.2%}"}
-    sizes = {"blocks": f"{report.num_blocks:,}"}
-    if tiers:
-        sizes |= {name.replace("_", " "): f"{report.settings[name]:,}" for name in tiers}
-        share = sum(tier.tokens_hit for tier in report.tiers) / report.tokens_in
-        source = "from host" if tiers == ["host_tier"] else "from tiers"
-        others = {source: f"{share:.2%}", "refused": f"{report.refused_requests:,}"}
+    columns: list[Column] = [("blocks", lambda report: f"{report.num_blocks:,}")]
+    if has_host:
+        columns.append(("host tier", lambda report: f"{report.settings['host_tier']:,}"))
+    if has_disk:
+        columns.append(("disk tier", lambda report: f"{report.settings['disk_tier']:,}"))
+    columns.append(("token hits", lambda report: f"{report.token_hit_rate:.2%}"))
+    refused: Column = ("refused", lambda report: f"{report.refused_requests:,}")
+    if has_host or has_disk:
+        columns += [("from tiers" if has_disk else "from host", _share_of_tiers), refused]
     else:
-        others = {
-            "block hits": f"{report.block_hit_rate:.2%}",
-            "refused": f"{report.refused_requests:,}",
-            "preempted": f"{report.preempted:,}",
-        }
-    return sizes | token_hits | others | {"evictions": f"{report.evictions:,}"}
+        columns += [
+            ("block hits", lambda report: f"{report.block_hit_rate:.2%}"),
+            refused,
+            ("preempted", lambda report: f"{report.preempted:,}"),
+        ]
+    return [*columns, ("evictions", lambda report: f"{report.evictions:,}")]
+
+
+def _share_of_tiers(report: ReplayReport) -> str:
+    return f"{sum(tier.tokens_hit for tier in report.tiers) / report.tokens_in:.2%}"

@@ -1,6 +1,6 @@
 """`kv-pool trace`: describe, generate, convert, merge and split traces."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -9,13 +9,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from kv_pool.cli.console import (
-    new_facts_table,
-    new_table,
-    print_json,
-    print_table,
-    show_progress,
-)
+from kv_pool.cli.console import Fact, new_facts_table, new_table, print_json, print_table, show_progress
 from kv_pool.cli.foreign_text import escape_text
 from kv_pool.cli.setting_options import Json, takes
 from kv_pool.errors import InvalidArgumentError
@@ -57,7 +51,8 @@ def info(
     if json:
         print_json(found)
         return
-    for table in (_make_counts(found), _make_percentiles(found), _make_ceilings(found)):
+    counts = new_facts_table(Path(found.trace).name, _list_counts(found))
+    for table in (counts, _make_percentiles(found), _make_ceilings(found)):
         print_table(table)
 
 
@@ -219,36 +214,27 @@ def split(
     print(f"{len(counts):,} files, {sum(counts.values()):,} requests{skipped}{size}")
 
 
-def _make_counts(info: TraceInfo) -> Table:
-    table = new_facts_table(Text(escape_text(Path(info.trace).name)))
-    table.add_row("requests", f"{info.requests:,}", "")
+def _list_counts(info: TraceInfo) -> Iterator[Fact | None]:
+    yield "requests", f"{info.requests:,}", ""
     if info.broken_lines:
-        table.add_row("broken lines", f"{info.broken_lines:,}", "skipped")
+        yield "broken lines", f"{info.broken_lines:,}", "skipped"
     if info.late_requests:
-        table.add_row("late", f"{info.late_requests:,}", "timestamps that go backwards")
+        yield "late", f"{info.late_requests:,}", "timestamps that go backwards"
     if info.inconsistent_requests:
-        table.add_row(
-            "inconsistent", f"{info.inconsistent_requests:,}", "requests whose ids contradict earlier ones"
-        )
-    table.add_row("prompt tokens", f"{info.tokens_in:,}", f"{info.tokens_out:,} generated tokens")
-    table.add_row("time span", f"{info.span_s:,.0f} s", "from the first to the last arrival")
-    table.add_row(
-        "arrivals", f"{info.requests_per_s:,.3g}/s", f"{info.busiest_minute:,} in the busiest minute"
-    )
+        yield "inconsistent", f"{info.inconsistent_requests:,}", "requests whose ids contradict earlier ones"
+    yield "prompt tokens", f"{info.tokens_in:,}", f"{info.tokens_out:,} generated tokens"
+    yield "time span", f"{info.span_s:,.0f} s", "from the first to the last arrival"
+    yield "arrivals", f"{info.requests_per_s:,.3g}/s", f"{info.busiest_minute:,} in the busiest minute"
     if info.sessions:
-        table.add_row("sessions", f"{info.sessions:,}", f"{info.turns.mean:,.1f} requests each")
+        yield "sessions", f"{info.sessions:,}", f"{info.turns.mean:,.1f} requests each"
     if info.tenants:
-        table.add_row("tenants", f"{info.tenants:,}", "")
-    table.add_section()
-    table.add_row("block size", f"{info.block_size:,}", "tokens")
-    table.add_row("block look-ups", f"{info.blocks_looked_up:,}", "blocks of all prompts")
-    table.add_row("distinct blocks", f"{info.distinct_blocks:,}", "")
-    table.add_row(
-        "used once",
-        f"{info.share_used_once:.1%}",
-        f"{info.blocks_used_once:,} blocks; the others {info.uses_per_reused_block:.1f} times each",
-    )
-    return table
+        yield "tenants", f"{info.tenants:,}", ""
+    yield None
+    yield "block size", f"{info.block_size:,}", "tokens"
+    yield "block look-ups", f"{info.blocks_looked_up:,}", "blocks of all prompts"
+    yield "distinct blocks", f"{info.distinct_blocks:,}", ""
+    others = f"{info.blocks_used_once:,} blocks; the others {info.uses_per_reused_block:.1f} times each"
+    yield "used once", f"{info.share_used_once:.1%}", others
 
 
 def _make_percentiles(info: TraceInfo) -> Table:

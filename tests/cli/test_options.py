@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from replay.made_trace import record, write_trace
 
-from kv_pool.cli.options import ModelOptions, find_capacities
+from kv_pool.cli.options import CapacityOptions
 from kv_pool.replay.settings import ReplaySettings
 
 BLOCK_BYTES = 8 * 131_072  # of the trace's blocks, for llama-3-8b
@@ -19,10 +19,9 @@ def trace(tmp_path):
 
 def find(trace, memory, *, block_size=None, model=None, dimensions=(0, 0, 0), dtype_bytes=2, groups="full"):
     """Return the number of blocks, and the bytes of each."""
-    kv = ModelOptions(model, *dimensions, dtype_bytes).find_kv()
     settings = replace(trace, block_size=block_size, groups=groups)
-    (num_blocks,), block_bytes = find_capacities(settings, None, memory, kv)
-    return num_blocks, block_bytes
+    found, _ = CapacityOptions(model, *dimensions, dtype_bytes, memory=memory).find(settings)
+    return found.num_blocks, found.block_bytes
 
 
 def count(trace, memory, **options):
@@ -40,4 +39,4 @@ def test_blocks_of_token_id_traces_have_16_tokens(tmp_path):
 
 
 def test_bytes_of_a_block_are_unknown_without_a_model(trace):
-    assert find_capacities(trace, "10", None, None) == ([10], 0)
+    assert CapacityOptions(blocks="10").find(trace) == (replace(trace, num_blocks=10), [10])

@@ -28,6 +28,7 @@ REFUSED = {
     f"replay trace.jsonl {SIZE} --blocks 2": "the smallest request needs 3",
     f"replay trace.jsonl {SIZE} --blocks 10000000000": "a pool of 10,000,000,001 blocks needs 1,",
     f"replay trace.jsonl {SIZE} --memory much --model llama-3-8b": "'much' is not a size",
+    f"replay trace.jsonl {SIZE} --blocks 5,9": "a replay has one capacity, not 2; use kv-pool sweep",
     f"{REPLAY} --host-blocks 9 --clock trace": "need the bytes of a block (--model or",
     f"{REPLAY} --host-tier 9 --clock trace": "need the bytes of a block (--model or",
     f"{REPLAY} --disk-rate slow": "'slow' is not a size",
