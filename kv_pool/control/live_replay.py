@@ -34,7 +34,8 @@ class _LiveRequest(ReplayRequest):
     """A request of a live replay.
 
     Attributes:
-        computed_s: time at which its prompt is computed and it starts to generate.
+        computed_s: time at which its prompt is computed and it starts to generate; in the state that goes to
+            another node, the seconds until then, negative afterwards.
         num_generated: tokens generated since then; its blocks are cached until the first one is.
         is_suspended: whether it is being migrated to another node.
     """
@@ -47,17 +48,6 @@ class _LiveRequest(ReplayRequest):
     def num_blocks(self) -> int:
         """The number of its blocks while it runs, and of those that it needs while it waits."""
         return -(-self.num_tokens // self.block_size)
-
-
-class _SequenceState(msgspec.Struct, frozen=True, array_like=True):
-    """The state of a running request that migrates to another live replay.
-
-    Attributes:
-        prefill_left_s: seconds until its prompt is computed; negative afterwards.
-    """
-
-    request: _LiveRequest
-    prefill_left_s: float
 
 
 @dataclass
@@ -245,7 +235,7 @@ class LiveReplay:
     def describe(self, sequence_id: SequenceId | RequestId) -> bytes:
         request = self._running[_as_request_id(sequence_id)]
         left_s = request.computed_s - self._clock()
-        return msgspec.msgpack.encode(_SequenceState(request, left_s))
+        return msgspec.msgpack.encode(msgspec.structs.replace(request, computed_s=left_s))
 
     def list_token_ids(self, sequence_id: SequenceId | RequestId) -> list[int]:
         if self._publisher is None:
@@ -266,8 +256,7 @@ class LiveReplay:
         self._progress.num_moved_out += 1
 
     def expect(self, sequence_id: SequenceId | RequestId, num_blocks: int, state: bytes) -> None:
-        arriving = self._decode(state)
-        request = arriving.request
+        request = self._decode(state)
         num_needed = -(-(request.num_tokens + request.num_output_left) // self._block_size)
         is_ours = (
             str(request.number) == _as_request_id(sequence_id) and request.block_size == self._block_size
@@ -285,19 +274,18 @@ class LiveReplay:
             raise InvalidArgumentError(f"sequence {sequence_id} is here already: it waits for blocks")
 
     def on_arrived(self, sequence_id: SequenceId | RequestId, state: bytes) -> None:
-        arriving = self._decode(state)
-        request = arriving.request
+        request = self._decode(state)
         request.num_computed_tokens, request.is_suspended = request.num_tokens, False
-        request.computed_s = self._clock() + arriving.prefill_left_s
+        request.computed_s += self._clock()
         self._running[request.request_id] = request
         if request.num_generated:
             self.resume(sequence_id)
         self._progress.num_moved_in += 1
         self._note_wrong(request.request_id)
 
-    def _decode(self, state: bytes) -> _SequenceState:
+    def _decode(self, state: bytes) -> _LiveRequest:
         try:
-            return msgspec.msgpack.decode(state, type=_SequenceState)
+            return msgspec.msgpack.decode(state, type=_LiveRequest)
         except UNDECODABLE as error:
             raise InvalidArgumentError(
                 f"this is not the state of a live replay's request: {error}"
