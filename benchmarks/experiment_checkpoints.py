@@ -133,7 +133,9 @@ def replay(
         num_hits += report.tokens_hit > num_hit_tokens
         num_hit_tokens = report.tokens_hit
 
-    requests = (ReplayRequest(one, block_size, trace_block_size=trace_block_size) for one in traced)
+    requests = (
+        ReplayRequest.from_trace(one, block_size, trace_block_size=trace_block_size) for one in traced
+    )
     steps = PromptSteps.for_groups(groups, None, at_every_block=rule == "blocks")
     run_instantly(requests, driver, on_request, steps)
     return Result(

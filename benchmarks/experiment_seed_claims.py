@@ -116,7 +116,7 @@ def measure_inner_waste(workload: Workload, trace_block_size: int) -> float:
         manager = KVCacheManager(kv_pool.BlockPool(ALL_BLOCKS + 1, False, BLOCK_SIZE))
         for number, length in enumerate(lengths[first : first + BATCH]):
             traced = TraceRequest(number, 0.0, length, 0, [], None)
-            request = ReplayRequest(traced, BLOCK_SIZE, trace_block_size=trace_block_size)
+            request = ReplayRequest.from_trace(traced, BLOCK_SIZE, trace_block_size=trace_block_size)
             if manager.allocate_slots(request, length) is None:
                 raise RuntimeError("256 sequences do not fit into their preallocated memory")
             num_slots += len(manager.get_block_ids(request.request_id)) * BLOCK_SIZE

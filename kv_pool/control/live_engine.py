@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import takewhile
 
 from kv_pool.adapter.gpu_kv_pool import GPUKVPool
 from kv_pool.contiguous.run_pool import RunBlockPool
@@ -210,13 +211,8 @@ class LiveTiers:
 
     def find(self, block_hashes: Sequence[BlockHash]) -> list[BlockHashWithGroupId]:
         """Return the keys of the longest prefix of these hashes that tiers contain. Changes nothing."""
-        keys = []
-        for block_hash in block_hashes:
-            key = make_block_hash_with_group_id(block_hash, GroupId(0))
-            if self.cache.find_tier(key) is None:
-                break
-            keys.append(key)
-        return keys
+        keys = (make_block_hash_with_group_id(block_hash, GroupId(0)) for block_hash in block_hashes)
+        return list(takewhile(lambda key: self.cache.find_tier(key) is not None, keys))
 
     def onboard(self, num_hits: int, block_hashes: Sequence[BlockHash], block_ids: Sequence[BlockId]) -> int:
         """Onboard the prefix of these hashes, which follow `num_hits` hits in the pool itself.

@@ -18,7 +18,7 @@ from kv_pool.errors import CorruptedPoolError, InvalidArgumentError
 from kv_pool.events.event_publisher import EventPublisher
 from kv_pool.foreign_bytes import UNDECODABLE
 from kv_pool.ids import BlockHash, BlockId, NodeName, RequestId, SequenceId
-from kv_pool.replay.replay_request import ReplayRequest, ReplayRequestState
+from kv_pool.replay.replay_request import ReplayRequest
 from kv_pool.replay.settings import EngineRates
 from kv_pool.replay.trace import Trace
 from kv_pool.storage.block_storage import BlockStorage
@@ -34,28 +34,20 @@ class _LiveRequest(ReplayRequest):
     """A request of a live replay.
 
     Attributes:
-        num_blocks: number of its blocks.
-        computed_s: time at which its prompt is computed and it starts to generate.
+        computed_s: time at which its prompt is computed and it starts to generate; in the state that goes to
+            another node, the seconds until then, negative afterwards.
         num_generated: tokens generated since then; its blocks are cached until the first one is.
         is_suspended: whether it is being migrated to another node.
     """
 
-    num_blocks = 0
-    computed_s = 0.0
-    num_generated = 0
-    is_suspended = False
+    computed_s: float = 0.0
+    num_generated: int = 0
+    is_suspended: bool = False
 
-
-class _SequenceState(msgspec.Struct, frozen=True, array_like=True):
-    """The state of a running request that migrates to another live replay.
-
-    Attributes:
-        prefill_left_s: seconds until its prompt is computed; negative afterwards.
-    """
-
-    request: ReplayRequestState
-    num_generated: int
-    prefill_left_s: float
+    @property
+    def num_blocks(self) -> int:
+        """The number of its blocks while it runs, and of those that it needs while it waits."""
+        return -(-self.num_tokens // self.block_size)
 
 
 @dataclass
@@ -194,7 +186,7 @@ class LiveReplay:
         engine = self._engine
         while self._waiting and len(self._running) < self._rates.max_running:
             request = self._waiting[0]
-            num_blocks = -(-request.num_tokens // self._block_size)
+            num_blocks = request.num_blocks
             num_hashes = min(len(request.block_hashes), request.max_hit_tokens // self._block_size)
             admitted = None
             if num_blocks + len(self._running) <= self.pool.get_free_blocks():
@@ -209,7 +201,7 @@ class LiveReplay:
             num_new_tokens = request.num_tokens - num_hits * self._block_size
             started_s = max(now_s, self._prefill_free_s)
             self._prefill_free_s = started_s + num_new_tokens / self._rates.prefill_tokens_per_s
-            request.num_blocks, request.num_generated = num_blocks, 0
+            request.num_generated = 0
             request.computed_s = self._prefill_free_s
             self._running[request.request_id] = request
 
@@ -226,7 +218,6 @@ class LiveReplay:
             if new_ids is None:
                 return  # retry after the migration
             self._write(request, request.num_blocks, new_ids)
-            request.num_blocks += num_more
         num_full = len(request.block_hashes) if request.num_generated else -1
         request.append_output(num_due)
         request.num_computed_tokens = request.num_tokens
@@ -244,7 +235,7 @@ class LiveReplay:
     def describe(self, sequence_id: SequenceId | RequestId) -> bytes:
         request = self._running[_as_request_id(sequence_id)]
         left_s = request.computed_s - self._clock()
-        return msgspec.msgpack.encode(_SequenceState(request.get_state(), request.num_generated, left_s))
+        return msgspec.msgpack.encode(msgspec.structs.replace(request, computed_s=left_s))
 
     def list_token_ids(self, sequence_id: SequenceId | RequestId) -> list[int]:
         if self._publisher is None:
@@ -265,13 +256,12 @@ class LiveReplay:
         self._progress.num_moved_out += 1
 
     def expect(self, sequence_id: SequenceId | RequestId, num_blocks: int, state: bytes) -> None:
-        arriving = self._decode(state)
-        request = arriving.request
+        request = self._decode(state)
         num_needed = -(-(request.num_tokens + request.num_output_left) // self._block_size)
         is_ours = (
             str(request.number) == _as_request_id(sequence_id) and request.block_size == self._block_size
         )
-        if not is_ours or num_blocks < -(-request.num_tokens // self._block_size):
+        if not is_ours or num_blocks != request.num_blocks:
             raise InvalidArgumentError(
                 f"sequence {sequence_id} with {num_blocks} blocks does not match request {request.number} "
                 f"with {request.num_tokens} tokens in blocks of {request.block_size}"
@@ -284,21 +274,18 @@ class LiveReplay:
             raise InvalidArgumentError(f"sequence {sequence_id} is here already: it waits for blocks")
 
     def on_arrived(self, sequence_id: SequenceId | RequestId, state: bytes) -> None:
-        arriving = self._decode(state)
-        request = _LiveRequest.from_state(arriving.request)
-        request.num_computed_tokens = request.num_tokens
-        request.num_blocks = len(self._engine.list_ids(request))
-        request.num_generated = arriving.num_generated
-        request.computed_s = self._clock() + arriving.prefill_left_s
+        request = self._decode(state)
+        request.num_computed_tokens, request.is_suspended = request.num_tokens, False
+        request.computed_s += self._clock()
         self._running[request.request_id] = request
         if request.num_generated:
             self.resume(sequence_id)
         self._progress.num_moved_in += 1
         self._note_wrong(request.request_id)
 
-    def _decode(self, state: bytes) -> _SequenceState:
+    def _decode(self, state: bytes) -> _LiveRequest:
         try:
-            return msgspec.msgpack.decode(state, type=_SequenceState)
+            return msgspec.msgpack.decode(state, type=_LiveRequest)
         except UNDECODABLE as error:
             raise InvalidArgumentError(
                 f"this is not the state of a live replay's request: {error}"
@@ -386,7 +373,7 @@ def repeat_requests(
                 smallest = min(smallest or num_needed, num_needed)
                 continue
             num_fitting += 1
-            yield _LiveRequest(traced, block_size, "full_blocks_cap", trace.block_size, hasher)
+            yield _LiveRequest.from_trace(traced, block_size, "full_blocks_cap", trace.block_size, hasher)
         if not num_fitting:
             raise InvalidArgumentError(
                 f"no request fits: the pool has {num_blocks} blocks of {block_size} tokens, the smallest "

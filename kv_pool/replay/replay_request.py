@@ -2,7 +2,7 @@
 
 from itertools import repeat
 from struct import Struct
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import msgspec
 
@@ -26,38 +26,49 @@ _OUTPUT = 1 << 63
 _MASK = (1 << 64) - 1
 
 
-class ReplayRequestState(msgspec.Struct, frozen=True, array_like=True):
-    """The serialized state of a `ReplayRequest`, for another process: its attributes of these names."""
-
-    number: Annotated[int, msgspec.Meta(ge=0)]
-    session_id: str | None
-    arrival_ms: float
-    input_length: Annotated[int, msgspec.Meta(ge=0)]
-    num_prompt_tokens: Annotated[int, msgspec.Meta(ge=0)]
-    num_tokens: Annotated[int, msgspec.Meta(ge=1)]
-    num_output_left: Annotated[int, msgspec.Meta(ge=0)]
-    block_size: Annotated[int, msgspec.Meta(ge=1)]
-    tokens_per_id: Annotated[int, msgspec.Meta(ge=1)]
-    prompt_ids: list[int]
-    block_hashes: list[bytes]
-    max_hit_tokens: int
-    num_cacheable_blocks: int
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+_Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
-class ReplayRequest:
-    """A request of a trace, with the hashes of its blocks.
+class ReplayRequest(msgspec.Struct, array_like=True, eq=False):
+    """A request of a trace, with the hashes of its blocks. It can be sent to another process as it is.
 
     Attributes:
+        number: the number of its line, which is its id.
+        num_prompt_tokens: tokens of the prompt, those included that a convention adds.
         num_tokens: prompt and generated tokens so far.
+        num_output_left: tokens to generate.
+        tokens_per_id, prompt_ids: the ids of the prompt, and the tokens that each stands for.
         max_hit_tokens: maximum number of tokens of a hit.
         num_cacheable_blocks: full blocks of the prompt, the denominator of the block hit rate.
         step_ends: numbers of tokens at which steps of the prompt end, so that states can be kept there.
     """
 
     # The manager reads these attributes; a trace has none of them.
-    lora_request: Any = None
-    mm_features = None
-    cache_salt = None
+    lora_request: ClassVar[Any] = None
+    mm_features: ClassVar[Any] = None
+    cache_salt: ClassVar[Any] = None
+
+    number: _Count
+    session_id: str | None
+    arrival_ms: float
+    input_length: _Count
+    num_prompt_tokens: _Count
+    num_tokens: _Positive
+    num_output_left: _Count
+    block_size: _Positive
+    tokens_per_id: _Positive
+    prompt_ids: list[int]
+    block_hashes: list[BlockHash]
+    max_hit_tokens: int
+    num_cacheable_blocks: int
+    tenant: str | None = None
+    num_computed_tokens: int = 0
+    step_ends: list[int] = []
+    request_id: RequestId = RequestId("")
+
+    def __post_init__(self) -> None:
+        self.request_id = RequestId(str(self.number))
 
     def __repr__(self) -> str:
         return (
@@ -65,50 +76,59 @@ class ReplayRequest:
             f"prompt, {self.num_computed_tokens} computed, {self.num_output_left} to generate>"
         )
 
-    def __init__(
-        self,
+    @classmethod
+    def from_trace(
+        cls,
         traced: TraceRequest,
         block_size: int,
         convention: str = "full_blocks_cap",
         trace_block_size: int | None = None,
         hasher: BlockHasher | None = None,
-    ) -> None:
+    ) -> Self:
+        """Create the request of a trace.
+
+        Args:
+            trace_block_size: tokens per hash id, for a request of hash ids.
+            hasher: for a request of token ids.
+        Raises:
+            InvalidArgumentError: the convention is unknown, or one of the arguments above is missing.
+        """
         if convention not in CONVENTIONS:
             raise InvalidArgumentError(
                 f"unknown convention {convention!r}; known are {', '.join(CONVENTIONS)}"
             )
-        self.request_id = RequestId(str(traced.line))
-        self.session_id = traced.session_id
-        self.tenant = traced.tenant
-        self.arrival_ms = traced.arrival_ms
-        self.input_length = traced.input_length
-        self.num_computed_tokens = 0
-        self.step_ends: list[int] = []
-        self.num_output_left = traced.output_length
-        self.block_size = block_size
-        self.num_tokens = traced.input_length
+        num_tokens = traced.input_length
         if traced.hash_ids is not None:
             if trace_block_size is None:
                 raise InvalidArgumentError("a request of hash ids needs the trace's block size")
             if convention.startswith("ids_as_blocks"):
-                self.num_tokens = len(traced.hash_ids) * trace_block_size
-            self.prompt_ids = traced.hash_ids
-            self.tokens_per_id = trace_block_size
-            self.block_hashes = hash_ids_to_block_hashes(
-                traced.hash_ids, trace_block_size, self.num_tokens, block_size
-            )
+                num_tokens = len(traced.hash_ids) * trace_block_size
+            prompt_ids, tokens_per_id = traced.hash_ids, trace_block_size
+            hashes = hash_ids_to_block_hashes(prompt_ids, trace_block_size, num_tokens, block_size)
         else:
             if hasher is None or traced.token_ids is None:
                 raise InvalidArgumentError("a request of token ids needs a BlockHasher")
-            self.prompt_ids = traced.token_ids
-            self.tokens_per_id = 1
-            self.block_hashes = hasher.hash_blocks(traced.token_ids)
-        self.num_prompt_tokens = self.num_tokens
-        self._name_unknown_blocks()
-        self.num_cacheable_blocks = len(self.block_hashes)
-        self.max_hit_tokens = self.num_tokens
-        if convention.endswith("_cap"):
-            self.max_hit_tokens = traced.input_length - 1
+            prompt_ids, tokens_per_id = traced.token_ids, 1
+            hashes = hasher.hash_blocks(prompt_ids)
+        request = cls(
+            number=traced.line,
+            session_id=traced.session_id,
+            arrival_ms=traced.arrival_ms,
+            input_length=traced.input_length,
+            num_prompt_tokens=num_tokens,
+            num_tokens=num_tokens,
+            num_output_left=traced.output_length,
+            block_size=block_size,
+            tokens_per_id=tokens_per_id,
+            prompt_ids=prompt_ids,
+            block_hashes=hashes,
+            max_hit_tokens=traced.input_length - 1 if convention.endswith("_cap") else num_tokens,
+            num_cacheable_blocks=0,
+            tenant=traced.tenant,
+        )
+        request._name_unknown_blocks()
+        request.num_cacheable_blocks = len(hashes)
+        return request
 
     @property
     def all_token_ids(self) -> list[int]:
@@ -141,27 +161,6 @@ class ReplayRequest:
             return self.block_hashes[index]
         last = (_OUTPUT | self.number << 24) ^ index
         return BlockHash(_pack_output(self.number, last & _MASK))
-
-    @property
-    def number(self) -> int:
-        """The number of its line, which is its id."""
-        return int(self.request_id)
-
-    def get_state(self) -> "ReplayRequestState":
-        """Return the request's state, so that another process can continue it."""
-        return msgspec.convert(self, ReplayRequestState, from_attributes=True)
-
-    @classmethod
-    def from_state(cls, state: "ReplayRequestState") -> Self:
-        """Create a request from its state. Its `num_computed_tokens` is 0."""
-        request = cls.__new__(cls)
-        request.request_id = RequestId(str(state.number))
-        for name in ReplayRequestState.__struct_fields__[1:]:
-            setattr(request, name, getattr(state, name))
-        request.tenant = None
-        request.num_computed_tokens = 0
-        request.step_ends = []
-        return request
 
 
 def hash_ids_to_block_hashes(

@@ -278,7 +278,7 @@ class ReplaySettings:
         """Yield the requests of the trace, up to the limit."""
         hasher = BlockHasher("xxh3_128", self.seed, block_size)
         for traced in islice(trace, self.limit):
-            yield ReplayRequest(traced, block_size, self.convention, trace.block_size, hasher)
+            yield ReplayRequest.from_trace(traced, block_size, self.convention, trace.block_size, hasher)
 
     def describe(self) -> dict[str, str | bool | int | float]:
         """Return all settings that are not None, including the engine's, for a report."""

@@ -11,7 +11,7 @@ import msgspec
 from kv_pool.contiguous.fragmentation import get_fragmentation_rate
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
-from kv_pool.reports.layout import PoolLayout, list_free_runs, read_layout, read_states
+from kv_pool.reports.layout import PoolLayout, list_free_runs, read_states, read_tables
 from kv_pool.reports.sequences import SequenceList, SequenceReport
 from kv_pool.reports.statistics import PoolStatistics, read_statistics
 
@@ -71,12 +71,10 @@ class ControlledPool(ABC, Generic[Pool]):
     def get_layout(self) -> PoolLayout:
         """Return a snapshot of each block's state and each sequence's runs. O(number of blocks)."""
         with self.lock:
-            return read_layout(
-                self.block_pool,
-                list(chain.from_iterable(self._list_rows().values())),
-                block_size=self.block_size,
-                run_length=self.run_length,
-                device_id=self.device_id,
+            pool, states = self.block_pool, read_states(self.block_pool)
+            joins, holders = read_tables(len(states), list(chain.from_iterable(self._list_rows().values())))
+            return PoolLayout(
+                self.block_size, self.run_length, pool.epoch, self.device_id, states, joins, holders
             )
 
     def describe_sequences(self) -> SequenceList:

@@ -120,20 +120,6 @@ class PoolLayout(msgspec.Struct, frozen=True):
         return list_free_runs(self.states)
 
 
-def read_layout(
-    pool: BlockPoolCore,
-    tables: Sequence[Collection[KVCacheBlock]],
-    *,
-    block_size: int,
-    run_length: int,
-    device_id: int,
-) -> PoolLayout:
-    """Return the layout of a pool whose sequences have these block tables; see `read_tables`."""
-    states = read_states(pool)
-    joins, holders = read_tables(len(states), tables)
-    return PoolLayout(block_size, run_length, pool.epoch, device_id, states, joins, holders)
-
-
 def read_tables(num_ids: int, tables: Sequence[Collection[KVCacheBlock]]) -> tuple[bytes, bytes]:
     """Return `PoolLayout.joins` and `PoolLayout.holders` for these block tables.
 

@@ -14,7 +14,7 @@ BLOCK_SIZE = 4
 def make_request(line, num_tokens):
     ids = list(range(100 * line, 100 * line + -(-num_tokens // BLOCK_SIZE)))
     traced = TraceRequest(line, 0.0, num_tokens, 0, ids, None)
-    return ReplayRequest(traced, BLOCK_SIZE, trace_block_size=BLOCK_SIZE)
+    return ReplayRequest.from_trace(traced, BLOCK_SIZE, trace_block_size=BLOCK_SIZE)
 
 
 def make_driver(num_blocks):

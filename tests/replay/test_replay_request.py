@@ -10,7 +10,6 @@ from kv_pool.events.publisher_blocks import to_wire_hash
 from kv_pool.replay.replay_request import (
     CONVENTIONS,
     ReplayRequest,
-    ReplayRequestState,
     hash_ids_to_block_hashes,
 )
 from kv_pool.replay.trace import TraceRequest
@@ -81,7 +80,7 @@ def test_shared_ids_determine_the_shared_blocks(block_size, num_blocks, num_shar
 def test_conventions_for_partial_blocks_with_ids(
     convention, num_tokens, num_cacheable_blocks, max_hit_tokens
 ):
-    request = ReplayRequest(TraceRequest(1, 0.0, 20, 0, [1, 2, 3], None), 8, convention, 8)
+    request = ReplayRequest.from_trace(TraceRequest(1, 0.0, 20, 0, [1, 2, 3], None), 8, convention, 8)
     assert request.input_length == 20
     assert request.num_tokens == request.num_prompt_tokens == num_tokens
     assert request.num_cacheable_blocks == num_cacheable_blocks
@@ -93,7 +92,7 @@ def test_conventions_for_partial_blocks_with_ids(
     [("full_blocks_cap", 20), ("full_blocks", 20), ("ids_as_blocks_cap", 16), ("ids_as_blocks", 16)],
 )
 def test_conventions_for_partial_blocks_without_ids(convention, num_tokens):
-    request = ReplayRequest(TraceRequest(1, 0.0, 20, 0, [1, 2], None), 8, convention, 8)
+    request = ReplayRequest.from_trace(TraceRequest(1, 0.0, 20, 0, [1, 2], None), 8, convention, 8)
     assert request.num_tokens == num_tokens
     assert request.num_cacheable_blocks == 2
 
@@ -101,7 +100,7 @@ def test_conventions_for_partial_blocks_without_ids(convention, num_tokens):
 def test_token_ids_are_hashed_as_in_an_engine():
     hasher = BlockHasher("xxh3_128", "0", 4)
     tokens = list(range(10))
-    request = ReplayRequest(TraceRequest(3, 5.0, 10, 2, None, tokens), 4, hasher=hasher)
+    request = ReplayRequest.from_trace(TraceRequest(3, 5.0, 10, 2, None, tokens), 4, hasher=hasher)
     assert request.block_hashes == hasher.hash_blocks(tokens)
     assert request.num_cacheable_blocks == 2
     assert request.all_token_ids == tokens
@@ -111,7 +110,9 @@ def test_token_ids_are_hashed_as_in_an_engine():
 @pytest.mark.parametrize("block_size", [4, 8])
 def test_generated_blocks_have_unique_hashes(block_size):
     requests = [
-        ReplayRequest(TraceRequest(line, 0.0, 20, 30, [1, 2, 3], None), block_size, trace_block_size=8)
+        ReplayRequest.from_trace(
+            TraceRequest(line, 0.0, 20, 30, [1, 2, 3], None), block_size, trace_block_size=8
+        )
         for line in (1, 2)
     ]
     num_prompt_hashes = 20 // block_size
@@ -133,14 +134,16 @@ def test_distinct_hashes_are_distinct_on_the_wire(block_size):
     hashes = set()
     for line in range(1, 30):
         ids = [1, 2, 1 << 33, *range(100 * line, 100 * line + 20)]
-        request = ReplayRequest(TraceRequest(line, 0.0, 184, 64, ids, None), block_size, trace_block_size=8)
+        request = ReplayRequest.from_trace(
+            TraceRequest(line, 0.0, 184, 64, ids, None), block_size, trace_block_size=8
+        )
         request.append_output(64)
         hashes.update(request.block_hashes)
     assert len({to_wire_hash(block_hash) for block_hash in hashes}) == len(hashes) > 300
 
 
 def test_token_ids_repeat_hash_ids_then_zeros():
-    request = ReplayRequest(TraceRequest(1, 0.0, 10, 5, [7, 9], None), 8, trace_block_size=8)
+    request = ReplayRequest.from_trace(TraceRequest(1, 0.0, 10, 5, [7, 9], None), 8, trace_block_size=8)
     assert request.all_token_ids == [7] * 8 + [9] * 2
     request.append_output(3)
     assert request.all_token_ids == [7] * 8 + [9] * 2 + [0] * 3
@@ -148,17 +151,17 @@ def test_token_ids_repeat_hash_ids_then_zeros():
 
 def test_unknown_convention_error_lists_conventions():
     with pytest.raises(InvalidArgumentError, match=f"'papers'; known are {', '.join(CONVENTIONS)}"):
-        ReplayRequest(TraceRequest(1, 0.0, 8, 0, [1], None), 8, "papers", 8)
+        ReplayRequest.from_trace(TraceRequest(1, 0.0, 8, 0, [1], None), 8, "papers", 8)
 
 
 def test_hash_ids_need_the_block_size_of_the_trace():
     with pytest.raises(InvalidArgumentError, match="needs the trace's block size"):
-        ReplayRequest(TraceRequest(1, 0.0, 8, 0, [1], None), 8)
+        ReplayRequest.from_trace(TraceRequest(1, 0.0, 8, 0, [1], None), 8)
 
 
 def test_token_ids_need_a_hasher():
     with pytest.raises(InvalidArgumentError, match="needs a BlockHasher"):
-        ReplayRequest(TraceRequest(1, 0.0, 2, 0, None, [1, 2]), 8)
+        ReplayRequest.from_trace(TraceRequest(1, 0.0, 2, 0, None, [1, 2]), 8)
 
 
 def make_request(hash_ids, input_length, output_length, block_size=8):
@@ -171,7 +174,7 @@ def make_request(hash_ids, input_length, output_length, block_size=8):
         token_ids=None,
         session_id="a",
     )
-    return ReplayRequest(traced, block_size, trace_block_size=8)
+    return ReplayRequest.from_trace(traced, block_size, trace_block_size=8)
 
 
 def test_block_hash_is_known_before_the_block_is_full():
@@ -187,10 +190,9 @@ def test_block_hash_is_known_before_the_block_is_full():
 def test_restored_request_continues_identically():
     request = make_request([1, 2, 3], 20, 40)
     request.append_output(10)
-    state = msgspec.msgpack.decode(msgspec.msgpack.encode(request.get_state()), type=ReplayRequestState)
-    there = ReplayRequest.from_state(state)
+    there = msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=ReplayRequest)
     for both in (request, there):
         both.append_output(20)
-    for name in vars(request):
+    for name in ReplayRequest.__struct_fields__:
         assert getattr(there, name) == getattr(request, name), name
     assert there.all_token_ids == request.all_token_ids

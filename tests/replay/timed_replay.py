@@ -75,7 +75,7 @@ def run_timed(
     swap = HostSwap(manager, num_host_blocks, BLOCK_BYTES, link, rule, report) if num_host_blocks else None
     driver = ImpatientDriver(manager, report, tiers=lower, swap=swap)
     arriving = (
-        ReplayRequest(TraceRequest(line, *request, None), BLOCK_SIZE, convention, BLOCK_SIZE)
+        ReplayRequest.from_trace(TraceRequest(line, *request, None), BLOCK_SIZE, convention, BLOCK_SIZE)
         for line, request in enumerate(requests, 1)
     )
     rates = {"prefill_tokens_per_s": 1000.0, "decode_tokens_per_s": 100.0, **rates}

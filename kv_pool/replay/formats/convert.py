@@ -175,9 +175,7 @@ def convert_trace(settings: ConvertSettings, output: str) -> ConvertReport:
     reader = open_reader(settings)
     report = ConvertReport()
     first_arrivals_ms: list[float] = []
-    requests = _renumber(
-        _start_at_zero(_sort(reader, report), report, first_arrivals_ms), settings, reader, report
-    )
+    requests = _renumber(_sort(reader, report, first_arrivals_ms), settings, reader, report)
     if settings.target_format == "kv-cache-tester":
         _write_sessions(requests, report, output)
     else:
@@ -196,10 +194,12 @@ def convert_trace(settings: ConvertSettings, output: str) -> ConvertReport:
     return report
 
 
-def _sort(requests: Iterable[TraceRequest], report: ConvertReport) -> Iterator[TraceRequest]:
-    """Yield requests by arrival, as far as `MAX_REORDERED` requests tell."""
+def _sort(
+    requests: Iterable[TraceRequest], report: ConvertReport, first_arrivals_ms: list[float]
+) -> Iterator[TraceRequest]:
+    """Yield requests by arrival, as far as `MAX_REORDERED` requests tell, the first one at 0 ms."""
     pending: list[tuple[float, int, TraceRequest]] = []
-    last_ms = float("-inf")
+    first_ms = last_ms = float("-inf")
     for number, request in enumerate(chain(requests, repeat(None))):
         if request is not None:
             heapq.heappush(pending, (request.arrival_ms, number, request))
@@ -210,22 +210,14 @@ def _sort(requests: Iterable[TraceRequest], report: ConvertReport) -> Iterator[T
         arrival_ms, _, found = heapq.heappop(pending)
         report.num_late += arrival_ms < last_ms
         last_ms = max(last_ms, arrival_ms)
-        yield found
-
-
-def _start_at_zero(
-    requests: Iterable[TraceRequest], report: ConvertReport, first_arrivals_ms: list[float]
-) -> Iterator[TraceRequest]:
-    first_ms: float | None = None
-    for request in requests:
+        if not report.num_requests:
+            first_ms = arrival_ms
         report.num_requests += 1
-        if first_ms is None:
-            first_ms = request.arrival_ms
         # Rounded to microseconds: times since 1970 have no more.
-        arrival_ms = round(max(0.0, request.arrival_ms - first_ms), 3)
+        arrival_ms = round(max(0.0, arrival_ms - first_ms), 3)
         if len(first_arrivals_ms) < 1000:
             first_arrivals_ms.append(arrival_ms)
-        yield replace(request, arrival_ms=arrival_ms)
+        yield replace(found, arrival_ms=arrival_ms)
 
 
 def _renumber(
