@@ -1,16 +1,19 @@
 """The sockets of a publisher: either both open or none; encrypted if configured."""
 
+import logging
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from kv_pool.errors import EndpointError, InvalidArgumentError
 from kv_pool.events.config import PublisherConfig
 from kv_pool.events.curve_keys import load_key_pair
-from kv_pool.events.endpoints import check_unused, is_ipv6, should_bind
+from kv_pool.events.endpoints import check_unused, is_ipv6, is_loopback, should_bind
 from kv_pool.events.zmq_module import zmq
 
 if TYPE_CHECKING:
     from zmq.auth.thread import ThreadAuthenticator
+
+_logger = logging.getLogger(__name__)
 
 MAX_RECEIVED_BYTES = 4096
 """Maximum size of a received frame, a subscription or a number; a peer that sends more is disconnected."""
@@ -72,6 +75,11 @@ class PublisherSockets:
                 # Otherwise ZeroMQ silently drops replies to a slow reader, including the end marker.
                 self.replay.setsockopt(zmq.ROUTER_MANDATORY, 1)
                 self.replay_endpoint = attach(self.replay, replay_endpoint, binds=True)
+            if self._keys is None and not all(map(is_loopback, endpoints)):
+                _logger.warning(
+                    "any reader that can connect to %s can read the token ids of all prompts; use CURVE keys",
+                    " or ".join(filter(None, (self.endpoint, self.replay_endpoint))),
+                )
             on_failure.pop_all()
 
     def _abort(self) -> None:
