@@ -15,7 +15,7 @@ end      identity | empty | empty | ff ff ff ff ff ff ff ff | empty
 import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -200,21 +200,14 @@ class _UnreadStored(BlockStored, tag="BlockStored"):
 
 
 _Event = _UnreadStored | BlockRemoved | AllBlocksCleared
+_Events = TypeVar("_Events")
 
 
-class _TypedBatch(msgspec.Struct, array_like=True):
-    """A batch as current publishers send it."""
-
-    ts: float
-    events: list[_Event]
-    data_parallel_rank: int | None = None
-
-
-class _Envelope(msgspec.Struct, array_like=True):
-    """A batch whose events are not decoded yet."""
+class _Batch(msgspec.Struct, Generic[_Events], array_like=True):
+    """A batch with its events as a decoder returns them."""
 
     ts: float
-    events: msgspec.Raw
+    events: _Events
     data_parallel_rank: int | None = None
 
 
@@ -227,9 +220,9 @@ _UNREADABLE = (msgspec.MsgspecError, ValueError, TypeError, RecursionError)
 """Errors that decoding raises for invalid bytes; some errors of msgspec 0.19 are not ValueErrors."""
 
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(_TypedBatch)
+_DECODER = msgspec.msgpack.Decoder(_Batch[list[_Event]])
 _LOOSE_DECODER = msgspec.msgpack.Decoder(KVEventBatch)
-_ENVELOPE_DECODER = msgspec.msgpack.Decoder(_Envelope)
+_ENVELOPE_DECODER = msgspec.msgpack.Decoder(_Batch[msgspec.Raw])
 _LIST_DECODER = msgspec.msgpack.Decoder(list[msgspec.Raw])
 _TOKENS_DECODER = msgspec.msgpack.Decoder(list[int])
 _EVENT_DECODER: msgspec.msgpack.Decoder[_Event] = msgspec.msgpack.Decoder(_Event)

@@ -59,7 +59,7 @@ class ZMQEventPublisher(Closing):
         state: filters the events and tracks resident blocks; owned by the publisher from now on. None sends
             events unchanged, and answers a replay request that is too old from the buffer, as vLLM does.
         clock: seconds since the epoch, for the time in batches.
-        monotonic: seconds, for heartbeats, slow replays and `close()`.
+        monotonic: seconds, for slow replays and `close()`.
 
     Attributes:
         endpoint, replay_endpoint: with the actual port instead of 0.
@@ -205,13 +205,11 @@ class ZMQEventPublisher(Closing):
     # ---- the publisher's thread ----------------------------------------------------------------------
 
     def _run(self) -> None:
-        heartbeat_s = self.config.heartbeat_s or float("inf")
-        sent_s = self._monotonic()
+        heartbeat_s = self.config.heartbeat_s and min(self.config.heartbeat_s, threading.TIMEOUT_MAX)
         while True:
-            wait_s = max(0.0, sent_s + heartbeat_s - self._monotonic())
             published: _Published | None
             try:
-                published = self._queue.get(timeout=wait_s if wait_s < float("inf") else None)
+                published = self._queue.get(timeout=heartbeat_s)
             except Empty:
                 with self._publishing:
                     if not self._queue.empty():
@@ -233,7 +231,6 @@ class ZMQEventPublisher(Closing):
                 except Empty:
                     break
             self._send(ready)
-            sent_s = self._monotonic()
             if published is _CLOSE:
                 break
         self._close_sockets()

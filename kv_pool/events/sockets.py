@@ -53,9 +53,8 @@ class PublisherSockets:
         self._is_shared = any(address.startswith("inproc://") for address in endpoints)
         self.context = zmq.Context.instance() if self._is_shared else zmq.Context()
         self._authenticator: ThreadAuthenticator | None = None
-        self._opened: list[zmq.SyncSocket] = []
         with ExitStack() as on_failure:
-            on_failure.callback(self._abort)
+            on_failure.callback(self.end)
             self._keys = (
                 None
                 if config.curve_secret_key_file is None
@@ -63,14 +62,14 @@ class PublisherSockets:
             )
             if config.curve_client_keys_dir is not None:
                 self._authenticator = _start_authenticator(self.context, config.curve_client_keys_dir)
-            self.live = self._open(zmq.PUB, endpoints, config, config.hwm)
+            self.live = self._open(zmq.PUB, endpoints, config, config.hwm, on_failure)
             self.endpoint = attach(
                 self.live, endpoint, should_bind(endpoint) if config.bind is None else config.bind
             )
             self.replay: zmq.SyncSocket | None = None
             self.replay_endpoint: str | None = None
             if replay_endpoint is not None:
-                self.replay = self._open(zmq.ROUTER, endpoints, config, REPLAY_HWM)
+                self.replay = self._open(zmq.ROUTER, endpoints, config, REPLAY_HWM, on_failure)
                 self.replay.setsockopt(zmq.RCVHWM, MAX_QUEUED_REQUESTS)
                 # Otherwise ZeroMQ silently drops replies to a slow reader, including the end marker.
                 self.replay.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -82,12 +81,6 @@ class PublisherSockets:
                 )
             on_failure.pop_all()
 
-    def _abort(self) -> None:
-        """Close what is open, without sending more."""
-        for socket in self._opened:
-            socket.close(linger=0)
-        self.end()
-
     def end(self) -> None:
         """Wait up to `linger_s` until the closed sockets have sent their messages."""
         if self._authenticator is not None:
@@ -96,9 +89,11 @@ class PublisherSockets:
         if not self._is_shared:
             self.context.term()
 
-    def _open(self, kind: int, endpoints: list[str], config: PublisherConfig, hwm: int) -> "zmq.SyncSocket":
+    def _open(
+        self, kind: int, endpoints: list[str], config: PublisherConfig, hwm: int, on_failure: ExitStack
+    ) -> "zmq.SyncSocket":
         socket = self.context.socket(kind)
-        self._opened.append(socket)
+        on_failure.callback(socket.close, linger=0)
         socket.setsockopt(zmq.LINGER, int(config.linger_s * 1000))
         # The system closes a TCP connection that takes no bytes for this long; ZeroMQ frees its messages.
         socket.setsockopt(zmq.TCP_MAXRT, max(1, min(int(config.slow_reader_s * 1000), MAX_TIMEOUT_MS)))

@@ -115,6 +115,12 @@ def test_idle_publisher_sends_heartbeats():
     assert publisher.get_statistics().num_empty_batches_sent >= 4
 
 
+def test_infinite_pause_between_heartbeats_is_none():
+    with make_publisher(heartbeat_s=float("inf")) as publisher:
+        publisher.publish([removed(1)])
+        wait_until(lambda: publisher.get_statistics().last_sequence == 0, "sent")
+
+
 def test_batch_that_cannot_be_encoded_leaves_a_hole():
     with make_publisher() as publisher, subscribed(publisher) as (subscriber, first):
         publisher.publish([removed(1), object()])
