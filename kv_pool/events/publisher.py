@@ -104,22 +104,20 @@ class ZMQEventPublisher(Closing):
         self.endpoint: str | None = self._sockets.endpoint
         self.replay_endpoint = self._sockets.replay_endpoint
         self._replay_server: ReplayServer | None = None
-        if self._sockets.replay is not None:
-            self._replay_server = ReplayServer(
-                self._sockets.replay,
-                self._buffer,
-                state,
-                config,
-                self._encode,
-                clock,
-                monotonic,
-                self._counts,
-            )
         with ExitStack() as on_failure:
             on_failure.callback(self._sockets.end)
             on_failure.callback(self._close_sockets)
-            if self._replay_server is not None:
-                self._replay_server.start()
+            if self._sockets.replay is not None:
+                self._replay_server = ReplayServer(
+                    self._sockets.replay,
+                    self._buffer,
+                    state,
+                    config,
+                    self._encode,
+                    clock,
+                    monotonic,
+                    self._counts,
+                )
             self._thread = start_thread("kv_pool event publisher", self._run)
             on_failure.pop_all()
 

@@ -356,8 +356,11 @@ def test_only_listed_clients_are_admitted(keys):
             assert handshake_of(kind, endpoint, **stranger) != zmq.EVENT_HANDSHAKE_SUCCEEDED
 
 
-@pytest.mark.parametrize("module", ["replay_server", "publisher"])
-def test_publisher_that_gets_no_thread_frees_its_ports(module, monkeypatch):
+@pytest.mark.parametrize(
+    "name", ["replay_server.start_thread", "replay_server.socketpair", "publisher.start_thread"]
+)
+def test_publisher_that_gets_no_thread_frees_its_ports(name, monkeypatch):
+    """Without descriptors for a socket pair its sockets stayed open."""
     with make_publisher(replay_endpoint=FREE_PORT) as publisher:
         places = {"endpoint": publisher.endpoint, "replay_endpoint": publisher.replay_endpoint}
     before = set(threading.enumerate())
@@ -365,9 +368,9 @@ def test_publisher_that_gets_no_thread_frees_its_ports(module, monkeypatch):
 
         def refuse(*arguments):
             with no_new_threads():
-                return start_thread(*arguments)
+                return start_thread(*(arguments or ("none", print)))
 
-        patch.setattr(f"kv_pool.events.{module}.start_thread", refuse)
+        patch.setattr(f"kv_pool.events.{name}", refuse)
         with pytest.raises(OutOfThreadsError):
             make_publisher(**places)
     assert set(threading.enumerate()) <= before
