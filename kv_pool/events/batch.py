@@ -15,7 +15,7 @@ end      identity | empty | empty | ff ff ff ff ff ff ff ff | empty
 import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -200,21 +200,14 @@ class _UnreadStored(BlockStored, tag="BlockStored"):
 
 
 _Event = _UnreadStored | BlockRemoved | AllBlocksCleared
+_Events = TypeVar("_Events")
 
 
-class _TypedBatch(msgspec.Struct, array_like=True):
-    """A batch as current publishers send it."""
-
-    ts: float
-    events: list[_Event]
-    data_parallel_rank: int | None = None
-
-
-class _Envelope(msgspec.Struct, array_like=True):
-    """A batch whose events are not decoded yet."""
+class _Batch(msgspec.Struct, Generic[_Events], array_like=True):
+    """A batch with its events as a decoder returns them."""
 
     ts: float
-    events: msgspec.Raw
+    events: _Events
     data_parallel_rank: int | None = None
 
 
@@ -227,9 +220,9 @@ _UNREADABLE = (msgspec.MsgspecError, ValueError, TypeError, RecursionError)
 """Errors that decoding raises for invalid bytes; some errors of msgspec 0.19 are not ValueErrors."""
 
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(_TypedBatch)
+_DECODER = msgspec.msgpack.Decoder(_Batch[list[_Event]])
 _LOOSE_DECODER = msgspec.msgpack.Decoder(KVEventBatch)
-_ENVELOPE_DECODER = msgspec.msgpack.Decoder(_Envelope)
+_ENVELOPE_DECODER = msgspec.msgpack.Decoder(_Batch[msgspec.Raw])
 _LIST_DECODER = msgspec.msgpack.Decoder(list[msgspec.Raw])
 _TOKENS_DECODER = msgspec.msgpack.Decoder(list[int])
 _EVENT_DECODER: msgspec.msgpack.Decoder[_Event] = msgspec.msgpack.Decoder(_Event)
@@ -353,9 +346,12 @@ def _encode_events(events: list[KVCacheEvent], encode: Callable[[KVEventBatch], 
 
 
 def _encode_header(num_elements: int) -> bytes:
-    """Return the header of an array with this many elements."""
-    encoded = _ENCODER.encode([0] * num_elements)
-    return encoded[: len(encoded) - num_elements]
+    """Return the header of an array with this many elements. O(1): a snapshot may have a million events."""
+    if num_elements < 16:
+        return bytes([0x90 | num_elements])
+    if num_elements < 2**16:
+        return b"\xdc" + num_elements.to_bytes(2, "big")
+    return b"\xdd" + num_elements.to_bytes(4, "big")
 
 
 def is_snapshot(payload: bytes) -> bool:

@@ -328,7 +328,10 @@ class PrefixMirror:
         left = self._all_bits
         position = 0
         for start in range(0, len(keys), _LOOK_UP_AT_ONCE):
-            held_by = find_publishers(lookups, keys[start : start + _LOOK_UP_AT_ONCE])
+            part = keys[start : start + _LOOK_UP_AT_ONCE]
+            held_by = lookups[0](part)
+            for look_up in lookups[1:]:
+                held_by = list(map(or_, held_by, look_up(part)))
             bits = held_by[0]
             if held_by.count(bits) == len(held_by) and left & bits == left:
                 position += len(held_by)  # the common case: no step per block
@@ -353,16 +356,6 @@ class PrefixMirror:
             publisher_id = self._id_of_bit.get(bit)
             if publisher_id is not None:  # the publisher was not removed meanwhile
                 found[publisher_id] = position
-
-
-def find_publishers(
-    lookups: Sequence[Callable[[Sequence[int]], list[int]]], keys: Sequence[int]
-) -> list[int]:
-    """Return the publishers that hold each key in any of the tables, as bits."""
-    held_by = lookups[0](keys)
-    for look_up in lookups[1:]:
-        held_by = list(map(or_, held_by, look_up(keys)))
-    return held_by
 
 
 def follow(mirror: PrefixMirror, items: Iterable[StreamItem], publisher_id: _Id) -> Iterator[StreamItem]:

@@ -15,7 +15,6 @@ from kv_pool.core.stored_events import add_kinds
 from kv_pool.errors import PublisherClosedError
 from kv_pool.events.batch import KVEventBatch, encode_batch, encode_batch_positional, pack_sequence
 from kv_pool.events.config import PublisherConfig
-from kv_pool.events.endpoints import is_loopback
 from kv_pool.events.event_publisher import PublisherStatistics, ReplayBuffer, is_worth_logging
 from kv_pool.events.replay_server import ReplayServer
 from kv_pool.events.sockets import PublisherSockets
@@ -60,7 +59,7 @@ class ZMQEventPublisher(Closing):
         state: filters the events and tracks resident blocks; owned by the publisher from now on. None sends
             events unchanged, and answers a replay request that is too old from the buffer, as vLLM does.
         clock: seconds since the epoch, for the time in batches.
-        monotonic: seconds, for heartbeats, slow replays and `close()`.
+        monotonic: seconds, for slow replays and `close()`.
 
     Attributes:
         endpoint, replay_endpoint: with the actual port instead of 0.
@@ -97,7 +96,6 @@ class ZMQEventPublisher(Closing):
         first_sequence = config.find_first_sequence(clock)
         self._first_sequence = first_sequence
         self._next_sequence = first_sequence
-        self._last_filtered = first_sequence - 1
         self._buffer = ReplayBuffer(config.buffer_steps, first_sequence)
         if state is not None:
             state.apply([], first_sequence - 1)
@@ -106,29 +104,20 @@ class ZMQEventPublisher(Closing):
         self.endpoint: str | None = self._sockets.endpoint
         self.replay_endpoint = self._sockets.replay_endpoint
         self._replay_server: ReplayServer | None = None
-        if self._sockets.replay is not None:
-            self._replay_server = ReplayServer(
-                self._sockets.replay,
-                self._buffer,
-                state,
-                config,
-                self._encode,
-                clock,
-                monotonic,
-                self._counts,
-            )
-        if config.curve_secret_key_file is None and not (
-            is_loopback(config.endpoint) and is_loopback(config.replay_endpoint or config.endpoint)
-        ):
-            _logger.warning(
-                "any reader that can connect to %s can read the token ids of all prompts; use CURVE keys",
-                " or ".join(filter(None, (self.endpoint, self.replay_endpoint))),
-            )
         with ExitStack() as on_failure:
             on_failure.callback(self._sockets.end)
             on_failure.callback(self._close_sockets)
-            if self._replay_server is not None:
-                self._replay_server.start()
+            if self._sockets.replay is not None:
+                self._replay_server = ReplayServer(
+                    self._sockets.replay,
+                    self._buffer,
+                    state,
+                    config,
+                    self._encode,
+                    clock,
+                    monotonic,
+                    self._counts,
+                )
             self._thread = start_thread("kv_pool event publisher", self._run)
             on_failure.pop_all()
 
@@ -214,13 +203,11 @@ class ZMQEventPublisher(Closing):
     # ---- the publisher's thread ----------------------------------------------------------------------
 
     def _run(self) -> None:
-        heartbeat_s = self.config.heartbeat_s or float("inf")
-        sent_s = self._monotonic()
+        heartbeat_s = self.config.heartbeat_s and min(self.config.heartbeat_s, threading.TIMEOUT_MAX)
         while True:
-            wait_s = max(0.0, sent_s + heartbeat_s - self._monotonic())
             published: _Published | None
             try:
-                published = self._queue.get(timeout=wait_s if wait_s < float("inf") else None)
+                published = self._queue.get(timeout=heartbeat_s)
             except Empty:
                 with self._publishing:
                     if not self._queue.empty():
@@ -242,7 +229,6 @@ class ZMQEventPublisher(Closing):
                 except Empty:
                     break
             self._send(ready)
-            sent_s = self._monotonic()
             if published is _CLOSE:
                 break
         self._close_sockets()
@@ -255,13 +241,19 @@ class ZMQEventPublisher(Closing):
     def _prepare(
         self, sequence: int, ts: float, events: list[KVCacheEvent], ready: list[tuple[int, bytes]]
     ) -> None:
-        """Encode a batch and append it to `ready`; on failure leave a hole in the sequence. Never raises."""
+        """Encode a batch and append it to `ready`; on failure leave a hole in the sequence. Never raises.
+
+        With a state the batch is sent even if no event is left: snapshots from now on include its sequence.
+        """
+        state = self._state
         try:
-            if self._state is None:
-                add_kinds(events, self._labels, "unknown")
-            else:
-                events = self._filter(self._state, events, sequence)
-            payload = self._encode(KVEventBatch(ts, events, self.config.data_parallel_rank))
+            sent = events
+            if state is not None and sequence != state.last_sequence + 1:
+                sent = [AllBlocksCleared(), *events]  # the state missed a batch: it was dropped, or failed
+            add_kinds(sent, self._labels, "unknown")
+            if state is not None:
+                sent = state.apply(sent, sequence, packs_tokens=True)
+            payload = self._encode(KVEventBatch(ts, sent, self.config.data_parallel_rank))
         except Exception:
             # One bad event must not end the stream: this batch becomes a hole, the next one is sent.
             self._buffer.leave_hole(sequence)
@@ -270,8 +262,8 @@ class ZMQEventPublisher(Closing):
         # Buffer the batch before sending it: a reader that has seen a batch live can request it.
         self._buffer.append(sequence, payload)
         ready.append((sequence, payload))
-        self._counts.num_events_sent += len(events)
-        self._counts.num_empty_batches_sent += not events
+        self._counts.num_events_sent += len(sent)
+        self._counts.num_empty_batches_sent += not sent
 
     def _count_failed(self, num_events: int) -> None:
         counts = self._counts
@@ -279,23 +271,6 @@ class ZMQEventPublisher(Closing):
         counts.num_events_failed += num_events
         if is_worth_logging(counts.num_batches_failed):
             _logger.exception("%d batches of events failed so far", counts.num_batches_failed)
-
-    def _filter(self, state: StreamState, events: list[KVCacheEvent], sequence: int) -> list[KVCacheEvent]:
-        """Return the events to send instead of these: with kinds, and filtered by the state.
-
-        If the state missed the batch before, because it was dropped or rejected, a clear comes first. The
-        batch is sent even if no event is left: snapshots taken from now on include its sequence.
-        """
-        if sequence != self._last_filtered + 1:
-            events = [AllBlocksCleared(), *events]
-        try:
-            add_kinds(events, self._labels, "unknown")
-            sent = state.apply(events, sequence, packs_tokens=True)
-        except Exception:
-            state.apply([], sequence)
-            raise
-        self._last_filtered = sequence
-        return sent
 
     def _send(self, ready: list[tuple[int, bytes]]) -> None:
         """Send batches that are already in the replay buffer. Never raises."""

@@ -1,9 +1,9 @@
 """`ReplayServer`: answers replay requests from the `ReplayBuffer`, on a thread of its own."""
 
 import logging
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import islice
 from socket import socketpair
@@ -143,6 +143,9 @@ class ReplayServer:
 
     Attributes:
         num_events_left_out: events of snapshots that cannot be encoded.
+
+    Raises:
+        OutOfThreadsError: the system starts no more threads. The socket is closed.
     """
 
     def __init__(
@@ -171,28 +174,17 @@ class ReplayServer:
         self._is_stopping = False
         socket.copy_threshold = COPY_BYTES
         # The thread polls sockets, so a socket is needed to wake it.
-        self._wake_reader, self._wake_writer = socketpair()
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        """Start the server's thread.
-
-        Raises:
-            OutOfThreadsError: the system starts no more threads. Nothing has changed.
-        """
-        self._thread = start_thread("kv_pool event replay", self._run)
+        with ExitStack() as on_failure:
+            on_failure.callback(socket.close)
+            self._wake_reader, self._wake_writer = map(on_failure.enter_context, socketpair())
+            self._thread = start_thread("kv_pool event replay", self._run)
+            on_failure.pop_all()
 
     def stop(self) -> None:
-        """Stop the thread after the current reply or piece of a snapshot, and close the socket.
-
-        The socket is also closed if the server was never started.
-        """
+        """Stop the thread after the current reply or piece of a snapshot, and close the socket."""
         self._is_stopping = True
-        if self._thread is None:
-            self._socket.close()
-        else:
-            self._wake_writer.send(b"x")
-            self._thread.join()
+        self._wake_writer.send(b"x")
+        self._thread.join()
         self._wake_reader.close()
         self._wake_writer.close()
 

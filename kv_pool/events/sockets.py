@@ -1,16 +1,19 @@
 """The sockets of a publisher: either both open or none; encrypted if configured."""
 
+import logging
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from kv_pool.errors import EndpointError, InvalidArgumentError
 from kv_pool.events.config import PublisherConfig
 from kv_pool.events.curve_keys import load_key_pair
-from kv_pool.events.endpoints import check_unused, is_ipv6, should_bind
+from kv_pool.events.endpoints import check_unused, is_ipv6, is_loopback, should_bind
 from kv_pool.events.zmq_module import zmq
 
 if TYPE_CHECKING:
     from zmq.auth.thread import ThreadAuthenticator
+
+_logger = logging.getLogger(__name__)
 
 MAX_RECEIVED_BYTES = 4096
 """Maximum size of a received frame, a subscription or a number; a peer that sends more is disconnected."""
@@ -50,9 +53,8 @@ class PublisherSockets:
         self._is_shared = any(address.startswith("inproc://") for address in endpoints)
         self.context = zmq.Context.instance() if self._is_shared else zmq.Context()
         self._authenticator: ThreadAuthenticator | None = None
-        self._opened: list[zmq.SyncSocket] = []
         with ExitStack() as on_failure:
-            on_failure.callback(self._abort)
+            on_failure.callback(self.end)
             self._keys = (
                 None
                 if config.curve_secret_key_file is None
@@ -60,25 +62,24 @@ class PublisherSockets:
             )
             if config.curve_client_keys_dir is not None:
                 self._authenticator = _start_authenticator(self.context, config.curve_client_keys_dir)
-            self.live = self._open(zmq.PUB, endpoints, config, config.hwm)
+            self.live = self._open(zmq.PUB, endpoints, config, config.hwm, on_failure)
             self.endpoint = attach(
                 self.live, endpoint, should_bind(endpoint) if config.bind is None else config.bind
             )
             self.replay: zmq.SyncSocket | None = None
             self.replay_endpoint: str | None = None
             if replay_endpoint is not None:
-                self.replay = self._open(zmq.ROUTER, endpoints, config, REPLAY_HWM)
+                self.replay = self._open(zmq.ROUTER, endpoints, config, REPLAY_HWM, on_failure)
                 self.replay.setsockopt(zmq.RCVHWM, MAX_QUEUED_REQUESTS)
                 # Otherwise ZeroMQ silently drops replies to a slow reader, including the end marker.
                 self.replay.setsockopt(zmq.ROUTER_MANDATORY, 1)
                 self.replay_endpoint = attach(self.replay, replay_endpoint, binds=True)
+            if self._keys is None and not all(map(is_loopback, endpoints)):
+                _logger.warning(
+                    "any reader that can connect to %s can read the token ids of all prompts; use CURVE keys",
+                    " or ".join(filter(None, (self.endpoint, self.replay_endpoint))),
+                )
             on_failure.pop_all()
-
-    def _abort(self) -> None:
-        """Close what is open, without sending more."""
-        for socket in self._opened:
-            socket.close(linger=0)
-        self.end()
 
     def end(self) -> None:
         """Wait up to `linger_s` until the closed sockets have sent their messages."""
@@ -88,9 +89,11 @@ class PublisherSockets:
         if not self._is_shared:
             self.context.term()
 
-    def _open(self, kind: int, endpoints: list[str], config: PublisherConfig, hwm: int) -> "zmq.SyncSocket":
+    def _open(
+        self, kind: int, endpoints: list[str], config: PublisherConfig, hwm: int, on_failure: ExitStack
+    ) -> "zmq.SyncSocket":
         socket = self.context.socket(kind)
-        self._opened.append(socket)
+        on_failure.callback(socket.close, linger=0)
         socket.setsockopt(zmq.LINGER, int(config.linger_s * 1000))
         # The system closes a TCP connection that takes no bytes for this long; ZeroMQ frees its messages.
         socket.setsockopt(zmq.TCP_MAXRT, max(1, min(int(config.slow_reader_s * 1000), MAX_TIMEOUT_MS)))

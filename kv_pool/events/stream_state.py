@@ -11,8 +11,8 @@ from mypy_extensions import mypyc_attr
 
 from kv_pool.core.kv_events import AllBlocksCleared, BlockRemoved, BlockReported, BlockStored, KVCacheEvent
 from kv_pool.errors import InvalidTypeError
-from kv_pool.events.place_blocks import BlockKind, Place, PlaceBlocks, find_ranges
-from kv_pool.events.stores import announce_with_tails, iter_chunks, slice_ranges
+from kv_pool.events.place_blocks import BlockKind, Place, PlaceBlocks
+from kv_pool.events.stores import announce_with_tails, iter_chunks, slice_positions, slice_ranges
 from kv_pool.events.yield_timer import YieldTimer
 from kv_pool.ids import ExternalBlockHash
 
@@ -84,7 +84,8 @@ class StreamState:
         with self._lock:
             sent = self.resident.apply(ours, packs_tokens)
             self.last_sequence = self.last_sequence + 1 if sequence is None else sequence
-            self.resident.drop_some()
+            if not self._snapshot_lock.locked():  # a snapshot may not have copied the cleared blocks yet
+                self.resident.drop_some()
         return sent
 
     def iter_snapshot(
@@ -105,7 +106,6 @@ class StreamState:
         with self._snapshot_lock:
             with self._lock:
                 sequence = self.last_sequence
-                self.resident.is_copying = True
                 places = list(self.resident.places.values())
                 for blocks in places:
                     blocks.begin_copy()
@@ -117,7 +117,6 @@ class StreamState:
                         yield_timer.yield_if_due()
             finally:
                 with self._lock:
-                    self.resident.is_copying = False
                     copies = [(blocks.place, blocks.end_copy()) for blocks in places]
         cleared: list[KVCacheEvent] = [AllBlocksCleared()]
         return sequence, chain([cleared], iter_chunks(copies, yield_timer))
@@ -135,13 +134,11 @@ class ResidentBlocks:
 
     Attributes:
         places: the blocks of each place.
-        is_copying: whether a copy is being taken; the memory of cleared blocks is not freed meanwhile.
     """
 
     def __init__(self, keeps_token_ids: bool) -> None:
         self.keeps_token_ids = keeps_token_ids
         self.places: dict[Place, PlaceBlocks] = {}
-        self.is_copying = False
         self._kinds: dict[BlockKind, BlockKind] = {}
         self._forgotten: list[dict[Any, Any]] = []
         # Of the call of `apply` that runs:
@@ -206,7 +203,7 @@ class ResidentBlocks:
                 self._sent.extend(announced)
                 return
         if first_copies is not None:
-            self._sent.extend(slice_ranges(event, find_ranges(first_copies, len(hashes))))
+            self._sent.extend(slice_positions(event, first_copies))
         elif len(fields[2]) != len(hashes) * fields[3] or hashes[0] == fields[1]:
             self._sent.extend(slice_ranges(event, [(0, len(hashes))]))
         else:
@@ -270,7 +267,7 @@ class ResidentBlocks:
 
     def drop_some(self) -> None:
         """Free some of the memory of cleared blocks, for at most about 0.1 ms."""
-        num_left = 0 if self.is_copying else NUM_FORGOTTEN_AT_ONCE
+        num_left = NUM_FORGOTTEN_AT_ONCE
         while self._forgotten and num_left > 0:
             last = self._forgotten[-1]
             num_taken = min(num_left, len(last))

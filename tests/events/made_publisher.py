@@ -1,8 +1,8 @@
 """Publishers for tests, on free ports, closed at the end."""
 
-from kv_pool.core.kv_events import AllBlocksCleared
 from kv_pool.events.config import PublisherConfig
 from kv_pool.events.publisher import ZMQEventPublisher
+from kv_pool.events.stream_state import StreamState
 
 FREE_PORT = "tcp://127.0.0.1:0"
 
@@ -12,20 +12,16 @@ def make_publisher(state=None, clock=lambda: 1700000000.5, **settings):
     return ZMQEventPublisher(PublisherConfig(**settings), state, clock)
 
 
-class GatedState:
+class GatedState(StreamState):
     """A state that blocks the publisher's thread at its first batch until the gate is open."""
 
     def __init__(self, entered, gate):
+        super().__init__()
         self.entered = entered
         self.gate = gate
-        self.applied = []
 
     def apply(self, events, sequence=None, *, packs_tokens=False):
         if events:
             self.entered.set()
             assert self.gate.wait(20)
-            self.applied += events
-        return events
-
-    def iter_snapshot(self):
-        return -1, iter([[AllBlocksCleared()]])
+        return super().apply(events, sequence, packs_tokens=packs_tokens)

@@ -2,6 +2,7 @@
 
 import contextlib
 import random
+import tracemalloc
 
 import msgspec
 import pytest
@@ -13,6 +14,7 @@ from kv_pool.events.batch import (
     MAX_SEQUENCE,
     DecodedBatch,
     KVEventBatch,
+    _encode_header,
     decode_batch,
     decode_lazily,
     encode_batch,
@@ -320,6 +322,16 @@ def test_pieces_give_the_same_bytes_as_one_call(num_events, encode, rank):
     payload, num_left_out = encode_in_pieces(2.5, chunks, rank, encode)
     assert payload == encode(KVEventBatch(2.5, events, rank))
     assert num_left_out == 0
+
+
+def test_header_of_a_large_array_is_made_without_its_elements():
+    """A list of a million elements was encoded for it, in one call that stopped the pool's thread."""
+    tracemalloc.start()
+    try:
+        assert _encode_header(2**24) == b"\xdd\x01\x00\x00\x00"
+        assert tracemalloc.get_traced_memory()[1] < 100_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_event_that_cannot_be_encoded_is_omitted_and_counted():

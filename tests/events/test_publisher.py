@@ -28,6 +28,7 @@ from kv_pool.events.batch import KVEventBatch, decode_batch, encode_batch, encod
 from kv_pool.events.config import GroupSpec, PublisherConfig
 from kv_pool.events.event_publisher import NullEventPublisher, PublisherStatistics
 from kv_pool.events.publisher import ZMQEventPublisher
+from kv_pool.events.stream_state import StreamState
 from kv_pool.events.subscriber import KVEventSubscriber
 from kv_pool.threads import start_thread
 
@@ -114,6 +115,12 @@ def test_idle_publisher_sends_heartbeats():
     assert publisher.get_statistics().num_empty_batches_sent >= 4
 
 
+def test_infinite_pause_between_heartbeats_is_none():
+    with make_publisher(heartbeat_s=float("inf")) as publisher:
+        publisher.publish([removed(1)])
+        wait_until(lambda: publisher.get_statistics().last_sequence == 0, "sent")
+
+
 def test_batch_that_cannot_be_encoded_leaves_a_hole():
     with make_publisher() as publisher, subscribed(publisher) as (subscriber, first):
         publisher.publish([removed(1), object()])
@@ -174,6 +181,16 @@ def test_full_queue_drops_batches_and_leaves_a_hole(when_full, sent):
     assert {sequence: draw(decode_batch(payload).events) for sequence, payload in batches} == sent
 
 
+def test_batch_that_the_state_rejects_is_followed_by_a_clear():
+    with make_publisher(StreamState()) as publisher:
+        for events in ([removed(1)], [removed(2), object()], [removed(3)], [removed(4)]):
+            publisher.publish(events)
+        wait_until(lambda: publisher.get_statistics().last_sequence == 3, "sent")
+        batches = publisher._buffer.list_from(0, 9)
+    drawn = {sequence: draw(decode_batch(payload).events) for sequence, payload in batches}
+    assert drawn == {0: ["- 1"], 2: ["clear", "- 3"], 3: ["- 4"]}
+
+
 def test_heartbeat_shows_a_loss_that_no_batch_follows():
     entered, gate = threading.Event(), threading.Event()
     state = GatedState(entered, gate)
@@ -183,12 +200,10 @@ def test_heartbeat_shows_a_loss_that_no_batch_follows():
         publisher.publish([removed(1)])
         publisher.publish([removed(2)])
         gate.set()
-        with Requester(publisher.replay_endpoint) as requester:
-            answer = []
-            while len(answer) < 3:
-                answer = requester.ask(0)
+        wait_until(lambda: publisher._buffer.last_sequence >= 3, "sent")
+        ((sequence, payload),) = publisher._buffer.list_from(3, 1)
     assert publisher.get_statistics().num_batches_dropped == 1
-    assert (3, [AllBlocksCleared()]) in [(sequence, batch.events) for sequence, batch in answer]
+    assert (sequence, decode_batch(payload).events) == (3, [AllBlocksCleared()])
 
 
 # ---- closing -----------------------------------------------------------------------------------------
@@ -341,8 +356,11 @@ def test_only_listed_clients_are_admitted(keys):
             assert handshake_of(kind, endpoint, **stranger) != zmq.EVENT_HANDSHAKE_SUCCEEDED
 
 
-@pytest.mark.parametrize("module", ["replay_server", "publisher"])
-def test_publisher_that_gets_no_thread_frees_its_ports(module, monkeypatch):
+@pytest.mark.parametrize(
+    "name", ["replay_server.start_thread", "replay_server.socketpair", "publisher.start_thread"]
+)
+def test_publisher_that_gets_no_thread_frees_its_ports(name, monkeypatch):
+    """Without descriptors for a socket pair its sockets stayed open."""
     with make_publisher(replay_endpoint=FREE_PORT) as publisher:
         places = {"endpoint": publisher.endpoint, "replay_endpoint": publisher.replay_endpoint}
     before = set(threading.enumerate())
@@ -350,9 +368,9 @@ def test_publisher_that_gets_no_thread_frees_its_ports(module, monkeypatch):
 
         def refuse(*arguments):
             with no_new_threads():
-                return start_thread(*arguments)
+                return start_thread(*(arguments or ("none", print)))
 
-        patch.setattr(f"kv_pool.events.{module}.start_thread", refuse)
+        patch.setattr(f"kv_pool.events.{name}", refuse)
         with pytest.raises(OutOfThreadsError):
             make_publisher(**places)
     assert set(threading.enumerate()) <= before

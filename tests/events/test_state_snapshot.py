@@ -146,7 +146,7 @@ def test_snapshot_excludes_batches_applied_after_the_copy():
     state.apply([removed(2), stored([3])])
     assert sequence == 0
     assert draw(event for chunk in chunks for event in chunk) == ["clear", "> 1 2"]
-    assert not state.resident.is_copying
+    assert not state._snapshot_lock.locked()
 
 
 def test_threaded_snapshots_match_the_state_after_their_batch():
