@@ -145,8 +145,10 @@ class DiskTier(Tier):
             for key, row in zip(keys, rows, strict=True):
                 slot = slots[len(stored)]
                 self._use += 1
+                parent, num_tokens = self.parents.get(key, (None, 0))
+                header = SlotHeader(key, self._use, parent=parent, num_tokens=num_tokens)
                 try:
-                    self._files.write(slot, key, row, self._use, *self.parents.get(key, (None, 0)))
+                    self._files.write(slot, header, row)
                 except OSError as error:
                     self._unwiped[slot] = key
                     self._counts.num_write_errors += 1
