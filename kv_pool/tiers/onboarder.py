@@ -298,15 +298,14 @@ class TierOnboarder:
             limit = as_count("max_num_tokens", max_num_tokens)
         is_aligned = start % self.manager.alignment == 0
         num_tokens = self._prefixes.count_tokens(request, start, limit) if is_aligned else 0
-        by_medium = dict.fromkeys(self._media, 0)
-        if num_tokens and len(self._media) == 1:
-            by_medium[self._media[0]] = num_tokens
-        elif num_tokens:
+        counts = {0: num_tokens}
+        if num_tokens and len(self._media) > 1:
             end = start + num_tokens
             rows = self._prefixes.list_blocks(request, start, end)
             counts = self._prefixes.count_by_tier(rows, start, end, self.tiered_cache.find_tier)
-            for level, count in counts.items():
-                by_medium[self._media[level]] += count
+        by_medium = dict.fromkeys(self._media, 0)
+        for level, count in counts.items():
+            by_medium[self._media[level]] += count
         return TierHit(request.request_id, start, num_tokens, by_medium)
 
     def find_both(
