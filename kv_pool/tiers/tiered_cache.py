@@ -292,13 +292,11 @@ class TieredCache:
         self.flush_evicted()
         self._take_prefetched()
         if self.writes_through:
-            queued = [
-                (block, is_written)
-                for block, (key, generation, is_written) in self._through.items()
-                if block.generation == generation and block.block_hash == key
-            ]
-            written = [block for block, is_written in queued if is_written]
-            unwritten = [block for block, is_written in queued if not is_written]
+            written: list[KVCacheBlock] = []
+            unwritten: list[KVCacheBlock] = []
+            for block, (key, generation, is_written) in self._through.items():
+                if block.generation == generation and block.block_hash == key:
+                    (written if is_written else unwritten).append(block)
             self._through = {block: (block.block_hash, block.generation, True) for block in unwritten}
             self._note_parents(written)
             self._copy_out((block.block_hash, block) for block in written)
