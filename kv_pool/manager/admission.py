@@ -33,9 +33,8 @@ def judge(state: ManagerState, step: Step) -> AllocStatus:
         and not state._caching.is_unwritten(step.prefix_blocks)
     ):
         return AllocStatus.OK
-    num_usable = state.block_pool.num_gpu_blocks - 1
-    if state.retention is not None:
-        num_usable -= len(list_lasting_pins(state, step.request_id, list_own_blocks(state, step)))
+    pinned = list_lasting_pins(state, step.request_id, list_own_blocks(state, step))
+    num_usable = state.block_pool.num_gpu_blocks - 1 - len(pinned)
     return AllocStatus.LATER if fits_alone(state, num_usable, step) else AllocStatus.NEVER
 
 

@@ -83,7 +83,7 @@ class SlotHeader(NamedTuple):
 
     key: BlockHashWithGroupId
     use: int
-    checksum: int
+    checksum: int = 0
     parent: bytes | None = None
     num_tokens: int = 0
 
@@ -123,27 +123,17 @@ class SlotFiles:
             opened.callback(os.close, self._blocks)
             self._opened = opened.pop_all()
 
-    def write(
-        self,
-        slot: SlotId,
-        key: BlockHashWithGroupId,
-        block: ByteRows,
-        use: int,
-        parent: bytes | None = None,
-        num_tokens: int = 0,
-    ) -> None:
-        """Write a block and its header into an empty slot.
+    def write(self, slot: SlotId, header: SlotHeader, block: ByteRows) -> None:
+        """Write a block and its header, which gets the block's checksum, into an empty slot.
 
         Args:
             block: (block_bytes,) uint8, contiguous.
-            use, parent, num_tokens: see `SlotHeader`.
         Raises:
             OSError: for example, the disk is full. The slot is empty.
         """
-        checksum = xxhash.xxh3_64_intdigest(block.data)
         _write_all(self._blocks, block.data, slot * self._stride)
         try:
-            self.write_header(slot, SlotHeader(key, use, checksum, parent, num_tokens))
+            self.write_header(slot, header._replace(checksum=xxhash.xxh3_64_intdigest(block.data)))
         except OSError:
             with suppress(OSError):  # a partial header is invalid by its checksum
                 self.wipe(slot)

@@ -145,8 +145,10 @@ class DiskTier(Tier):
             for key, row in zip(keys, rows, strict=True):
                 slot = slots[len(stored)]
                 self._use += 1
+                parent, num_tokens = self.parents.get(key, (None, 0))
+                header = SlotHeader(key, self._use, parent=parent, num_tokens=num_tokens)
                 try:
-                    self._files.write(slot, key, row, self._use, *self.parents.get(key, (None, 0)))
+                    self._files.write(slot, header, row)
                 except OSError as error:
                     self._unwiped[slot] = key
                     self._counts.num_write_errors += 1
@@ -379,12 +381,12 @@ class Prefetcher:
         self._thread = Workers("kv_pool prefetch", 1)
         self._batches: deque[_Batch] = deque()  # oldest first, until they are taken or cancelled
 
-    def count_asked(self, owner: RequestId) -> int:
-        """Return how many blocks are waiting, being read, or read for this owner."""
-        return sum(len(batch.keys) for batch in self._batches if batch.owner == owner)
+    def ask(self, owner: RequestId, keys: Iterable[BlockHashWithGroupId]) -> int:
+        """Queue blocks for reading. Skips blocks already queued, not on disk, or beyond `max_blocks`.
 
-    def ask(self, owner: RequestId, keys: Iterable[BlockHashWithGroupId]) -> None:
-        """Queue blocks for reading. Skips blocks already queued, not on disk, or beyond `max_blocks`."""
+        Returns:
+            The number of blocks that are waiting, being read, or read for this owner.
+        """
         asked = {key for batch in self._batches for key in batch.keys}
         slot_of = self.tier._slot_of
         new = [key for key in keys if key in slot_of and key not in asked]
@@ -397,8 +399,9 @@ class Prefetcher:
             except OutOfThreadsError as error:
                 # Prefetching is optional: the blocks are read when they are needed.
                 _logger.warning("%d blocks were not prefetched: %s", len(new) - start, error)
-                return
+                break
             self._batches.append(_Batch(owner, some, slots, reading))
+        return sum(len(batch.keys) for batch in self._batches if batch.owner == owner)
 
     def cancel(self, owner: RequestId | None = None) -> None:
         """Cancel the reads of this owner, by default of all owners, and drop what was read for it."""

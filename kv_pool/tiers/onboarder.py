@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -61,19 +59,30 @@ class OnboardPlan(TwoPhasePlan):
         self._tables: list[BlockTable] = []
         self._target_of: dict[BlockHashWithGroupId, KVCacheBlock] = {}
 
-    def open(self, allocate: Callable[[], object]) -> bool:
-        """Hold the keys and take the device blocks by `allocate`; return False if the pool has too few."""
+    def open(self, cached_prefix: CachedPrefix | None, num_new_tokens: int, options: dict[str, Any]) -> bool:
+        """Hold the keys and take the device blocks; return False if the pool has too few.
+
+        Args:
+            options: for `allocate_slots`.
+        """
         pool = self._manager.block_pool
         self._plans.begin(self, PlanState.ABORTED)
         self._tiered_cache._stack.hold(self.keys)
         pool.is_changing = False  # for a whole call; until `end` a repair releases the keys
         try:
-            is_allocated = allocate() is not None
+            taken = self._manager.allocate_slots(
+                self._request,
+                num_new_tokens,
+                cached_prefix,
+                num_external_computed_tokens=self.hit.num_tokens,
+                delay_cache_blocks=True,
+                **options,
+            )
         except Exception:
             if not pool.is_changing:
                 self._give_back()
             raise
-        if not is_allocated:
+        if taken is None:
             self._give_back()
             return False
         pool.is_changing = True
@@ -289,15 +298,14 @@ class TierOnboarder:
             limit = as_count("max_num_tokens", max_num_tokens)
         is_aligned = start % self.manager.alignment == 0
         num_tokens = self._prefixes.count_tokens(request, start, limit) if is_aligned else 0
-        by_medium = dict.fromkeys(self._media, 0)
-        if num_tokens and len(self._media) == 1:
-            by_medium[self._media[0]] = num_tokens
-        elif num_tokens:
+        counts = {0: num_tokens}
+        if num_tokens and len(self._media) > 1:
             end = start + num_tokens
             rows = self._prefixes.list_blocks(request, start, end)
             counts = self._prefixes.count_by_tier(rows, start, end, self.tiered_cache.find_tier)
-            for level, count in counts.items():
-                by_medium[self._media[level]] += count
+        by_medium = dict.fromkeys(self._media, 0)
+        for level, count in counts.items():
+            by_medium[self._media[level]] += count
         return TierHit(request.request_id, start, num_tokens, by_medium)
 
     def find_both(
@@ -377,7 +385,8 @@ class TierOnboarder:
                     return None
                 self.note_started(prefix)
                 break
-            plan = self.plan_onboard(request, hit, prefix, num_new_tokens=num_new, **options)
+            rows = self._prefixes.list_blocks(request, prefix.num_tokens, num_found)
+            plan = self._open_plan(request, hit, rows, prefix, num_new, options)
             if plan is None:
                 return None
             if plan.apply():
@@ -417,12 +426,6 @@ class TierOnboarder:
         self._plans.check_whole()
         request_id = request.request_id
         num_device_tokens = 0 if cached_prefix is None else cached_prefix.num_tokens
-        if request_id in self._plans.by_request:
-            raise InvalidArgumentError(
-                f"request {request_id!r} already has an open plan; commit or abort it first"
-            )
-        if self.manager.holds_blocks(request_id):
-            raise InvalidArgumentError(f"request {request_id!r} has blocks already; free them first")
         if hit.num_tokens < 1 or hit[:2] != (request_id, num_device_tokens):
             raise InvalidArgumentError(
                 f"the hit has {hit.num_tokens} tokens after {hit.num_device_tokens} of request "
@@ -438,17 +441,7 @@ class TierOnboarder:
                 f"the tiers do not have all of tokens {num_device_tokens} to {end} of request "
                 f"{request_id!r}; call find_prefix() again"
             )
-        allocate = partial(
-            self.manager.allocate_slots,
-            request,
-            num_new_tokens,
-            cached_prefix,
-            num_external_computed_tokens=hit.num_tokens,
-            delay_cache_blocks=True,
-            **options,
-        )
-        plan = OnboardPlan(self, request, hit, rows)
-        return plan if plan.open(allocate) else None
+        return self._open_plan(request, hit, rows, cached_prefix, num_new_tokens, options)
 
     def note_started(self, cached_prefix: CachedPrefix) -> None:
         """Count a request that starts with a prefix from the device only."""
@@ -474,6 +467,30 @@ class TierOnboarder:
         self.tiered_cache.cancel_prefetch(request_id)
 
     # ---- inside ----------------------------------------------------------------------------------
+
+    def _open_plan(
+        self,
+        request: SchedulableRequest,
+        hit: TierHit,
+        rows: Rows,
+        cached_prefix: CachedPrefix | None,
+        num_new_tokens: int,
+        options: dict[str, Any],
+    ) -> OnboardPlan | None:
+        """Open a plan for a hit that the tiers still have; see `plan_onboard`.
+
+        Args:
+            rows: the keys of the hit.
+        """
+        request_id = request.request_id
+        if request_id in self._plans.by_request:
+            raise InvalidArgumentError(
+                f"request {request_id!r} already has an open plan; commit or abort it first"
+            )
+        if self.manager.holds_blocks(request_id):
+            raise InvalidArgumentError(f"request {request_id!r} has blocks already; free them first")
+        plan = OnboardPlan(self, request, hit, rows)
+        return plan if plan.open(cached_prefix, num_new_tokens, options) else None
 
     def _count(self, plan: OnboardPlan) -> None:
         """Count a plan that is closed."""

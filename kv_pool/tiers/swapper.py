@@ -541,10 +541,9 @@ class BlockSwapper:
             num_to_leave = side.watermark_blocks if side.list_request_ids() else 0
         if num_new + len(shared) > side.block_pool.num_gpu_blocks - 1 - num_pinned:
             return AllocStatus.NEVER, tables, found
-        if side.retention is not None:
-            side.retention.expire()
+        num_available = side.get_num_free_blocks() - num_to_leave  # first: expired pins free their blocks
         num_free = sum(block.ref_cnt == 0 for block in shared)  # sharing them takes them, too
-        if num_new + num_free > side.get_num_free_blocks() - num_to_leave:
+        if num_new + num_free > num_available:
             return AllocStatus.LATER, tables, found
         return AllocStatus.OK, tables, found
 

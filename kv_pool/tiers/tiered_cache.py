@@ -58,9 +58,6 @@ class TieredCache:
         max_prefetch_blocks: maximum number of blocks prefetched at a time; 0 turns prefetching off.
         enable_events: publish the stores and removals of tiers with the pool's events, which must be on.
 
-    Attributes:
-        tiers: the tiers, fastest first.
-
     **Required calls.** Call `flush()` once per step, after the step's slots are allocated and before the step
     writes. Until then reused blocks still have their old bytes, and the pool holds them; `flush()` offloads
     these bytes. Call `flush_evicted()` before anything else overwrites newly allocated blocks; swappers and
@@ -120,7 +117,6 @@ class TieredCache:
         # the step. By block, since two may have a key, of which one is never written.
         self._through: dict[KVCacheBlock, tuple[BlockHashWithGroupId, int, bool]] = {}
         self._events = TierEvents(block_pool) if enable_events else None
-        self.tiers = tuple(tiers)
         # Its calls do not check that the pool is whole.
         self._stack = TierStack(tiers, self._events)
         # Shared with the tiers: see `LowerTiers.list_parents`.
@@ -143,6 +139,11 @@ class TieredCache:
 
     def __contains__(self, key: object) -> bool:
         return self.find_tier(key) is not None
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """The tiers, fastest first."""
+        return self._stack.tiers
 
     @property
     def num_dropped(self) -> int:
@@ -291,13 +292,11 @@ class TieredCache:
         self.flush_evicted()
         self._take_prefetched()
         if self.writes_through:
-            queued = [
-                (block, is_written)
-                for block, (key, generation, is_written) in self._through.items()
-                if block.generation == generation and block.block_hash == key
-            ]
-            written = [block for block, is_written in queued if is_written]
-            unwritten = [block for block, is_written in queued if not is_written]
+            written: list[KVCacheBlock] = []
+            unwritten: list[KVCacheBlock] = []
+            for block, (key, generation, is_written) in self._through.items():
+                if block.generation == generation and block.block_hash == key:
+                    (written if is_written else unwritten).append(block)
             self._through = {block: (block.block_hash, block.generation, True) for block in unwritten}
             self._note_parents(written)
             self._copy_out((block.block_hash, block) for block in written)
@@ -358,8 +357,7 @@ class TieredCache:
             return len(moving)
         if self._prefetcher is None:
             return 0
-        self._prefetcher.ask(owner, [key for key in keys if self.find_tier(key) != 0])
-        return self._prefetcher.count_asked(owner)
+        return self._prefetcher.ask(owner, [key for key in keys if self.find_tier(key) != 0])
 
     def cancel_prefetch(self, owner: RequestId) -> None:
         """Cancel the prefetch of this owner. No-op if there is none."""
