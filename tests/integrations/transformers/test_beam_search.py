@@ -66,7 +66,7 @@ def test_beams_share_prompt_blocks_and_write_to_their_own():
     sequences.admit(request)
     cache = PagedCache(sequences, [request], num_beams=3)
     search([prompt], 6, cache, num_beams=3)
-    tables = [sequences.manager.get_block_ids(beam.request_id) for beam in cache.batch.requests]
+    tables = [sequences.manager.get_block_ids(beam.request_id) for beam in cache.requests]
     assert len({tuple(table[:5]) for table in tables}) == 1
     # 27 computed tokens. Beams that have diverged have different blocks.
     assert all(len(table) == 7 for table in tables)
@@ -90,6 +90,8 @@ def test_full_pool_raises_an_error_and_all_blocks_are_freed():
 
 
 def test_invalid_beams_are_rejected():
+    import torch
+
     from kv_pool.integrations.transformers import PagedCache
 
     sequences = make_sequences()
@@ -102,6 +104,6 @@ def test_invalid_beams_are_rejected():
         PagedCache(sequences, requests, [5, 5], num_beams=2)
     cache = PagedCache(sequences, requests, num_beams=2)
     with pytest.raises(InvalidArgumentError, match="mix the beams of 2 requests"):
-        cache.batch.reorder([0, 1, 1, 2])
+        cache.reorder_cache(torch.tensor([0, 1, 1, 2]))
     with pytest.raises(InvalidArgumentError, match="mix the beams"):
-        cache.batch.reorder([0, 1])
+        cache.reorder_cache(torch.tensor([0, 1]))

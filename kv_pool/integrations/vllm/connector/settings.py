@@ -92,11 +92,13 @@ def parse_bytes(name: str, value: object) -> int:
 def count_blocks(name: str, num_bytes: int, num_ranks: int, block_bytes: int) -> int:
     """Return how many blocks of `block_bytes` each of `num_ranks` ranks can store in `num_bytes` in total.
 
+    0 bytes are for no tier.
+
     Raises:
         InvalidArgumentError: not a single block fits.
     """
     num_blocks = num_bytes // num_ranks // block_bytes
-    if not num_blocks:
+    if num_bytes and not num_blocks:
         raise InvalidArgumentError(
             f"{name} is {num_bytes} bytes for {num_ranks} ranks, but a block of one rank has {block_bytes} "
             f"bytes; give at least {num_ranks * block_bytes}"

@@ -218,7 +218,7 @@ class TierScheduler:
             self.block_pool.expire_holds()
         for request_id in request_ids:
             followed = self._followed.get(request_id)
-            if followed is not None and has_new_blocks(followed):
+            if followed is not None and self._count_storable(followed.request) >= followed.next_at:
                 self._store_new_blocks(followed, self._get_block_ids(request_id))
         orders, self._orders = self._orders, StepOrders()
         return orders
@@ -233,9 +233,9 @@ class TierScheduler:
         followed = self._followed.pop(request_id, None)
         if followed is None:
             return
-        if has_new_blocks(followed):
-            self._counts["skipped blocks"] += self._store_new_blocks(followed, block_ids)
         num_tokens = self._count_storable(request)
+        if num_tokens >= followed.next_at:
+            self._counts["skipped blocks"] += self._store_new_blocks(followed, block_ids)
         for group in self._groups:
             # The first block is used last: without it, the blocks after it are useless.
             keys = group.list_keys(request, 0, group.count_blocks(request, num_tokens))
@@ -309,6 +309,7 @@ class TierScheduler:
     def _count_storable(self, request: Any) -> int:
         """Return how many tokens of a request are computed and may have hashed blocks in all groups.
 
+        Called in each step. At `FollowedRequest.next_at`, there may be blocks that are not stored.
         Tokens of steps in flight do not count. The engine hashes the blocks of several groups together, at
         multiples of the alignment.
         """
@@ -418,10 +419,3 @@ class TierScheduler:
             self._counts["lost blocks"] += len(keys)
             self.index.remove(keys)
             self._orders.forgotten += keys
-
-
-def has_new_blocks(followed: FollowedRequest) -> bool:
-    """Return True if the request may have computed blocks that are not stored. Called in each step."""
-    request = followed.request
-    has_new: bool = request.num_computed_tokens - request.num_in_flight_tokens >= followed.next_at
-    return has_new

@@ -128,9 +128,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             # The capacity of a rank's tiers, in blocks.
             sizes = vllm_config.parallel_config.world_size, count_block_bytes(kv_cache_config)
             self._host_blocks = count_blocks("host_bytes", self.settings.host_bytes, *sizes)
-            self._disk_blocks = 0
-            if self.settings.disk_bytes:
-                self._disk_blocks = count_blocks("disk_bytes", self.settings.disk_bytes, *sizes)
+            self._disk_blocks = count_blocks("disk_bytes", self.settings.disk_bytes, *sizes)
         if role is KVConnectorRole.SCHEDULER:
             warn_if_unused()
             self.handler = ConnectorOptions()
