@@ -55,7 +55,6 @@ MANAGER = (
     "block_groups/block_table",
     "block_groups/mamba_group",
     "block_groups/state_chains",
-    "block_groups/step",
     "engine/cache_blocks",
     "engine/engine_manager",
     "kv_cache_manager",
@@ -66,7 +65,6 @@ MANAGER = (
     "retention/claims",
     "retention/directive",
     "sequences/holdings",
-    "step_checks",
     "table_rows",
 )
 
@@ -87,14 +85,13 @@ HOT = (
     "contiguous/run_index",
     "manager/allocating",
     "manager/block_groups/block_group",
-    "manager/block_groups/step",
+    "manager/block_groups/block_table",
     "manager/engine/engine_manager",
     "manager/kv_cache_manager",
     "manager/manager_state",
     "manager/prefix_caching",
     "manager/prefix_lookup",
     "manager/admission",
-    "manager/step_checks",
 )
 # Modules that run once for a pool or a request, or for what few requests do.
 COLD = (

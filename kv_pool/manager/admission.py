@@ -6,8 +6,7 @@ from enum import Enum
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.ids import RequestId
 from kv_pool.manager.block_groups.block_group import BlockGroup
-from kv_pool.manager.block_groups.block_table import BlockTable
-from kv_pool.manager.block_groups.step import GroupPlan, Step
+from kv_pool.manager.block_groups.block_table import BlockTable, GroupPlan, Step
 from kv_pool.manager.manager_state import ManagerState
 
 
@@ -33,8 +32,8 @@ def judge(state: ManagerState, step: Step) -> AllocStatus:
         and not state._caching.is_unwritten(step.prefix_blocks)
     ):
         return AllocStatus.OK
-    pinned = list_lasting_pins(state, step.request_id, list_own_blocks(state, step))
-    num_usable = state.block_pool.num_gpu_blocks - 1 - len(pinned)
+    pins = list_lasting_pins(state, step.request_id, list_own_blocks(state, step))
+    num_usable = state.block_pool.num_gpu_blocks - 1 - len(pins)
     return AllocStatus.LATER if fits_alone(state, num_usable, step) else AllocStatus.NEVER
 
 

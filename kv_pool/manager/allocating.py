@@ -22,9 +22,8 @@ from kv_pool.core.taking import take, touch_listed
 from kv_pool.ids import GroupId, RequestId
 from kv_pool.manager.admission import fits_sequence, fits_step
 from kv_pool.manager.block_groups.block_group import BlockGroup
-from kv_pool.manager.block_groups.block_table import ALL_TOKENS, BlockTable
+from kv_pool.manager.block_groups.block_table import ALL_TOKENS, BlockTable, Step
 from kv_pool.manager.block_groups.state_chains import StateChains
-from kv_pool.manager.block_groups.step import Step
 from kv_pool.manager.manager_state import ManagerState
 from kv_pool.manager.requests.request import SchedulableRequest
 
@@ -59,7 +58,35 @@ def allocate_step(
         return None
     if state._caching.is_unwritten(step.prefix_blocks):
         return None
-    return carry_out(state, request, step, ends)
+    pool = state.block_pool
+    if state.retention is not None:
+        state.retention.expire()  # the time decides which blocks are hit or taken next
+    pool.is_changing = True
+    num_loaded = 0
+    if tables is None:
+        # Touch the hits of all groups first: until then the pool may hand them out as new blocks.
+        tables = start_tables(state, request, step)
+        for listener in state.listeners:
+            listener.note_started(request)
+        if step.num_external:
+            num_loaded = step.num_before
+            for plan, table in zip(step.plans, tables):  # noqa: B905 (compiles to a loop)
+                if plan.num_external:
+                    table.blocks += take_after(state, table, plan.num_external)
+    elif state._has_forks:
+        replace_shared(state, tables, step)
+    added = extend_tables(state, tables, step)
+    if step.tables is None and step.num_encoder_tokens:
+        note_encoder(state, request, tables)
+    state._rules.note_step(request, tables, step)
+    if ends is not None:
+        state._caching.cache(request, tables, ends, step.num_scheduled, False, num_loaded)
+        if state._rules.chains is not None:
+            release_superseded(state, state._rules.chains)
+    if step.tables is None:
+        state._tables[step.request_id] = tables
+    pool.is_changing = False
+    return added
 
 
 def is_quiet(state: ManagerState, request: SchedulableRequest, tables: list[BlockTable], step: Step) -> bool:
@@ -80,48 +107,6 @@ def is_quiet(state: ManagerState, request: SchedulableRequest, tables: list[Bloc
     return not caches or not state._caching.is_end_due(request, tables, step.num_computed)
 
 
-def carry_out(
-    state: ManagerState, request: SchedulableRequest, step: Step, ends: list[int] | None
-) -> tuple[Sequence[KVCacheBlock], ...]:
-    """Give a request that fits the blocks of its step, and cache the full ones; return the added blocks.
-
-    Args:
-        ends: the result of `PrefixCaching.find_ends`.
-    """
-    pool = state.block_pool
-    retention = state.retention
-    if retention is not None:
-        retention.expire()  # the time decides which blocks are hit or taken next
-    is_new = step.tables is None
-    tables: list[BlockTable] = [] if step.tables is None else step.tables
-    pool.is_changing = True
-    num_external = step.num_external if is_new else 0
-    if is_new:
-        # Touch the hits of all groups first: until then the pool may hand them out as new blocks.
-        start_tables(state, request, tables, step)
-        for listener in state.listeners:
-            listener.note_started(request)
-        if num_external:
-            for plan, table in zip(step.plans, tables):  # noqa: B905 (compiles to a loop)
-                if plan.num_external:
-                    table.blocks += take_after(state, table, plan.num_external)
-    elif state._has_forks:
-        replace_shared(state, tables, step)
-    added = extend_tables(state, tables, step)
-    if is_new and step.num_encoder_tokens:
-        note_encoder(state, request, tables)
-    state._rules.note_step(request, tables, step)
-    if ends is not None:
-        num_loaded = step.num_before if num_external else 0
-        state._caching.cache(request, tables, ends, step.num_scheduled, False, num_loaded)
-        if state._rules.chains is not None:
-            release_superseded(state, state._rules.chains)
-    if is_new:
-        state._tables[step.request_id] = tables
-    pool.is_changing = False
-    return added
-
-
 def cache_written(
     state: ManagerState, request: SchedulableRequest, tables: list[BlockTable], num_tokens: int
 ) -> None:
@@ -133,11 +118,10 @@ def cache_written(
         state.block_pool.is_changing = False
 
 
-def start_tables(
-    state: ManagerState, request: SchedulableRequest, tables: list[BlockTable], step: Step
-) -> None:
-    """Append a table with the hits for each group; entries before a window are null blocks."""
+def start_tables(state: ManagerState, request: SchedulableRequest, step: Step) -> list[BlockTable]:
+    """Return a table with the hits for each group; entries before a window are null blocks."""
     pool = state.block_pool
+    tables: list[BlockTable] = []
     for group in state._groups:
         table = BlockTable()
         table.request = request
@@ -164,6 +148,7 @@ def start_tables(
         if step.num_prefix % group.block_size and used:
             table.num_cached_blocks = step.num_prefix // group.block_size
             table.copy_position = table.num_cached_blocks
+    return tables
 
 
 def note_encoder(state: ManagerState, request: SchedulableRequest, tables: list[BlockTable]) -> None:
@@ -192,11 +177,9 @@ def extend_tables(
             taken = take_after(state, table, plan.num_new + has_copy)
         if has_copy:
             copy = taken.pop(0)
+            copy_content(state, group, table, copy, step)
             if step.tables is None:
-                copy_hit(state, group, table, copy)
                 own = [copy]
-            else:
-                copy_state(state, group, table, copy, step.request_id)
         before = group.arrange(table, plan)
         table.blocks += taken
         if own or before:
@@ -210,32 +193,29 @@ def take_after(state: ManagerState, table: BlockTable, num_blocks: int) -> list[
     return take(state.block_pool, num_blocks, table.blocks[-1] if table.blocks else None)
 
 
-def copy_hit(state: ManagerState, group: BlockGroup, table: BlockTable, own: KVCacheBlock) -> None:
-    """Replace the block within which a new request's hit ends by its copy."""
-    shared = table.blocks[table.copy_position]
-    state.copies.add_state(group.group_id, shared, own)
-    table.blocks[table.copy_position] = own
-    table.copy_position = -1
-    free_listed(state.block_pool, [shared])
-
-
-def copy_state(
-    state: ManagerState, group: BlockGroup, table: BlockTable, own: KVCacheBlock, request_id: RequestId
+def copy_content(
+    state: ManagerState, group: BlockGroup, table: BlockTable, copy: KVCacheBlock, step: Step
 ) -> None:
-    """Copy the cached state of a running request, which it is about to overwrite.
+    """Copy the cached content that the step is about to overwrite: of a hit, or of the request's own state.
 
-    The request stays in its block, which the engine knows: the copy becomes the cached one.
+    A new request, whose hit ends within a block, gets the copy. A running one stays in its block, which the
+    engine knows: the copy becomes the cached one.
     """
     source = table.blocks[table.copy_position]
-    state.copies.add_state(group.group_id, source, own)
-    move_keys(state.block_pool, source, own)
-    if own.key is not None:
-        state._caching.note_unwritten(own)
+    state.copies.add_state(group.group_id, source, copy)
+    if step.tables is None:
+        table.blocks[table.copy_position] = copy
+        table.copy_position = -1
+        free_listed(state.block_pool, [source])
+        return
+    move_keys(state.block_pool, source, copy)
+    if copy.key is not None:
+        state._caching.note_unwritten(copy)
     if table.tail_tokens:
-        state._caching.offer_state(request_id, group.group_id, own, table.tail_tokens)
+        state._caching.offer_state(step.request_id, group.group_id, copy, table.tail_tokens)
     table.tail_tokens = 0
     table.copy_position = -1
-    free_listed(state.block_pool, [own])
+    free_listed(state.block_pool, [copy])
 
 
 def free_skipped_blocks(

@@ -11,13 +11,12 @@ from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockHash, GroupId, RequestId
 from kv_pool.manager.block_groups.block_group import BlockGroup, ChunkedLocalGroup, SlidingWindowGroup
-from kv_pool.manager.block_groups.block_table import BlockTable, TableListener
+from kv_pool.manager.block_groups.block_table import BlockTable, Step, TableListener
 from kv_pool.manager.block_groups.kv_cache_spec import KVCacheSpec, MambaSpec, SlidingWindowSpec
 from kv_pool.manager.block_groups.mamba_group import MambaGroup
 from kv_pool.manager.block_groups.state_chains import StateChains
-from kv_pool.manager.block_groups.step import Step
 from kv_pool.manager.prefix_lookup import EqualGroups, PrefixLookup
-from kv_pool.manager.prefix_rules import PrefixRules
+from kv_pool.manager.prefix_rules import PrefixRules, RuleDetails
 from kv_pool.manager.requests.request import SchedulableRequest
 
 DENSE: Final = PrefixRules(retention_interval=None, partial_hits=False)
@@ -38,7 +37,7 @@ class AppliedRules(TableListener):
         alignment: tokens; the least common multiple of all block sizes.
 
     Attributes:
-        rules: the rules; `DENSE` without any.
+        details: see `RuleDetails`.
         is_dense: whether there are no rules.
         is_partial: whether hits may end within a block.
         has_states: whether a group has states.
@@ -66,7 +65,7 @@ class AppliedRules(TableListener):
         self.is_dense: bool = rules is None
         if rules is None:
             rules = DENSE
-        self.rules: PrefixRules = rules
+        self.details: RuleDetails = rules.details
         check_rules(rules, specs, alignment)
         unit = pool.hash_block_size
         self.is_partial: bool = rules.partial_hits and pool.enable_caching and can_hit_parts(specs, unit)
@@ -82,7 +81,6 @@ class AppliedRules(TableListener):
         eagle_groups = set(rules.eagle_groups)
         self.has_drafter: bool = len(eagle_groups) > 0
         details = rules.details
-        self._doubles_junctions: bool = details.doubles_junctions
         # Blocks of a window that are cached before each boundary; a window of 1 token needs none.
         self._least_hit_blocks: int = 1 if self.is_dense else 0
         self.chains: StateChains | None = StateChains() if rules.bounded_states else None
@@ -129,13 +127,14 @@ class AppliedRules(TableListener):
         self.interval = interval
 
     def find_prefix(
-        self, request: SchedulableRequest, hashes: list[BlockHash], max_num_tokens: int
+        self, request: SchedulableRequest, max_num_tokens: int
     ) -> tuple[list[list[KVCacheBlock]], int, int]:
         """Return the blocks of the longest prefix by group, its tokens, and a further checkpoint; 0 for none.
 
         The checkpoint is the junction of a shared prefix. With `bounded_states`, it is not kept for the next
         turn of a conversation, and the middle of a prompt takes its place.
         """
+        hashes = list_hashes(request)
         blocks, num_tokens, junction = self.lookup.find(hashes, max_num_tokens)
         if self.is_dense:
             return blocks, num_tokens, 0
@@ -198,15 +197,12 @@ class AppliedRules(TableListener):
         With a drafter, the block before each of them. The junction of a shared prefix, if there is one.
         """
         if self.has_drafter:
-            unit = self.alignment
-            resent = max(0, (num_prompt_tokens - 1) // unit - 1) * unit
-            extended = max(0, num_prompt_tokens // unit - 1) * unit
-            checkpoints = [resent] if resent == extended else [resent, extended]
+            checkpoints = [self.find_end(num_prompt_tokens - 1), self.find_end(num_prompt_tokens)]
         else:
             checkpoints = [num_prompt_tokens - 1]
         if junction:
             checkpoints.append(junction)
-            if group.drops_hits and self._doubles_junctions:
+            if group.drops_hits and self.details.doubles_junctions:
                 checkpoints.append(junction - group.block_size)
         return checkpoints
 
@@ -331,6 +327,12 @@ def list_equal_groups(rules: PrefixRules, specs: tuple[KVCacheSpec, ...]) -> lis
         if spec.is_cacheable:
             equal.setdefault(spec, []).append(GroupId(number))
     return list(equal.values())
+
+
+def list_hashes(request: Any) -> list[BlockHash]:
+    """Return the block hashes of a request, which may be an engine's own sequence, as a list."""
+    hashes: Any = request.block_hashes
+    return hashes if isinstance(hashes, list) else list(hashes)
 
 
 def get_num_prompt_tokens(request: SchedulableRequest) -> int:

@@ -5,7 +5,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from kv_pool.core.arguments import as_count, as_int, refuse_type
+from kv_pool.core.arguments import as_count, as_int, check_type
 from kv_pool.errors import InvalidArgumentError, InvalidTypeError
 from kv_pool.ids import BlockId, RequestId
 from kv_pool.manager.block_groups.block_table import BlockTable
@@ -100,8 +100,7 @@ class BatchBlockTable:
         Raises:
             InvalidArgumentError: no such request.
         """
-        if not isinstance(request_id, str):
-            refuse_type("request_id", request_id, "str")
+        check_type("request_id", request_id, str)
         row_number = self._row_numbers.get(request_id)
         if row_number is None:
             raise InvalidArgumentError(f"request {request_id!r} has no row; add_request() gives it one")
@@ -121,10 +120,8 @@ class BatchBlockTable:
         Raises:
             InvalidArgumentError: the request already has a row, or all rows are in use. Nothing has changed.
         """
-        if not isinstance(request_id, str):
-            refuse_type("request_id", request_id, "str")
-        if not isinstance(table, BlockTable):
-            refuse_type("table", table, "BlockTable")
+        check_type("request_id", request_id, str)
+        check_type("table", table, BlockTable)
         row_number = len(self._rows)
         if request_id in self._row_numbers:
             raise InvalidArgumentError(

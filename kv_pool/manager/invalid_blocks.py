@@ -23,7 +23,6 @@ from kv_pool.errors import InvalidBlockError
 from kv_pool.ids import BlockHashWithGroupId, BlockId, RequestId
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import ALL_TOKENS, BlockTable
-from kv_pool.manager.block_groups.mamba_group import MambaGroup
 from kv_pool.manager.manager_state import ManagerState
 
 _UNKNOWN = -1
@@ -188,21 +187,20 @@ class _Spread:
         written it.
         """
         for table, group in zip(holder.tables, self._groups, strict=True):
-            for position, block in enumerate(table.blocks):
-                if not block.is_null:
-                    yield group, position, block, True, position >= table.num_hits
-            for first, blocks, generations in table.past or ():
+            now = (0, table.blocks, [block.generation for block in table.blocks])
+            for first, blocks, generations in (now, *(table.past or ())):
                 for position, (block, generation) in enumerate(zip(blocks, generations, strict=True), first):
                     if not block.is_null:
-                        is_there = block.generation == generation or self._is_noted(
-                            holder, group, position, block
+                        # Or it was evicted, and not reused since.
+                        is_there = block.generation == generation or find_own_hash(block) == self._find_hash(
+                            holder, group, position
                         )
                         yield group, position, block, is_there, is_there and position >= table.num_hits
 
-    def _is_noted(self, holder: _Holder, group: BlockGroup, position: int, block: KVCacheBlock) -> bool:
-        """Return True if the block was evicted, and not reused since, with the content of this entry."""
+    def _find_hash(self, holder: _Holder, group: BlockGroup, position: int) -> bytes:
+        """Return the hash of the request's prefix that ends with this entry; b"" for none."""
         place = (position + 1) * group.stride - 1
-        return place < len(holder.hashes) and find_own_hash(block) == holder.hashes[place]
+        return holder.hashes[place] if group.is_cacheable and place < len(holder.hashes) else b""
 
     def _find_requests(self) -> None:
         """Find requests with suspect blocks; what they have computed from these is suspect, too."""
@@ -232,10 +230,10 @@ class _Spread:
 
     def _find_first_bad(self, holder: _Holder, group: BlockGroup, position: int) -> int:
         """Return the first suspect token of the prefix that ends with this block of the request."""
-        place = (position + 1) * group.stride - 1
-        if self._verdicts is None or not group.is_cacheable or place >= len(holder.hashes):
+        block_hash = self._find_hash(holder, group, position)
+        if self._verdicts is None or not block_hash:
             return ALL_TOKENS
-        return self._verdicts.find_first_bad(holder.hashes[place])
+        return self._verdicts.find_first_bad(block_hash)
 
     def _is_proven(self, block: KVCacheBlock) -> bool:
         """Return True if a request that is good up to its end has written the block."""
@@ -345,7 +343,7 @@ class _Spread:
         if group_id >= len(self._groups):
             return max(0, num_tokens - self._largest)
         group = self._groups[group_id]
-        if isinstance(group, MambaGroup):
+        if group.is_state:
             return num_tokens  # only later tokens are computed from the state
         return (num_tokens - 1) // group.block_size * group.block_size
 
@@ -397,7 +395,7 @@ def _can_go_on(tables: Sequence[BlockTable], groups: Sequence[BlockGroup], num_t
     for table, group in zip(tables, groups, strict=True):
         if not group.is_cacheable:
             continue
-        if isinstance(group, MambaGroup):
+        if group.is_state:
             return False
         num_skipped = group.count_skipped_tokens(num_tokens)
         if any(block.is_null for block in table.blocks[num_skipped // group.block_size :]):
@@ -513,20 +511,17 @@ class Verdicts:
     """The result of `Lineage.judge`.
 
     Attributes:
-        first: for each known hash, the first token of its prefix that is bad or was computed from a bad one.
+        first: for each known or bad hash, the first token of its prefix that is bad or was computed from a
+            bad one.
         before: the same for the prefix without its last block.
     """
 
     def __init__(self, bad: Mapping[bytes, tuple[int, int]]) -> None:
-        self._bad = bad
-        self.first: dict[bytes, int] = {}
+        self.first: dict[bytes, int] = {block_hash: first for block_hash, (_, first) in bad.items()}
         self.before: dict[bytes, int] = {}
 
     def find(self, block_hash: bytes) -> int:
-        found = self.first.get(block_hash, _UNKNOWN)
-        if found == _UNKNOWN and block_hash in self._bad:
-            found = self._bad[block_hash][1]
-        return found
+        return self.first.get(block_hash, _UNKNOWN)
 
     def find_first_bad(self, block_hash: bytes) -> int:
         """Return the first token of the prefix that may be bad; 0 if nothing is known of it."""

@@ -155,22 +155,17 @@ def check_coverage(table: BlockTable, spec: KVCacheSpec, num_computed: int, wher
                 f"T4: {where} is null at entry {position}, but token {num_computed} attends to it"
             )
     num_null = table.num_null_blocks
+    # Null entries may follow the first ones where a hit need not have all blocks.
+    has_gaps = isinstance(spec, MambaSpec) or getattr(spec, "extra_retained_tokens", 0) > 0
     for position, block in enumerate(blocks):
         if position < num_null and not block.is_null:
             raise CorruptedPoolError(
                 f"T4: {where} counts {num_null} null entries, but entry {position} is block {block.block_id}"
             )
-        if position >= num_null and block.is_null and not _may_have_gaps(spec):
+        if position >= num_null and block.is_null and not has_gaps:
             raise CorruptedPoolError(
                 f"T4: {where} counts {num_null} null entries, but entry {position} is null, too"
             )
-
-
-def _may_have_gaps(spec: KVCacheSpec) -> bool:
-    """Return True if a table may have null entries after the first ones: a hit need not have all blocks."""
-    return isinstance(spec, MambaSpec) or (
-        isinstance(spec, SlidingWindowSpec) and spec.extra_retained_tokens > 0
-    )
 
 
 def count_unread_tokens(spec: KVCacheSpec, num_computed: int) -> int:

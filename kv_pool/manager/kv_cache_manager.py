@@ -26,16 +26,13 @@ from kv_pool.core.repairing import forget_all
 from kv_pool.core.stored_events import add_kinds
 from kv_pool.core.taking import touch_listed
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.ids import BlockHash, BlockId, BlockMove, GroupId, RequestId
+from kv_pool.ids import BlockId, BlockMove, GroupId, RequestId
 from kv_pool.manager.admission import AllocStatus, count_max_blocks, judge, list_lasting_pins
 from kv_pool.manager.allocating import allocate_step, cache_written, free_skipped_blocks, release_blocks
-from kv_pool.manager.block_groups.block_group import SingleStateGroup
 from kv_pool.manager.block_groups.block_table import BlockTable
-from kv_pool.manager.block_groups.mamba_group import MambaGroup
-from kv_pool.manager.manager_state import ManagerState
+from kv_pool.manager.manager_state import ManagerState, read_step
 from kv_pool.manager.prefix_lookup import CachedPrefix
 from kv_pool.manager.requests.request import SchedulableRequest
-from kv_pool.manager.step_checks import read_step
 
 if TYPE_CHECKING:
     from kv_pool.manager.invalid_blocks import InvalidBlocksReport
@@ -127,10 +124,8 @@ class KVCacheManager(ManagerState):
             limit = num_known - 1
             if max_num_tokens is not None:
                 limit = as_count("max_num_tokens", max_num_tokens)
-            hashes: list[BlockHash] = request.block_hashes  # type: ignore[assignment]
             caching.check_hash_count(request, num_known, 0)
-            listed = hashes if isinstance(hashes, list) else list(hashes)
-            blocks, num_tokens, junction = self._rules.find_prefix(request, listed, limit)
+            blocks, num_tokens, junction = self._rules.find_prefix(request, limit)
         return CachedPrefix(request_id, tuple(blocks), num_tokens, self.block_pool.num_evictions, junction)
 
     def list_step_ends(self, request: SchedulableRequest, cached_prefix: CachedPrefix) -> list[int]:
@@ -588,21 +583,9 @@ class KVCacheManager(ManagerState):
             raise InvalidArgumentError(
                 f"request {request_id!r} has {request.num_tokens} tokens; {num_left} of them cannot be left"
             )
-        if request_id in self._tables or num_computed:
-            tables = self._find_tables(request_id)
-            self._truncate_tables(request_id, tables, num_computed, num_left)
-        unchecked.num_computed_tokens = min(num_computed, num_left)
-        unchecked.truncate(num_left)
-
-    def _truncate_tables(
-        self, request_id: RequestId, tables: list[BlockTable], num_computed: int, num_tokens: int
-    ) -> None:
-        """Release the blocks after the first `num_tokens` tokens, as part of `truncate`.
-
-        A block that is no longer full is written again: it loses its hash, and is replaced if others hold it.
-        """
-        for group in self._groups:
-            table = tables[group.group_id]
+        has_tables = request_id in self._tables or num_computed != 0
+        tables = self._find_tables(request_id) if has_tables else []
+        for group, table in zip(self._groups, tables, strict=False):
             if not group.is_cacheable:
                 continue
             num_cached = table.num_cached_blocks * group.block_size
@@ -611,37 +594,36 @@ class KVCacheManager(ManagerState):
                     f"request {request_id!r} has blocks cached for {num_cached} tokens, but "
                     f"num_computed_tokens is {num_computed}; update it before truncate()"
                 )
-            first = group.count_skipped_tokens(num_tokens) // group.block_size
-            read = table.blocks[first : num_tokens // group.block_size + 1]
-            if num_tokens < num_computed and (
-                isinstance(group, (MambaGroup, SingleStateGroup)) or any(block.is_null for block in read)
-            ):
+            first = group.count_skipped_tokens(num_left) // group.block_size
+            read = table.blocks[first : num_left // group.block_size + 1]
+            if num_left < num_computed and (group.is_state or any(block.is_null for block in read)):
                 raise InvalidArgumentError(
-                    f"request {request_id!r} cannot go back from {num_computed} to {num_tokens} computed "
+                    f"request {request_id!r} cannot go back from {num_computed} to {num_left} computed "
                     f"tokens: group {group.group_id} has only the state, or the window, of a later token. "
                     "Free the request, truncate it, and admit it again"
                 )
         pool = self.block_pool
         pool.is_changing = True
-        for group in self._groups:
-            if not group.is_cacheable or isinstance(group, (MambaGroup, SingleStateGroup)):
+        for group, table in zip(self._groups, tables, strict=False):
+            if not group.is_cacheable or group.is_state:
                 continue
-            table = tables[group.group_id]
-            num_left = group.count_table_blocks(num_tokens)
-            position = num_tokens // group.block_size
-            leaving = table.blocks[num_left:]
+            num_entries = group.count_table_blocks(num_left)
+            position = num_left // group.block_size
+            leaving = table.blocks[num_entries:]
             if leaving:
-                del table.blocks[num_left:]
+                del table.blocks[num_entries:]
                 table.num_edits += 2  # more than one, so that no reader takes it for entries that became null
-                release_blocks(self, request_id, group.group_id, num_left, leaving)
+                release_blocks(self, request_id, group.group_id, num_entries, leaving)
             table.num_cached_blocks = min(table.num_cached_blocks, position)
             if position < len(table.blocks):
                 block = table.blocks[position]
-                if block.num_key_tokens > num_tokens:
+                if block.num_key_tokens > num_left:
                     evict_invalid(pool, [block])
                 if block.ref_cnt > 1:
                     table.is_forked = self._has_forks = True
         pool.is_changing = False
+        unchecked.num_computed_tokens = min(num_computed, num_left)
+        unchecked.truncate(num_left)
 
     def free(self, request: SchedulableRequest) -> None:
         """Release all blocks of the request. Its tail is reused before its head.
@@ -670,8 +652,7 @@ class KVCacheManager(ManagerState):
 
     def holds_blocks(self, request_id: RequestId) -> bool:
         """Return True if the request has a block table."""
-        if not isinstance(request_id, str):
-            refuse_type("request_id", request_id, "str")
+        check_type("request_id", request_id, str)
         return request_id in self._tables
 
     def list_request_ids(self) -> list[RequestId]:
@@ -684,10 +665,8 @@ class KVCacheManager(ManagerState):
         Raises:
             InvalidArgumentError: the request has no blocks, or there is no such group.
         """
-        if not isinstance(request_id, str):
-            refuse_type("request_id", request_id, "str")
-        if not isinstance(group_id, int):
-            group_id = as_int("group_id", group_id)
+        check_type("request_id", request_id, str)
+        group_id = GroupId(as_int("group_id", group_id))
         tables = self._find_tables(request_id)
         if not 0 <= group_id < len(tables):
             raise InvalidArgumentError(f"there is no group {group_id}; there are {len(tables)}")

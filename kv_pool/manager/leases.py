@@ -1,6 +1,7 @@
 """`BlockLeases`: leases on blocks that transfers read or write; no block is reused or leaked in flight."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from enum import Enum
 from typing import NoReturn, SupportsIndex
 from weakref import ref
@@ -37,6 +38,7 @@ class LeaseState(Enum):
     EXPIRED = "expired"
 
 
+@dataclass(eq=False, repr=False)
 class Lease:
     """A lease on the blocks of one transfer. Created by `BlockLeases.acquire`.
 
@@ -47,24 +49,14 @@ class Lease:
         hold: the hold that owns the references and keeps the blocks at their ids.
     """
 
-    def __init__(
-        self,
-        leases: "BlockLeases",
-        lease_id: LeaseId,
-        kind: LeaseKind,
-        blocks: tuple[KVCacheBlock, ...],
-        deadline: float,
-        holder: str,
-        hold: Hold,
-    ) -> None:
-        self.leases = leases
-        self.lease_id = lease_id
-        self.kind = kind
-        self.blocks = blocks
-        self.holder = holder
-        self.hold = hold
-        self._last_deadline = deadline
-        self._is_reported = False  # as overdue
+    leases: "BlockLeases"
+    lease_id: LeaseId
+    kind: LeaseKind
+    blocks: tuple[KVCacheBlock, ...]
+    holder: str
+    hold: Hold
+    _last_deadline: float
+    _is_reported: bool = False  # as overdue
 
     @property
     def deadline(self) -> float:
@@ -186,7 +178,7 @@ class BlockLeases:
         self.block_pool.is_changing = True
         hold = self._book.open([], f"leased to {holder} ({kind.value})", False, deadline, is_written)
         self._last_id += 1
-        lease = Lease(self, LeaseId(self._last_id), kind, tuple(listed), deadline, holder, hold)
+        lease = Lease(self, LeaseId(self._last_id), kind, tuple(listed), holder, hold, deadline)
         self._opening = lease
         self._leases[hold] = lease
         self._book.take_references(hold, listed)

@@ -13,7 +13,7 @@ from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.core.stored_events import hashes_of
 from kv_pool.errors import InvalidArgumentError, InvalidTypeError
 from kv_pool.ids import GroupId, RequestId
-from kv_pool.manager.applied_rules import AppliedRules, get_num_prompt_tokens
+from kv_pool.manager.applied_rules import AppliedRules, get_num_prompt_tokens, list_hashes
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable, TableListener
 from kv_pool.manager.block_groups.mamba_group import MambaGroup
@@ -46,10 +46,6 @@ class PrefixCaching(TableListener):
         self.uncached: set[RequestId] = set()
         self.has_encoder: bool = any(not group.is_cacheable for group in groups)
         self._reads_whole_sequence: bool = any(group.reads_whole_sequence for group in groups)
-        details = rules.rules.details
-        self._renews_states: bool = details.renews_states
-        self._caches_whole_prompts: bool = details.caches_whole_prompts
-        self._ends_within_blocks: bool = details.ends_within_blocks
         # Attention blocks of several hashes, whose parts can be hit.
         self._tail_groups: list[BlockGroup] = []
         # Whether parts of blocks, or states, are cached when a prompt ends.
@@ -177,8 +173,7 @@ class PrefixCaching(TableListener):
         return min(num_final, num_final // unit * unit + group.block_size)
 
     def _check_hash_types(self, request: SchedulableRequest, first: int, end: int) -> None:
-        hashes = request.block_hashes
-        listed: list[Any] = hashes if isinstance(hashes, list) else list(hashes)
+        listed: list[Any] = list_hashes(request)
         for position in range(first, min(end, len(listed))):
             if not isinstance(listed[position], bytes):
                 raise InvalidTypeError(
@@ -253,7 +248,12 @@ class PrefixCaching(TableListener):
             if end > first:
                 mask: list[bool] | None = None
                 if isinstance(group, MambaGroup) and self._rules.is_dense:
-                    mask = select_last_state(group, first, end, num_written, num_loaded)
+                    # Of a step's states at block ends only the last is kept, and the one that a connector
+                    # loads before the step. Other states cover fewer tokens than their block.
+                    mask = [
+                        (position + 1) * group.block_size in (num_written, num_loaded)
+                        for position in range(first, end)
+                    ]
                 elif not group.is_downward_closed:
                     checkpoints = self._rules.list_checkpoints(num_prompt, table.junction, group)
                     mask = self._rules.select(group, first, end, checkpoints)
@@ -268,7 +268,11 @@ class PrefixCaching(TableListener):
                         self.note_unwritten(block)
                         self.offer_state(request.request_id, group.group_id, block, block.num_key_tokens)
             elif group in self._tail_groups:
-                self._cache_tail(request, group, table, limit, num_prompt)
+                # The block in which a prompt ends is cached under the hash of its last tokens, too.
+                num_tokens = self._find_tail(request, group, table, num_prompt)
+                if 0 < num_tokens <= limit:
+                    block = table.blocks[num_tokens // group.block_size]
+                    cache_partial(self._pool, request, block, num_tokens, group.group_id, group.block_size)
 
     def _cache_full(
         self,
@@ -305,15 +309,6 @@ class PrefixCaching(TableListener):
                     is_end = position + 1 == last != junction
                     self._rules.chains.note_kept(table.blocks[position], table.resumed, is_end)
 
-    def _cache_tail(
-        self, request: SchedulableRequest, group: BlockGroup, table: BlockTable, limit: int, num_prompt: int
-    ) -> None:
-        """Cache the block in which a prompt ends under the hash of its last tokens, too."""
-        num_tokens = self._find_tail(request, group, table, num_prompt)
-        if 0 < num_tokens <= limit:
-            block = table.blocks[num_tokens // group.block_size]
-            cache_partial(self._pool, request, block, num_tokens, group.group_id, group.block_size)
-
     def _find_tail(
         self, request: SchedulableRequest, group: BlockGroup, table: BlockTable, num_prompt: int
     ) -> int:
@@ -322,7 +317,8 @@ class PrefixCaching(TableListener):
         Some hashes may be missing: with lookahead hashes, the last ones cover tokens after the prompt.
         """
         unit = self._pool.hash_block_size
-        num_most = num_prompt if group.drops_hits or self._caches_whole_prompts else num_prompt - 1
+        is_whole = group.drops_hits or self._rules.details.caches_whole_prompts
+        num_most = num_prompt if is_whole else num_prompt - 1
         num_tokens = min(num_most // unit, len(request.block_hashes)) * unit
         is_within = num_tokens % group.block_size > 0 and num_tokens < len(table.blocks) * group.block_size
         return num_tokens if is_within else 0
@@ -337,7 +333,7 @@ class PrefixCaching(TableListener):
         unit = self._pool.hash_block_size
         if limit <= 0 or limit % unit or (group.drops_hits and self._rules.num_reprefillable):
             return  # or the state is that after later tokens
-        if self._ends_within_blocks and limit % group.block_size == 0:
+        if self._rules.details.ends_within_blocks and limit % group.block_size == 0:
             return
         if limit != group.find_checkpoint(num_prompt, unit) and not (
             self._rules.caches_junctions
@@ -351,7 +347,7 @@ class PrefixCaching(TableListener):
         if limit > len(request.block_hashes) * unit:
             return
         block = table.blocks[position]
-        if block.is_null or (block.num_key_tokens == limit and not self._renews_states):
+        if block.is_null or (block.num_key_tokens == limit and not self._rules.details.renews_states):
             return
         key = cache_partial(self._pool, request, block, limit, group.group_id, group.block_size)
         if key is not None:
@@ -381,14 +377,3 @@ class PrefixCaching(TableListener):
         elif block.num_key_tokens != num_tokens:
             cache_partial(self._pool, request, block, num_tokens, group.group_id, group.block_size, True)
             self.note_unwritten(block)
-
-
-def select_last_state(
-    group: MambaGroup, first: int, end: int, num_written: int, num_loaded: int
-) -> list[bool]:
-    """Return which of the blocks `[first, end)` hold a state at their end after a step: the last one, if any.
-
-    Also the state that a connector loads before the step. Other states cover fewer tokens than their block.
-    """
-    states = [num_written, num_loaded]
-    return [(position + 1) * group.block_size in states for position in range(first, end)]

@@ -54,12 +54,11 @@ class EqualGroups:
         self.unit: int = unit
         self.drops_hits: bool = drops_hits
         self.is_full: bool = first.is_downward_closed
-        self.is_state: bool = isinstance(first, MambaGroup)
         # Whether hits may end within a block.
         self.is_partial: bool = alignment < first.block_size
         # A drafter needs this many tokens after a hit to be cached, too: they are found and dropped.
         self.margin: int = 0
-        if drops_hits and not self.is_state:
+        if drops_hits and not first.is_state:
             self.margin = unit if self.is_partial else first.block_size
 
     def find(
@@ -217,7 +216,7 @@ class PrefixLookup:
 
     def __init__(self, parts: list[EqualGroups], num_groups: int, unit: int, looks_past_limit: bool) -> None:
         # Full attention first: its blocks need one look-up, and its hits bound those of the others.
-        self._parts: list[EqualGroups] = sorted(parts, key=_comes_later)
+        self._parts: list[EqualGroups] = sorted(parts, key=lambda part: not part.is_full)
         self._num_groups: int = num_groups
         self.full: EqualGroups | None = next((part for part in self._parts if part.is_full), None)
         self._unit: int = unit
@@ -257,9 +256,7 @@ class PrefixLookup:
                     num_current = min(num_current, num_full[index])
                     continue
                 drops = part.drops_hits and not has_dropped[index]
-                limit = num_current
-                if drops and not part.is_state:
-                    limit = min(num_current + part.margin, num_most)
+                limit = min(num_current + part.margin, num_most) if drops else num_current
                 blocks, num_found = part.find(hashes, limit, drops)
                 if drops:
                     has_dropped[index] = True
@@ -294,15 +291,9 @@ class PrefixLookup:
         found: list[list[KVCacheBlock]] = [[] for _ in range(self._num_groups)]
         lengths = [0] * self._num_groups
         for part in self._parts:
-            limit = max_num_tokens
-            if part.margin:
-                limit = min(max_num_tokens + part.margin, self._find_most(hashes, max_num_tokens))
+            limit = min(max_num_tokens + part.margin, self._find_most(hashes, max_num_tokens))
             blocks, num_tokens = part.find(hashes, limit, part.drops_hits)
             for group_id, listed in zip(part.group_ids, blocks, strict=True):
                 found[group_id] = listed
                 lengths[group_id] = num_tokens
         return found, lengths
-
-
-def _comes_later(part: EqualGroups) -> bool:
-    return not part.is_full

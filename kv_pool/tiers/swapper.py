@@ -20,8 +20,7 @@ from kv_pool.errors import InvalidArgumentError, InvalidBlockError
 from kv_pool.ids import BlockHashWithGroupId, BlockId, BlockMove, GroupId, RequestId
 from kv_pool.manager.admission import AllocStatus, list_lasting_pins, plan_step
 from kv_pool.manager.block_groups.block_group import BlockGroup
-from kv_pool.manager.block_groups.block_table import BlockTable
-from kv_pool.manager.block_groups.step import Step
+from kv_pool.manager.block_groups.block_table import BlockTable, Step
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.tiers.open_plans import OpenPlans, PlanState, TwoPhasePlan, list_tail_first

@@ -57,6 +57,10 @@ def test_a_request_never_continues_from_a_bad_state():
     manager = make(groups=[FullAttentionSpec(block_size=4), MambaSpec(block_size=4)])
     start(manager, "a", range(9))
     assert manager.report_invalid_blocks([2]).num_valid_tokens == {"a": 0}
+    single = MambaSpec(block_size=100, has_states_at_block_ends=False)
+    manager = KVCacheManager(BlockPool(13, False, 4), groups=[FullAttentionSpec(block_size=4), single])
+    start(manager, "a", range(9))
+    assert manager.report_invalid_blocks([2]).num_valid_tokens == {"a": 0}
     manager = make(groups=[FullAttentionSpec(block_size=4), CrossAttentionSpec(block_size=4)])
     start(manager, "a", range(9), num_encoder_tokens=4)
     assert manager.report_invalid_blocks([2]).num_valid_tokens == {"a": 4}

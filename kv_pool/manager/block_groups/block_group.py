@@ -8,8 +8,7 @@ from mypy_extensions import mypyc_attr
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.ids import BlockHash, GroupId
-from kv_pool.manager.block_groups.block_table import BlockTable
-from kv_pool.manager.block_groups.step import GroupPlan, Step
+from kv_pool.manager.block_groups.block_table import BlockTable, GroupPlan, Step
 
 NO_BLOCKS: Final[Sequence[KVCacheBlock]] = ()
 
@@ -34,6 +33,8 @@ class BlockGroup:
         self.forgets: bool = False
         # Whether the cached blocks are found from the head of a sequence on, without holes.
         self.is_downward_closed: bool = True
+        # Whether the content is a state after the last token, from which no request can go back.
+        self.is_state: bool = False
         # Whether a step reads before it writes: then no request can hit a block that the same step writes.
         self.reads_before_writes: bool = False
         # Whether hits drop their last block, for a drafter; see `PrefixRules.eagle_groups`.
@@ -235,6 +236,7 @@ class SingleStateGroup(BlockGroup):
         super().__init__(spec, pool, group_id)
         self.forgets = True
         self.is_downward_closed = False
+        self.is_state = True
         self.num_speculative_blocks: Final[int] = spec.num_speculative_blocks
 
     def count_skipped_tokens(self, num_computed_tokens: int) -> int:

@@ -7,8 +7,7 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.ids import GroupId
 from kv_pool.manager.block_groups.block_group import NO_BLOCKS, BlockGroup
-from kv_pool.manager.block_groups.block_table import BlockTable
-from kv_pool.manager.block_groups.step import GroupPlan, Step
+from kv_pool.manager.block_groups.block_table import BlockTable, GroupPlan, Step
 
 
 class MambaGroup(BlockGroup):
@@ -32,6 +31,7 @@ class MambaGroup(BlockGroup):
         super().__init__(spec, pool, group_id)
         self.forgets = True
         self.is_downward_closed = False
+        self.is_state = True
         self.reads_before_writes = True
         self.num_speculative_blocks: Final[int] = spec.num_speculative_blocks
         self.checkpoint_alignment: Final[int] = spec.prefill_checkpoint_alignment or 0

@@ -10,14 +10,12 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.ids import BlockHash, BlockId, BlockMove, GroupId, RequestId
+from kv_pool.ids import BlockId, BlockMove, GroupId, RequestId
 from kv_pool.manager.admission import count_full_sequence, count_surplus, plan_step
 from kv_pool.manager.allocating import allocate_step, cache_written, free_skipped_blocks
-from kv_pool.manager.applied_rules import AppliedRules
+from kv_pool.manager.applied_rules import AppliedRules, list_hashes
 from kv_pool.manager.block_groups.block_group import BlockGroup
-from kv_pool.manager.block_groups.block_table import BlockTable
-from kv_pool.manager.block_groups.kv_cache_spec import MambaSpec
-from kv_pool.manager.block_groups.step import Step
+from kv_pool.manager.block_groups.block_table import BlockTable, Step
 from kv_pool.manager.engine.cache_blocks import KVCacheBlocks
 from kv_pool.manager.invalid_blocks import evict_invalid_blocks
 from kv_pool.manager.kv_cache_manager import KVCacheManager
@@ -78,7 +76,6 @@ class EngineManager:
         manager._caching.offers_states = self._offers_states
         manager._caching.allows_missing_hashes = True
         manager.discounts_states = True
-        self._is_state: list[bool] = [isinstance(spec, MambaSpec) for spec in manager.groups]
         self._copy_type: Callable[[BlockId, BlockId], Any] = copy_type
         self.request_options: Any = None
         self._with_options: dict[Any, Any] = {}
@@ -118,20 +115,19 @@ class EngineManager:
         if not self.enable_caching or request.skip_reading_prefix_cache:
             return self.empty_kv_cache_blocks, 0, 0
         limit: int = request.num_tokens - 1 if max_cache_hit_length is None else max_cache_hit_length
-        blocks, num_tokens, junction = self.rules.find_prefix(request, list_hashes(request), limit)
+        blocks, num_tokens, junction = self.rules.find_prefix(request, limit)
         if num_tokens == 0:
             return self.empty_kv_cache_blocks, 0, junction
         if self.block_pool.enable_kv_cache_events:
             mode: Any = getattr(request, "kv_cache_report_mode", "incremental")
             if mode == "full":
-                self._report_hits(request, blocks)
+                for group in self.groups:
+                    num_found = len(blocks[group.group_id])
+                    if num_found:
+                        self.block_pool.emit_cached_block_events(
+                            request, num_found, group.block_size, group.group_id
+                        )
         return self.create_kv_cache_blocks(tuple(blocks)), num_tokens, junction
-
-    def _report_hits(self, request: Any, blocks: list[list[KVCacheBlock]]) -> None:
-        for group_id, found in enumerate(blocks):
-            if len(found) > 0:
-                block_size = self.groups[group_id].block_size
-                self.block_pool.emit_cached_block_events(request, len(found), block_size, GroupId(group_id))
 
     def get_computed_blocks_for_connector(
         self, request: Any, max_cache_hit_length: int | None = None
@@ -175,7 +171,7 @@ class EngineManager:
         """Return the block ids as `get_block_ids`; of attention groups only those of the computed tokens."""
         clipped: list[list[BlockId]] = []
         for ids, group in zip(self.get_block_ids(request_id), self.groups, strict=True):
-            if group.is_cacheable and not self._is_state[group.group_id]:
+            if group.is_cacheable and not group.is_state:
                 del ids[-(-num_computed_tokens // group.block_size) :]
             clipped.append(ids)
         return tuple(clipped)
@@ -207,8 +203,7 @@ class EngineManager:
         for group, found in zip(self.groups, blocks.blocks, strict=True):
             num_blocks = num_computed_tokens // group.block_size
             if group.is_cacheable and (
-                num_computed_tokens % group.block_size
-                or (num_blocks > len(found) and not self._is_state[group.group_id])
+                num_computed_tokens % group.block_size or (num_blocks > len(found) and not group.is_state)
             ):
                 raise InvalidArgumentError(
                     f"cannot cut a prefix of {len(found)} blocks of {group.block_size} tokens to "
@@ -274,16 +269,12 @@ class EngineManager:
             step.num_final = max(0, step.num_before - num_in_flight)
         if self.watermark_blocks and has_scheduled_reqs and request.status in self._waiting_statuses:
             step.num_left = self.watermark_blocks
-        if reserved_blocks:
-            step.num_reserved = reserved_blocks
-        if num_encoder_tokens:
-            step.num_encoder_tokens = num_encoder_tokens
+        step.num_reserved = reserved_blocks
+        step.num_encoder_tokens = num_encoder_tokens
         if full_sequence_must_fit:
             step.num_sequence = request.num_tokens
-        if self.rules.plans_checkpoints:
-            step.prefill_end = self.rules.find_prefill_end(request)
-        if delay_cache_blocks:
-            step.caches = False
+        step.prefill_end = self.rules.find_prefill_end(request)
+        step.caches = not delay_cache_blocks
         added = allocate_step(manager, request, step)
         if added is None:
             return None
@@ -472,12 +463,6 @@ class EngineManager:
                 block = table.blocks[-(-num_tokens // group.block_size) - 1]
                 finished.append((group.group_id, block.block_id, num_tokens))
         return finished
-
-
-def list_hashes(request: Any) -> list[BlockHash]:
-    """Return the block hashes of an engine's request as a list."""
-    hashes: Any = request.block_hashes
-    return hashes if isinstance(hashes, list) else list(hashes)
 
 
 @mypyc_attr(allow_interpreted_subclasses=False)
