@@ -53,12 +53,7 @@ def read_publisher_config(
                 raise InvalidArgumentError("publish_replay is for missed events; set publish, too")
             return None
         return PublisherConfig.for_routers(endpoint=endpoint, replay_endpoint=replay_endpoint)
-    try:
-        config = PublisherConfig.from_toml(config_file)
-    except OSError as error:
-        raise InvalidArgumentError(
-            f"{config_file}: cannot read the publisher's configuration: {error.strerror}"
-        ) from error
+    config = PublisherConfig.from_toml(config_file)
     return replace(
         config,
         endpoint=config.endpoint if endpoint is None else endpoint,

@@ -1,6 +1,5 @@
 """`PublisherConfig`: all settings of a publisher, from Python, a mapping or a TOML file."""
 
-import tomllib
 from collections.abc import Callable, Mapping
 from os import PathLike
 from typing import Any, Literal, Self
@@ -9,7 +8,7 @@ import msgspec
 
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.events.endpoints import check_endpoint, offset_endpoint
-from kv_pool.regular_files import open_regular
+from kv_pool.regular_files import read_toml
 
 SPEC_KINDS = (
     "full_attention",
@@ -213,14 +212,10 @@ class PublisherConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         """Create a configuration from a table of a TOML file; dots in `table` name nested tables.
 
         Raises:
-            InvalidArgumentError: no such table, invalid TOML, or as `from_mapping`; it names the file.
-            OSError: the file cannot be read.
+            InvalidArgumentError: the file cannot be read, invalid TOML, no such table, or as `from_mapping`;
+                it names the file.
         """
-        with open(open_regular(path), "rb") as file:
-            try:
-                found: Any = tomllib.load(file)
-            except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-                raise InvalidArgumentError(f"{path}: not TOML: {error}") from error
+        found: Any = read_toml(path, "the publisher's configuration")
         for name in table.split("."):
             if not isinstance(found, dict) or name not in found:
                 raise InvalidArgumentError(f"{path}: there is no table [{table}]")
