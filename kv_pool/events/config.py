@@ -212,8 +212,8 @@ class PublisherConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         """Create a configuration from a table of a TOML file; dots in `table` name nested tables.
 
         Raises:
-            InvalidArgumentError: the file cannot be read, invalid TOML, no such table, or as `from_mapping`;
-                it names the file.
+            InvalidArgumentError: the file cannot be read, is not TOML or has no such table, or as
+                `from_mapping`; it names the file.
         """
         found: Any = read_toml(path, "the publisher's configuration")
         for name in table.split("."):
