@@ -87,25 +87,20 @@ class ConvertSettings:
 
     def check(self) -> None:
         """Raise InvalidArgumentError if a format or unit is unknown, or cannot be written or given."""
-        if self.source_format not in READ_LOSSES:
+        if self.target_format == "events":
             raise InvalidArgumentError(
-                f"unknown format {self.source_format!r}; known are {', '.join(READ_LOSSES)}"
+                "events depend on a pool and its size: run kv-pool replay TRACE --blocks N --publish "
+                "ADDRESS, and record them with kv-pool events ADDRESS --json"
             )
+        for name, known in ((self.source_format, READ_LOSSES), (self.target_format, WRITE_LOSSES)):
+            if name not in known:
+                raise InvalidArgumentError(f"unknown format {name!r}; known are {', '.join(known)}")
         if self.timestamp_unit is not None:
             find_ms_per_unit(self.timestamp_unit)
             if self.source_format in ("vllm", "events"):
                 raise InvalidArgumentError(
                     f"--time-unit has no effect on {self.source_format}, whose times are dates or seconds"
                 )
-        if self.target_format == "events":
-            raise InvalidArgumentError(
-                "events depend on a pool and its size: run kv-pool replay TRACE --blocks N --publish "
-                "ADDRESS, and record them with kv-pool events ADDRESS --json"
-            )
-        if self.target_format not in WRITE_LOSSES:
-            raise InvalidArgumentError(
-                f"unknown format {self.target_format!r}; known are {', '.join(WRITE_LOSSES)}"
-            )
 
 
 @dataclass
