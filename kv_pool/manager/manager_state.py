@@ -201,7 +201,9 @@ def read_step(
     found = getattr(request, "request_id", None)
     request_id = RequestId(found) if isinstance(found, str) else get_request_id("request", request)
     tables = state._tables.get(request_id)
-    num_new = as_count("num_new_tokens", num_new_tokens)
+    num_new = num_new_tokens if isinstance(num_new_tokens, int) else -1
+    if num_new < 0:
+        num_new = as_count("num_new_tokens", num_new_tokens)
     if num_lookahead_tokens != 0:
         num_lookahead_tokens = as_count("num_lookahead_tokens", num_lookahead_tokens)
     if num_external_computed_tokens != 0:
@@ -314,6 +316,8 @@ def check_table(
             f"tokens have left the window of group {group.group_id} and their blocks are released. Free it "
             "and admit it again. While drafts may be rejected, pass num_in_flight_tokens"
         )
+    if num_computed >= table.num_cached_blocks * block_size:
+        return
     # A step must not write other tokens to a block than it is cached for.
     for position in range(num_computed // group.block_size, table.num_cached_blocks):
         block = table.blocks[position]
