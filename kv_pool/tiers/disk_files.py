@@ -220,7 +220,7 @@ class SlotFiles:
         while chunk := os.pread(self._headers, 8192 * HEADER_BYTES, first * HEADER_BYTES):
             for slot, start in enumerate(range(0, len(chunk), HEADER_BYTES), first):
                 packed = chunk[start : start + HEADER_BYTES]
-                header = self._parse(packed)
+                header = None if packed == NO_HEADER else self._parse(packed)
                 if header is not None and slot * self._stride + self.block_bytes <= num_bytes:
                     found.append((SlotId(slot), header))
                 elif packed != NO_HEADER:  # also if the file ends inside a header
