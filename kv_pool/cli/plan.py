@@ -4,7 +4,6 @@ from dataclasses import replace
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from kv_pool.cli import options
@@ -127,19 +126,12 @@ def plan(
         print(line)
     if found.broken_lines:
         print(f"broken lines: {found.broken_lines:,}; {make_cell(found.first_broken or '').plain}")
-    console = Console()
-    for table in make_tables(found):
-        print_table(table, console)
+    print_table(_make_curve(found))
+    if found.block_sizes:
+        print_table(_make_block_sizes(found))
+    print_table(_make_checks(found))
     draw_plan(found, picture)
     print(f"plan: {escape_text(picture)}")
-
-
-def make_tables(found: CapacityPlan) -> list[Table]:
-    """Return the tables of the curve, of block sizes if they are compared, and of the replays."""
-    tables = [_make_curve(found), _make_checks(found)]
-    if found.block_sizes:
-        tables.insert(1, _make_block_sizes(found))
-    return tables
 
 
 def _make_curve(found: CapacityPlan) -> Table:

@@ -37,7 +37,7 @@ def summarize_calls(durations_ns: "array[int]") -> CallTimes:
     return CallTimes(
         calls=len(ordered),
         median_ns=int(median(ordered)),
-        p99_ns=_find_p99(ordered),
+        p99_ns=ordered[find_rank(len(ordered), 99) - 1],
         total_ns=sum(ordered),
     )
 
@@ -61,7 +61,7 @@ def summarize_waits(waits_ms: "array[float]") -> Waits:
         requests=len(ordered),
         mean_ms=fsum(ordered) / len(ordered),
         median_ms=median(ordered),
-        p99_ms=_find_p99(ordered),
+        p99_ms=ordered[find_rank(len(ordered), 99) - 1],
         max_ms=ordered[-1],
     )
 
@@ -69,12 +69,12 @@ def summarize_waits(waits_ms: "array[float]") -> Waits:
 OnProgress = Callable[[str, float | None], None]
 """Called with what is done now, and the share of all that is done; None if that is not known."""
 
-_Number = TypeVar("_Number", int, float)
 _Report = TypeVar("_Report")
 
 
-def _find_p99(ordered: list[_Number]) -> _Number:
-    return ordered[max(0, -(-len(ordered) * 99 // 100) - 1)]
+def find_rank(num_values: int, percent: int) -> int:
+    """Return the rank of a percentile among some values in ascending order, from 1: the nearest rank."""
+    return max(1, -(-num_values * percent // 100))
 
 
 class Provenance(msgspec.Struct):

@@ -10,7 +10,7 @@ import msgspec
 
 from kv_pool.core.block_hash import BlockHasher
 from kv_pool.replay.replay_request import CONVENTIONS
-from kv_pool.replay.report import InfiniteCache, OnProgress
+from kv_pool.replay.report import InfiniteCache, OnProgress, find_rank
 from kv_pool.replay.trace import Trace, TraceRequest
 
 _MS_PER_MINUTE = 60_000
@@ -243,5 +243,5 @@ def summarize_counts(counts: dict[float, int]) -> Percentiles:
     ordered = sorted(counts.items())
     mean = sum(value * count for value, count in ordered) / num_values
     num_up_to = list(accumulate(count for _, count in ordered))
-    ranks = (max(1, -(-num_values * percent // 100)) for percent in (10, 50, 90, 99, 100))
+    ranks = (find_rank(num_values, percent) for percent in (10, 50, 90, 99, 100))
     return Percentiles(num_values, mean, *(ordered[bisect_left(num_up_to, rank)][0] for rank in ranks))

@@ -25,7 +25,7 @@ from kv_pool.replay.compare.policy_run import (
     run_policy,
 )
 from kv_pool.replay.compare.references import References, measure_references
-from kv_pool.replay.report import OnProgress
+from kv_pool.replay.report import OnProgress, make_provenance
 from kv_pool.replay.trace_writer import writing
 from kv_pool.threads import submit
 from kv_pool.version import __version__
@@ -127,18 +127,12 @@ def compare_policies(
             for (place, policy, num_blocks), result in results.items()
             if place == number and policy != _REFERENCES
         }
-        path = str(traces[number].path)
-        contradictions += find_contradictions(references, of_trace, path)
+        trace, seed = traces[number], compared.settings.seed
+        provenance = make_provenance(str(trace.path), digests[number], trace.block_size, seed)
+        contradictions += find_contradictions(references, of_trace, provenance.trace)
         found.append(
             compare_trace(
-                compared,
-                names,
-                references,
-                of_trace,
-                path,
-                digests[number],
-                settings.resamples,
-                settings.seed,
+                compared, names, references, of_trace, provenance, settings.resamples, settings.seed
             )
         )
     records = [PolicyRecord(source.name, source.sha256) for source in sources]

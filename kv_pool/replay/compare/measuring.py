@@ -8,8 +8,9 @@ from numpy.typing import NDArray
 
 from kv_pool.replay.compare.comparison import CEILING, LRU, ComparedTrace, ComparisonRow, TraceComparison
 from kv_pool.replay.compare.policy_run import Failure, PolicyRun, unpack
-from kv_pool.replay.compare.references import OptimumPoint, References
-from kv_pool.replay.report import InfiniteCache, make_provenance
+from kv_pool.replay.compare.references import References
+from kv_pool.replay.curves.curve_report import CurveCounts
+from kv_pool.replay.report import InfiniteCache, Provenance
 from kv_pool.replay.settings import OPTIMUM
 
 Runs = Mapping[tuple[str, int], PolicyRun | Failure]
@@ -107,7 +108,7 @@ class _Samples:
             return None
         return find_interval((self._get(policy, num_blocks, _BLOCKS) - lru) / gap)
 
-    def fill_hits(self, row: ComparisonRow, found: PolicyRun | OptimumPoint | InfiniteCache) -> None:
+    def fill_hits(self, row: ComparisonRow, found: PolicyRun | CurveCounts | InfiniteCache) -> None:
         """Set the counts and rates of a row."""
         num_blocks, num_tokens = self._references.blocks_looked_up, self._references.tokens_in
         row.blocks_hit, row.tokens_hit = found.blocks_hit, found.tokens_hit
@@ -116,12 +117,16 @@ class _Samples:
         row.token_hit_rate = _share(found.tokens_hit, num_tokens) or 0.0
 
     def fill_comparison(
-        self, row: ComparisonRow, found: PolicyRun | OptimumPoint, lru: PolicyRun, point: OptimumPoint | None
+        self,
+        row: ComparisonRow,
+        found: PolicyRun | CurveCounts,
+        lru: PolicyRun,
+        optimum: CurveCounts | None,
     ) -> None:
         """Set the differences of a row to LRU and to the optimum, with their intervals."""
         row.above_lru = (found.tokens_hit - lru.tokens_hit) / self._references.tokens_in
-        if point is not None:
-            row.gap_closed = _share(found.blocks_hit - lru.blocks_hit, point.blocks_hit - lru.blocks_hit)
+        if optimum is not None:
+            row.gap_closed = _share(found.blocks_hit - lru.blocks_hit, optimum.blocks_hit - lru.blocks_hit)
         if row.policy not in (LRU, OPTIMUM):
             at, unknown = (row.policy, row.num_blocks), (None, None)
             row.above_lru_low, row.above_lru_high = self.find_above_lru(*at) or unknown
@@ -137,8 +142,7 @@ def compare_trace(
     policies: list[str],
     references: References,
     runs: Runs,
-    trace_path: str,
-    trace_sha256: str,
+    provenance: Provenance,
     num_samples: int,
     seed: int,
 ) -> TraceComparison:
@@ -149,16 +153,15 @@ def compare_trace(
         runs: one for each policy and capacity.
         num_samples: samples for confidence intervals; 0 for none.
     """
-    settings = compared.settings
     samples = _Samples(references, runs, num_samples, seed)
-    points = {point.num_blocks: point for point in references.points}
+    optimum_at = {point.num_blocks: point.optimum for point in references.points}
     rows = []
     for num_blocks in compared.capacities:
-        lru, point = runs[LRU, num_blocks], points.get(num_blocks)
-        results: dict[str, PolicyRun | Failure | OptimumPoint]
+        lru, optimum = runs[LRU, num_blocks], optimum_at.get(num_blocks)
+        results: dict[str, PolicyRun | Failure | CurveCounts]
         results = {policy: runs[policy, num_blocks] for policy in policies}
-        if point is not None:
-            results[OPTIMUM] = point
+        if optimum is not None:
+            results[OPTIMUM] = optimum
         for policy, found in results.items():
             row = ComparisonRow(policy, num_blocks, "curve" if policy == OPTIMUM else "replay")
             rows.append(row)
@@ -169,14 +172,14 @@ def compare_trace(
             if isinstance(found, PolicyRun):
                 row.evictions, row.admitted, row.seconds = found.evictions, found.admitted, found.seconds
             if isinstance(lru, PolicyRun):
-                samples.fill_comparison(row, found, lru, point)
+                samples.fill_comparison(row, found, lru, optimum)
     ceiling = ComparisonRow(CEILING, references.infinite_cache.num_blocks, "curve")
     samples.fill_hits(ceiling, references.infinite_cache)
     rows.append(ceiling)
     facts = msgspec.structs.asdict(references)
     return TraceComparison(
-        provenance=make_provenance(trace_path, trace_sha256, references.trace_block_size, settings.seed),
-        block_bytes=settings.block_bytes,
+        provenance=provenance,
+        block_bytes=compared.settings.block_bytes,
         **{name: facts[name] for name in TraceComparison.__struct_fields__ if name in facts},
         rows=rows,
     )
@@ -190,17 +193,13 @@ def find_contradictions(references: References, runs: Runs, trace: str) -> list[
         point = points.get(num_blocks)
         if point is None or isinstance(run, Failure):
             continue
-        at = f"{trace}: {policy} at {num_blocks:,} blocks"
-        if run.blocks_hit > point.blocks_hit or run.tokens_hit > point.tokens_hit:
-            found.append(
-                f"{at} has {run.blocks_hit:,} block hits and {run.tokens_hit:,} token hits, above the "
-                f"optimum of {point.blocks_hit:,} and {point.tokens_hit:,}"
-            )
-        if policy == LRU and (run.blocks_hit, run.tokens_hit) != (point.lru_blocks_hit, point.lru_tokens_hit):
-            found.append(
-                f"{at} has {run.blocks_hit:,} block hits and {run.tokens_hit:,} token hits in the replay, "
-                f"{point.lru_blocks_hit:,} and {point.lru_tokens_hit:,} on the curve"
-            )
+        lru, optimum = point.lru, point.optimum
+        hits = f"{run.blocks_hit:,} block hits and {run.tokens_hit:,} token hits"
+        at = f"{trace}: {policy} at {num_blocks:,} blocks has {hits}"
+        if run.blocks_hit > optimum.blocks_hit or run.tokens_hit > optimum.tokens_hit:
+            found.append(f"{at}, above the optimum of {optimum.blocks_hit:,} and {optimum.tokens_hit:,}")
+        if policy == LRU and (run.blocks_hit, run.tokens_hit) != (lru.blocks_hit, lru.tokens_hit):
+            found.append(f"{at} in the replay, {lru.blocks_hit:,} and {lru.tokens_hit:,} on the curve")
     return found
 
 

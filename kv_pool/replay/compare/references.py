@@ -8,6 +8,7 @@ import numpy as np
 from kv_pool.errors import TraceError
 from kv_pool.replay.compare.comparison import ComparedTrace
 from kv_pool.replay.compare.policy_run import Origin, pack
+from kv_pool.replay.curves.curve_report import CurveCounts
 from kv_pool.replay.curves.estimates import Estimates
 from kv_pool.replay.curves.reuse import ReuseRecorder, find_key_bytes, read_prompt_keys
 from kv_pool.replay.curves.sampling import UnitFinder
@@ -21,16 +22,14 @@ class OptimumPoint(msgspec.Struct, frozen=True):
 
     Attributes:
         num_blocks: capacity.
-        lru_blocks_hit, lru_tokens_hit: hits of LRU, which its replay must have, too.
-        blocks_hit, tokens_hit: the most hits of any policy, or upper bounds, as `References` says.
+        lru: the hits of LRU, which its replay must have, too.
+        optimum: the most hits of any policy, or upper bounds, as `References` says.
         hits: block hits of each request with the optimum, packed.
     """
 
     num_blocks: int
-    lru_blocks_hit: int
-    lru_tokens_hit: int
-    blocks_hit: int
-    tokens_hit: int
+    lru: CurveCounts
+    optimum: CurveCounts
     hits: bytes
 
 
@@ -39,7 +38,6 @@ class References(msgspec.Struct, frozen=True, tag="references"):
 
     Attributes:
         block_size: tokens per block.
-        trace_block_size: tokens per hash id of the trace; None for token ids.
         requests, blocks_looked_up, tokens_in: of the trace, up to the limit.
         unit: "session" or "root", as in `UnitFinder`.
         units: the number of sessions or roots.
@@ -52,7 +50,6 @@ class References(msgspec.Struct, frozen=True, tag="references"):
     """
 
     block_size: int
-    trace_block_size: int | None
     requests: int
     blocks_looked_up: int
     tokens_in: int
@@ -110,7 +107,6 @@ def measure_references(compared: ComparedTrace, origin: Origin) -> References:
     blocks_looked_up, tokens_in = np.array(sizes, dtype=np.int64).reshape(-1, 2).sum(axis=0).tolist()
     return References(
         block_size=block_size,
-        trace_block_size=trace.block_size,
         requests=len(sizes),
         blocks_looked_up=blocks_looked_up,
         tokens_in=tokens_in,
@@ -128,5 +124,4 @@ def measure_references(compared: ComparedTrace, origin: Origin) -> References:
 
 def _make_point(curves: Estimates, capacity: int) -> OptimumPoint:
     hits = pack(curves.optimum.list_hits(capacity))
-    best, lru = curves.count_optimum(capacity), curves.count_lru(capacity)
-    return OptimumPoint(capacity, lru.blocks_hit, lru.tokens_hit, best.blocks_hit, best.tokens_hit, hits)
+    return OptimumPoint(capacity, curves.count_lru(capacity), curves.count_optimum(capacity), hits)

@@ -27,7 +27,8 @@ from kv_pool.replay.compare.measuring import (
 )
 from kv_pool.replay.compare.policy_run import Failure, PolicyRun, pack, unpack
 from kv_pool.replay.compare.references import OptimumPoint, References
-from kv_pool.replay.report import InfiniteCache
+from kv_pool.replay.curves.curve_report import CurveCounts
+from kv_pool.replay.report import InfiniteCache, make_provenance
 
 SIZE = 10  # tokens per block
 
@@ -45,10 +46,10 @@ def make_run(hits, sizes):
 
 
 def make_references(sizes, units, best, lru, state="optimal"):
-    point = OptimumPoint(5, sum(lru), sum(lru) * SIZE, sum(best), sum(best) * SIZE, pack(best))
+    of_lru, of_optimum = (CurveCounts(sum(hits), sum(hits) * SIZE, 0.0, 0.0) for hits in (lru, best))
+    point = OptimumPoint(5, of_lru, of_optimum, pack(best))
     return References(
         block_size=SIZE,
-        trace_block_size=SIZE,
         requests=len(sizes),
         blocks_looked_up=sum(sizes),
         tokens_in=sum(sizes) * SIZE,
@@ -67,7 +68,8 @@ def make_references(sizes, units, best, lru, state="optimal"):
 def compare(references, runs, num_samples=0, seed=0):
     compared = make_settings(["trace"], [], [5]).traces[0]
     at_five = {(policy, 5): run for policy, run in runs.items()}
-    return compare_trace(compared, list(runs), references, at_five, "trace", "0" * 64, num_samples, seed).rows
+    provenance = make_provenance("trace", "0" * 64, SIZE, "0")
+    return compare_trace(compared, list(runs), references, at_five, provenance, num_samples, seed).rows
 
 
 def test_rates_and_gaps_are_those_computed_by_hand():
