@@ -17,9 +17,8 @@ try:
 except ImportError as error:
     sys.exit(f"this example needs torch ({error}): pip install '.[torch]'")
 
-from sequence_allocator import KVCacheAllocator
-
 from kv_pool import InvalidArgumentError, SequenceId, UnknownSequenceError
+from kv_pool.integrations.sequence_allocator import KVCacheAllocator
 
 _BLOCK_SIZE = 16
 _KV_SHARE = 0.7

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from sequence_allocator import KVCacheAllocator
-
 from kv_pool import InvalidArgumentError, SequenceId
 from kv_pool.core.arguments import as_int, as_ints
+from kv_pool.integrations.sequence_allocator import KVCacheAllocator
 from kv_pool.replay.capacity import MODELS
 
 _NEAR_TOKENS = 16

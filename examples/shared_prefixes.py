@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 import msgspec
-from sequence_allocator import KVCacheAllocator, SequencePageTable
 
 from kv_pool import BlockId, InvalidArgumentError, SequenceId
 from kv_pool.core.arguments import as_ints
+from kv_pool.integrations.sequence_allocator import KVCacheAllocator, SequencePageTable
 
 
 class SharedPrefixManager:

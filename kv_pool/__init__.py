@@ -22,10 +22,10 @@ More names, each imported when it is first used:
     kv_pool.integrations.attention              paged_attention: batched attention over blocks
     kv_pool.integrations.transformers           PagedCache, PagedSequences: transformers models on blocks
     kv_pool.integrations.nano_vllm              BlockManager: nano-vllm's
+    kv_pool.integrations.sequence_allocator     KVCacheAllocator, SequencePageTable: K and V by position
 
 To copy and change:
 
-    examples/sequence_allocator.py   KVCacheAllocator, SequencePageTable: K and V by position
     examples/shared_prefixes.py      SharedPrefixManager: samples of one prompt, over a KVCacheAllocator
     examples/block_space_manager.py  BlockSpaceManager: groups of sequences, as in vLLM 0.6
     examples/paged_transformer.py    PagedAttention, PagedTransformerLayer, PagedInferenceEngine

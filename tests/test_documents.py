@@ -45,6 +45,7 @@ SHOWN = [
     "kv_pool.events.config",
     "kv_pool.events.mirror",
     "kv_pool.integrations.nano_vllm",
+    "kv_pool.integrations.sequence_allocator",
     "kv_pool.manager.kv_cache_manager",
     "kv_pool.manager.preemption",
     "kv_pool.manager.requests.request",

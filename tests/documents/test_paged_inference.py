@@ -10,9 +10,8 @@ import pytest
 from documents.made_examples import load_example
 
 from kv_pool import BlockAllocationRequest, GPUKVPool, InvalidArgumentError, UnknownSequenceError
+from kv_pool.integrations.sequence_allocator import KVCacheAllocator
 from kv_pool.reports.allocation_monitor import AllocationMonitor
-
-KVCacheAllocator = load_example("sequence_allocator").KVCacheAllocator
 
 
 def make_allocator(total_blocks=8, block_size=4, **options):

@@ -11,6 +11,7 @@ from documents.made_examples import load_example
 import kv_pool
 from kv_pool import BlockAllocationRequest, GPUKVPool, InvalidArgumentError, PoolExhaustedError
 from kv_pool.adapter import KVPoolMigrationManager
+from kv_pool.integrations.sequence_allocator import KVCacheAllocator
 from kv_pool.reports.allocation_monitor import AllocationMonitor
 
 ROWS = re.findall(r"^    (kv_pool\.\S+) {2,}(.+)$", kv_pool.__doc__, re.MULTILINE)
@@ -22,7 +23,6 @@ NAMES = [
 ]
 NEED_TORCH = ("attention", "transformers")
 BlockSpaceManager = load_example("block_space_manager").BlockSpaceManager
-KVCacheAllocator = load_example("sequence_allocator").KVCacheAllocator
 SharedPrefixManager = load_example("shared_prefixes").SharedPrefixManager
 
 

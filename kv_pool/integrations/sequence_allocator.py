@@ -1,9 +1,4 @@
-"""`KVCacheAllocator`: K and V of sequences by sequence id and position, in blocks that sequences share.
-
-To copy and change; shared_prefixes.py, paged_transformer.py and recommended_sizes.py build on it.
-
-Run it: python examples/sequence_allocator.py
-"""
+"""`KVCacheAllocator`: K and V of sequences by sequence id and position, in blocks that sequences share."""
 
 from __future__ import annotations
 
@@ -84,6 +79,15 @@ class _Request:
 class KVCacheAllocator:
     """An allocator of K and V blocks for sequences that grow, fork and end; ids from 0 to total_blocks - 1.
 
+        >>> from kv_pool.integrations.sequence_allocator import KVCacheAllocator
+        >>> allocator = KVCacheAllocator(total_blocks=8, block_size=4, num_heads=2, head_dim=16)
+        >>> table = allocator.allocate_sequence(7, initial_length=6)
+        >>> table.blocks, table.get_physical_location(5)
+        ([0, 1], (1, 1))
+        >>> allocator.extend_sequence(7, additional_tokens=3)
+        >>> table.blocks, len(allocator.free_blocks), len(allocator.used_blocks)
+        ([0, 1, 2], 5, 3)
+
     Combines a `KVCacheManager` and a `KVStorage`. For prefix caching, scheduling and preemption use
     `KVCacheManager`; with transformers use `PagedSequences`.
 
@@ -139,6 +143,10 @@ class KVCacheAllocator:
         dtype_bytes: int = 2,
     ) -> int:
         """Return how many blocks of K and V, for all layers together, fit into `memory_bytes`.
+
+            >>> from kv_pool.integrations.sequence_allocator import KVCacheAllocator
+            >>> KVCacheAllocator.count_blocks(24 * 2**30 * 0.7, 16, num_layers=32, num_heads=32, head_dim=128)
+            2150
 
         Raises:
             InvalidArgumentError: not even one block fits.
@@ -307,24 +315,3 @@ def _as_request(table: SequencePageTable, num_new_tokens: int = 0) -> _Request:
 def _to_own_id(block_id: BlockId) -> BlockId:
     """Return the id of one of the manager's blocks, without its null block."""
     return BlockId(block_id - 1)
-
-
-def main() -> None:
-    num_blocks = KVCacheAllocator.count_blocks(
-        24 * 2**30 * 0.7, 16, num_layers=32, num_heads=32, head_dim=128
-    )
-    print(f"70 % of 24 GiB: {num_blocks} blocks")
-    allocator = KVCacheAllocator(total_blocks=8, block_size=4, num_heads=2, head_dim=16)
-    table = allocator.allocate_sequence(SequenceId(7), initial_length=6)
-    print(f"{table}; the last token is in (block, slot) {table.get_physical_location(5)}")
-    allocator.extend_sequence(SequenceId(7), additional_tokens=3)
-    print(f"{table}; {len(allocator.free_blocks)} blocks are free, {len(allocator.used_blocks)} are used")
-
-
-if __name__ == "__main__":
-    main()
-
-# prints:
-# 70 % of 24 GiB: 2150 blocks
-# <SequencePageTable 7: 6 tokens in blocks [0, 1]>; the last token is in (block, slot) (1, 1)
-# <SequencePageTable 7: 9 tokens in blocks [0, 1, 2]>; 5 blocks are free, 3 are used
