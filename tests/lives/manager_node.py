@@ -51,9 +51,7 @@ class ManagerNode(ManagerLoads, ManagerSwaps, Node):
         device = self.make_device(pool)
         site = PoolSite(ManagerSequences(self.manager, device.storage), hasher=HASHER, clock=world.read_clock)
         self.open(pool, site, device)
-        self.groups = [
-            spec.make_group(pool, group_id, self.manager.alignment) for group_id, spec in enumerate(groups)
-        ]
+        self.groups = [spec.make_group(pool, group_id) for group_id, spec in enumerate(groups)]
         self.open_tiers()
         self.open_swaps()
         self.waiting, self.running, self.leaving = [], [], []

@@ -81,7 +81,7 @@ class Node:
 
     def restart_tiers(self):
         """Reopen the tiers. No-op while tiers hold keys for open plans."""
-        if self.cache._held:
+        if self.cache._stack._held:
             return "held"
         if self.world.chance(0.7):
             self.cache.flush()
