@@ -196,8 +196,8 @@ def check_idle(node):
         raise AssertionError(f"{node.name}: idle, and {held} are held")
     if node.leases.list_leases() or node.leases.num_leased_blocks:
         raise AssertionError(f"{node.name}: idle, and {node.leases.list_leases()} are leased")
-    if node.cache._held:
-        raise AssertionError(f"{node.name}: idle, and tiers hold {len(node.cache._held)} keys")
+    if node.cache._stack._held:
+        raise AssertionError(f"{node.name}: idle, and tiers hold {len(node.cache._stack._held)} keys")
     assert node.host.pool.get_num_free_blocks() == node.host.pool.num_gpu_blocks - 1
     assert not node.manager.list_request_ids()
     assert not node.manager.take_block_copies()
