@@ -96,6 +96,7 @@ class ZMQEventPublisher(Closing):
         first_sequence = config.find_first_sequence(clock)
         self._first_sequence = first_sequence
         self._next_sequence = first_sequence
+        self._last_filtered = first_sequence - 1
         self._buffer = ReplayBuffer(config.buffer_steps, first_sequence)
         if state is not None:
             state.apply([], first_sequence - 1)
@@ -248,14 +249,17 @@ class ZMQEventPublisher(Closing):
         state = self._state
         try:
             sent = events
-            if state is not None and sequence != state.last_sequence + 1:
+            if state is not None and sequence != self._last_filtered + 1:
                 sent = [AllBlocksCleared(), *events]  # the state missed a batch: it was dropped, or failed
             add_kinds(sent, self._labels, "unknown")
             if state is not None:
                 sent = state.apply(sent, sequence, packs_tokens=True)
+                self._last_filtered = sequence
             payload = self._encode(KVEventBatch(ts, sent, self.config.data_parallel_rank))
         except Exception:
             # One bad event must not end the stream: this batch becomes a hole, the next one is sent.
+            if state is not None and state.last_sequence != sequence:
+                state.apply([], sequence)  # snapshots include its number, so that readers get the next one
             self._buffer.leave_hole(sequence)
             self._count_failed(_count(events))
             return

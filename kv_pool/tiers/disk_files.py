@@ -65,6 +65,7 @@ HEADER = Struct(f"<4sHHQQQ{MAX_KEY_BYTES}s")
 CHECKSUM = Struct("<Q")
 NUM_TOKENS = Struct("<I")
 NO_HEADER = bytes(HEADER_BYTES)
+_NO_HEADERS = bytes(8192 * HEADER_BYTES)
 _ALIGNMENT = 4096
 _REWRITTEN_BYTES = 1024 * 1024
 
@@ -217,13 +218,19 @@ class SlotFiles:
         found: list[tuple[SlotId, SlotHeader]] = []
         num_bad = 0
         first = 0
-        while chunk := os.pread(self._headers, 8192 * HEADER_BYTES, first * HEADER_BYTES):
+        while chunk := os.pread(self._headers, len(_NO_HEADERS), first * HEADER_BYTES):
+            if chunk == _NO_HEADERS[: len(chunk)]:  # most of a large folder
+                first += -(-len(chunk) // HEADER_BYTES)
+                continue
             for slot, start in enumerate(range(0, len(chunk), HEADER_BYTES), first):
                 packed = chunk[start : start + HEADER_BYTES]
                 header = None if packed == NO_HEADER else self._parse(packed)
                 if header is not None and slot * self._stride + self.block_bytes <= num_bytes:
                     found.append((SlotId(slot), header))
-                elif packed != NO_HEADER:  # also if the file ends inside a header
+                elif len(packed) < HEADER_BYTES:  # the file ends inside a header
+                    num_bad += 1
+                    os.ftruncate(self._headers, slot * HEADER_BYTES)
+                elif packed != NO_HEADER:
                     num_bad += 1
                     self.wipe(SlotId(slot))
             first = slot + 1

@@ -130,6 +130,21 @@ def test_reader_in_time_gets_a_replay_although_there_is_a_state():
         assert requester.ask_for_sequences(1) == [1, 2, 3, 4]  # the first is a snapshot
 
 
+def test_snapshot_includes_the_number_of_a_rejected_batch():
+    with (
+        make_publisher(StreamState(), buffer_steps=2) as publisher,
+        Requester(publisher.replay_endpoint) as requester,
+    ):
+        for number in range(4):
+            publisher.publish([stored(number)])
+        publisher.publish([stored(4), object()])
+        wait_until(lambda: publisher.get_statistics().last_sequence == 4, "rejected")
+        assert requester.ask_for_sequences(0) == [0, 1, 2, 3, 4]
+        shared = publisher._replay_server._snapshot
+        assert requester.ask_for_sequences(1) == [1, 2, 3, 4]
+        assert publisher._replay_server._snapshot in (shared, None)
+
+
 def test_hole_is_filled_by_a_snapshot():
     with make_publisher(StreamState()) as publisher, Requester(publisher.replay_endpoint) as requester:
         publisher.publish([stored(1)])

@@ -70,7 +70,7 @@ class TierEventLog:
             group_id = get_group_id(key)
             spec = self._specs[group_id]
             label = self._labels.get(key, _UNKNOWN)
-            # Each event has a list of its own: a reader may change it.
+            # Each event has a list of tokens of its own: a reader may change it.
             own = {**label, "token_ids": list(label["token_ids"])}
             self._events.append(
                 BlockStored(
