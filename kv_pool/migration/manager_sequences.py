@@ -87,8 +87,16 @@ class ManagerSequences(Sequences):
 
     def find_prefix(self, block_hashes: list[BlockHash]) -> list[list[KVCacheBlock]]:
         num_tokens = len(block_hashes) * self.pool.hash_block_size
-        # The part of a request that a lookup by hashes needs.
-        wanted: Any = SimpleNamespace(request_id="", num_tokens=num_tokens, block_hashes=block_hashes)
+        # A request as far as a lookup reads it: a prompt without inputs of an encoder.
+        wanted: Any = SimpleNamespace(
+            request_id="",
+            num_tokens=num_tokens,
+            num_prompt_tokens=num_tokens,
+            block_hashes=block_hashes,
+            mm_features=(),
+            lora_request=None,
+            cache_salt=None,
+        )
         return [list(row) for row in self.manager.get_computed_blocks(wanted, num_tokens).blocks]
 
     def evict_invalid(self, block_ids: list[BlockId]) -> None:
