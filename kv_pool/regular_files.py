@@ -68,7 +68,7 @@ def open_private(name: str, flags: int, folder: int) -> int:
     num_links = os.fstat(descriptor).st_nlink
     if num_links > 1:
         _refuse(descriptor, name, f"it has {num_links} hard links, and other names may lead to it")
-    return _check_private(descriptor, name, 0o077, "access", f"chmod 600 {name}")
+    return check_private(descriptor, name, 0o077, "access", f"chmod 600 {name}")
 
 
 def open_private_folder(path: Path) -> int:
@@ -84,13 +84,19 @@ def open_private_folder(path: Path) -> int:
         if path.is_symlink():
             raise OSError(errno.ELOOP, "it is a symbolic link; name the folder it points to", path) from error
         raise
-    return _check_private(descriptor, os.fspath(path), 0o022, "write to", "chmod 700 it")
+    return check_private(descriptor, os.fspath(path), 0o022, "write to", "chmod 700 it")
 
 
-def _check_private(descriptor: int, name: str, mode: int, verb: str, way_out: str) -> int:
-    """Return the descriptor; close it and raise OSError if another user owns it, or has these rights."""
+def check_private(
+    descriptor: int, name: str, mode: int, verb: str, way_out: str, trusted: tuple[int, ...] = ()
+) -> int:
+    """Return the descriptor; close it and raise OSError if another user owns it, or has these rights.
+
+    Args:
+        trusted: other users that may own it.
+    """
     found = os.fstat(descriptor)
-    if found.st_uid != os.geteuid():
+    if found.st_uid not in (os.geteuid(), *trusted):
         _refuse(descriptor, name, f"it belongs to user {found.st_uid}, not to {os.geteuid()}")
     if found.st_mode & mode:
         mode = stat.S_IMODE(found.st_mode)

@@ -5,8 +5,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from secrets import token_hex
@@ -28,22 +27,20 @@ from kv_pool.migration.announcer import Announcer
 from kv_pool.migration.backends.tcp import TcpBackend
 from kv_pool.migration.machine import name_device, read_machine
 from kv_pool.migration.messages import (
-    KnownNode,
     MigrationPhase,
     MigrationStatus,
     NodeDescription,
     NodeLocation,
     SequenceSubject,
 )
-from kv_pool.migration.migration_hook import MigrationHook
-from kv_pool.migration.migrator import Migrator
+from kv_pool.migration.migration_hook import MigrationHook, rank_nodes
+from kv_pool.migration.migrator import Migrator, NodeAnswer
 from kv_pool.migration.peers import Peers, parse_peer
 from kv_pool.migration.pool_sequences import PoolSequences
 from kv_pool.migration.pool_site import PoolSite
 from kv_pool.migration.secret import load_secret, write_secret_file
 from kv_pool.migration.sequences import SequenceOwner, Sequences
 from kv_pool.migration.topology import (
-    ExcludedNode,
     Topology,
     describe_other_kind,
     find_nearness,
@@ -53,12 +50,11 @@ from kv_pool.migration.topology import (
 from kv_pool.migration.transfer_backend import TransferBackend
 from kv_pool.replay.capacity import parse_rate
 from kv_pool.storage.block_storage import BlockStorage
-from kv_pool.threads import start_thread, submit
+from kv_pool.threads import start_thread
 
 _DEFAULT_LISTEN = "127.0.0.1:0"
 _ASK_TIMEOUT_S = 2.0
 _SECONDS_BETWEEN_CHECKS = 0.1
-_MAX_ASKED_AT_ONCE = 16
 _SHOWN_IDS = 10
 
 _logger = logging.getLogger(__name__)
@@ -103,7 +99,6 @@ class LiveNode:
             raise InvalidArgumentError("a node needs a name; pass --name")
         name = NodeName(settings.name)
         self.pool = pool
-        self._clock = clock
         self.topology = Topology() if settings.nodes is None else read_topology(settings.nodes)
         peers = Peers(clock)
         for known in [] if settings.nodes is None else read_peers(settings.nodes).list_nodes():
@@ -213,7 +208,9 @@ class LiveNode:
             )
         if target is None:
             target = self._choose_target(sequence_id, num_blocks)
-        there = self._ask(target)
+        [(_, there, _)] = self._ask([target])
+        if isinstance(there, KVPoolError):
+            raise there
         self.migrator.site.layout.check_same(there.layout, f"node {target!r}")
         other_kind = describe_other_kind(self._site.sequences.kind, there)
         if other_kind:
@@ -238,22 +235,9 @@ class LiveNode:
         Raises:
             PoolExhaustedError: no node can; the message gives the reason for each.
         """
-        answers = self._ask_all()
-        layout = self.migrator.site.layout
-        ranking = self.topology.rank(
-            self.migrator.location,
-            num_blocks * layout.block_bytes,
-            num_blocks,
-            [there for _, there, _ in answers if isinstance(there, NodeDescription)],
-            layout=layout,
-            sequence_kind=self._site.sequences.kind,
-        )
+        answers = self._ask(self.migrator.list_node_names())
+        ranking = rank_nodes(self.topology, self.migrator, num_blocks, num_blocks, answers)
         if not ranking.targets:
-            ranking.excluded.extend(
-                ExcludedNode(known.name, str(error))
-                for known, error, _ in answers
-                if isinstance(error, KVPoolError)
-            )
             why = "; ".join(ranking.describe().splitlines())
             raise PoolExhaustedError(f"no node can take sequence {sequence_id}: {why}")
         return ranking.targets[0].name
@@ -276,14 +260,16 @@ class LiveNode:
         Raises:
             OutOfThreadsError: the system cannot start a thread for the requests. Nothing has changed.
         """
+        addresses = {node.name: node.address for node in self.migrator.peers.list_nodes()}
         reports = []
-        for known, there, round_trip_s in self._ask_all():
+        for name, there, round_trip_s in self._ask(self.migrator.list_node_names()):
+            address = addresses.get(name, "")
             if isinstance(there, KVPoolError):
-                reports.append(PeerReport(known.name, known.address, error=str(there)))
+                reports.append(PeerReport(name, address, error=str(there)))
                 continue
             nearness = find_nearness(self.migrator.location, there.location).value
             free, blocks = there.num_free_blocks, there.num_blocks
-            reports.append(PeerReport(known.name, known.address, nearness, free, blocks, round_trip_s * 1000))
+            reports.append(PeerReport(name, address, nearness, free, blocks, round_trip_s * 1000))
         return PeerList(self.migrator.name, self.migrator.address, reports)
 
     def _join(self) -> None:
@@ -295,30 +281,15 @@ class LiveNode:
             if self.pool.get_free_blocks() < self._migration_threshold:
                 self.migration_hook.keep_free(self._migration_threshold)
 
-    def _ask_all(self) -> list[tuple[KnownNode, NodeDescription | KVPoolError, float]]:
-        """Ask all known nodes at the same time. Return their answers, or errors, and the seconds of each."""
-
-        def ask(known: KnownNode) -> tuple[KnownNode, NodeDescription | KVPoolError, float]:
-            started = self._clock()
-            there: NodeDescription | KVPoolError
-            try:
-                there = self._ask(known.name)
-            except KVPoolError as error:
-                there = error
-            return known, there, self._clock() - started
-
-        nodes = [node for node in self.migrator.peers.list_nodes() if node.name != self.migrator.name]
-        with ThreadPoolExecutor(min(len(nodes), _MAX_ASKED_AT_ONCE) or 1) as executor:
-            asked = [submit(executor, "kv_pool peers", ask, node) for node in nodes]
-            return [one.result() for one in asked]
-
-    def _ask(self, name: NodeName) -> NodeDescription:
-        started = self._clock()
-        there = self.migrator.ask(name, _ASK_TIMEOUT_S)
-        self._locations[name] = there.location
-        nearness = find_nearness(self.migrator.location, there.location)
-        self.topology.note_round_trip(nearness, self._clock() - started)
-        return there
+    def _ask(self, names: Sequence[NodeName]) -> list[NodeAnswer]:
+        """Ask these nodes at the same time; learn their locations and round-trip times."""
+        answers = self.migrator.ask_all(names, _ASK_TIMEOUT_S)
+        for name, there, seconds in answers:
+            if isinstance(there, NodeDescription):
+                self._locations[name] = there.location
+                nearness = find_nearness(self.migrator.location, there.location)
+                self.topology.note_round_trip(nearness, seconds)
+        return answers
 
     def _learn_from(self, status: MigrationStatus) -> None:
         """Pass the measured speed of a migration into this node to the topology; log a failed one."""

@@ -246,8 +246,7 @@ class CallServer(Running):
         self._on_gone = on_gone
         self._callers: dict[int, NodeName] = {}  # by the descriptor of the connection
         self._gone: dict[NodeName, float] = {}  # since when they have no connection
-        self._workers = Workers("kv_pool node answers", _MAX_THREADS)
-        self._replies: deque[tuple[bytes, bytes]] = deque()
+        self._open = ExitStack()
         self._receiving: threading.Thread | None = None
 
     def start(self) -> None:
@@ -269,8 +268,8 @@ class CallServer(Running):
             on_failure.callback(self._woken.close)
             on_failure.callback(self._waker.close)
             self._waker.setblocking(False)
-            self._context = context = zmq.Context()
-            on_failure.callback(context.destroy, 0)
+            context = zmq.Context()
+            on_failure.callback(context.destroy, linger=0)
             self._admitting = context.socket(zmq.REP)
             self._admitting.bind("inproc://zeromq.zap.01")  # asked by ZeroMQ about each client's key
             self._router = router = context.socket(zmq.ROUTER)
@@ -282,11 +281,13 @@ class CallServer(Running):
             router.curve_server = True
             router.curve_secretkey = self._secret_key
             self._ends = router.get_monitor_socket(zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILED)
+            on_failure.callback(router.disable_monitor)
             router.use_fd = listener.detach()
             router.bind(f"tcp://{format_address(*place[:2])}")
             self._workers = Workers("kv_pool node answers", _MAX_THREADS)
+            self._replies: deque[tuple[bytes, bytes]] = deque()
             self._receiving = start_thread("kv_pool node", self._run)
-            on_failure.pop_all()
+            self._open = on_failure.pop_all()
         self.address = format_address(*place[:2])
         if not is_loopback(place[0]):
             _logger.warning(
@@ -304,11 +305,10 @@ class CallServer(Running):
             return
         self._waker.close()
         self._receiving.join()
-        self._receiving = None
-        self.bulk.stop()
+        self._open.close()
         self._workers.stop()
         self._workers.join()
-        self._replies.clear()
+        self._receiving = None
         self.address = ""
 
     # ---- in the receiving thread -----------------------------------------------------------------
@@ -336,9 +336,6 @@ class CallServer(Running):
                 self.bulk.go_on([one for one in bulk if one.fileno() in ready])
             except Exception:
                 _logger.exception("failed to serve a client of %s", self.address)
-        woken.close()
-        router.disable_monitor()
-        self._context.destroy(linger=0)
 
     def _admit(self) -> None:
         """Admit the clients that have the key of this secret (ZeroMQ's authentication protocol, RFC 27)."""

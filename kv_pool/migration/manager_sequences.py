@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -29,16 +29,6 @@ class _TableState(msgspec.Struct, array_like=True):
     num_cached_blocks: int
     num_null_blocks: int
     is_forked: bool
-
-
-@dataclass
-class _Hashes:
-    """The part of a request that a lookup by hashes needs."""
-
-    request_id: RequestId
-    num_tokens: int = 0
-    num_computed_tokens: int = 0
-    block_hashes: list[BlockHash] = field(default_factory=list)
 
 
 class ManagerSequences(Sequences):
@@ -96,10 +86,18 @@ class ManagerSequences(Sequences):
         return rows
 
     def find_prefix(self, block_hashes: list[BlockHash]) -> list[list[KVCacheBlock]]:
-        wanted: Any = _Hashes(
-            RequestId(""), len(block_hashes) * self.pool.hash_block_size, block_hashes=block_hashes
+        num_tokens = len(block_hashes) * self.pool.hash_block_size
+        # A request as far as a lookup reads it: a prompt without inputs of an encoder.
+        wanted: Any = SimpleNamespace(
+            request_id="",
+            num_tokens=num_tokens,
+            num_prompt_tokens=num_tokens,
+            block_hashes=block_hashes,
+            mm_features=(),
+            lora_request=None,
+            cache_salt=None,
         )
-        return [list(row) for row in self.manager.get_computed_blocks(wanted, wanted.num_tokens).blocks]
+        return [list(row) for row in self.manager.get_computed_blocks(wanted, num_tokens).blocks]
 
     def evict_invalid(self, block_ids: list[BlockId]) -> None:
         self.manager.evict_blocks(block_ids)

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from kv_pool.core.arguments import as_count
-from kv_pool.errors import KVPoolError, MigrationInDoubtError, PeerUnavailableError
+from kv_pool.errors import KVPoolError, MigrationInDoubtError, OutOfThreadsError
 from kv_pool.ids import NodeName, SequenceId
 from kv_pool.migration.messages import NodeDescription, SequenceSubject
-from kv_pool.migration.migrator import Migrator
-from kv_pool.migration.topology import Ranking, Topology, find_nearness
+from kv_pool.migration.migrator import Migrator, NodeAnswer
+from kv_pool.migration.topology import ExcludedNode, Ranking, Topology
 from kv_pool.protocol import URGENT, BlockAllocationRequest
 from kv_pool.reports.sequences import SequenceList
 
@@ -74,7 +74,7 @@ class MigrationHook:
     Args:
         nodes: names of the nodes to ask; None for all nodes that the migrator knows.
         timeout_s: time limit for one sequence; then its migration is cancelled.
-        ask_timeout_s: time limit for a node to report its free blocks.
+        ask_timeout_s: time limit for the nodes to report their free blocks; they are asked at the same time.
         retry_s: how long the hook stays idle after it failed to reach a threshold. Requests that find too few
             free blocks are not affected.
         on_migrated: called with a sequence's id and its new device id or node name, by the calling thread;
@@ -155,7 +155,7 @@ class MigrationHook:
         """
         num_wanted = pool.get_free_blocks() + num_missing
         num_moved = 0
-        nodes: list[NodeDescription] | None = None
+        answers: list[NodeAnswer] | None = None
         sizes = {one.sequence_id: one.num_blocks for one in pool.describe_sequences().sequences}
         for sequence_id in victims:
             if pool.get_free_blocks() >= num_wanted:
@@ -163,11 +163,11 @@ class MigrationHook:
             num_blocks = sizes.get(sequence_id, 0)
             target: int | NodeName | None = self._move_to_pool(pool, sequence_id, num_blocks + num_spare)
             if target is None and self._migrator is not None:
-                if nodes is None:
-                    nodes = self._ask_nodes(self._migrator)
-                target = self._move_to_node(self._migrator, sequence_id, num_blocks, num_spare, nodes)
+                if answers is None:
+                    answers = self._ask_nodes(self._migrator)
+                target = self._move_to_node(self._migrator, sequence_id, num_blocks, num_spare, answers)
                 if target is not None:
-                    nodes = None  # outdated: the target has fewer free blocks now
+                    answers = None  # outdated: the target has fewer free blocks now
             if target is not None:
                 num_moved += 1
                 if self._on_migrated is not None:
@@ -192,16 +192,13 @@ class MigrationHook:
                 return device_id
         return None
 
-    def _ask_nodes(self, migrator: Migrator) -> list[NodeDescription]:
-        found = []
-        for name in migrator.list_node_names() if self._nodes is None else self._nodes:
-            if name == migrator.name:
-                continue
-            try:
-                found.append(migrator.ask(name, self._ask_timeout_s))
-            except PeerUnavailableError as error:
-                _logger.info("node %s cannot take sequences: %s", name, error)
-        return found
+    def _ask_nodes(self, migrator: Migrator) -> list[NodeAnswer]:
+        names = migrator.list_node_names() if self._nodes is None else self._nodes
+        try:
+            return migrator.ask_all([name for name in names if name != migrator.name], self._ask_timeout_s)
+        except OutOfThreadsError as error:
+            _logger.info("no node is asked to take sequences: %s", error)
+            return []
 
     def _move_to_node(
         self,
@@ -209,17 +206,10 @@ class MigrationHook:
         sequence_id: Any,
         num_blocks: int,
         num_spare: int,
-        nodes: Sequence[NodeDescription],
+        answers: Sequence[NodeAnswer],
     ) -> NodeName | None:
         """Move a sequence to the first node that accepts it; return the node's name or None."""
-        ranking = self.topology.rank(
-            migrator.location,
-            num_blocks * migrator.site.storage.block_bytes,
-            num_blocks + num_spare,
-            nodes,
-            layout=migrator.site.layout,
-            sequence_kind=migrator.site.sequences.kind,
-        )
+        ranking = rank_nodes(self.topology, migrator, num_blocks, num_blocks + num_spare, answers)
         self.last_ranking = ranking
         for target in ranking.targets:
             try:
@@ -241,11 +231,33 @@ class MigrationHook:
                 _logger.info("sequence %s was not moved to node %s: %s", sequence_id, target.name, error)
                 continue
             status = migration.get_status()
-            [there] = [node for node in nodes if node.name == target.name]
-            self.topology.note_transfer(
-                find_nearness(migrator.location, there.location), status.num_bytes, status.elapsed_s
-            )
+            self.topology.note_transfer(target.nearness, status.num_bytes, status.elapsed_s)
             return target.name
         if not ranking.targets:
             _logger.info("sequence %s stays; no node accepts it: %s", sequence_id, ranking.describe())
         return None
+
+
+def rank_nodes(
+    topology: Topology, migrator: Migrator, num_blocks: int, num_wanted: int, answers: Sequence[NodeAnswer]
+) -> Ranking:
+    """Rank the nodes that can receive a sequence of `num_blocks` blocks, cheapest first.
+
+    Args:
+        migrator: of the source.
+        num_wanted: blocks that must be free at the target.
+        answers: of `migrator.ask_all`; nodes that did not answer are excluded, with their errors.
+    """
+    site = migrator.site
+    ranking = topology.rank(
+        migrator.location,
+        num_blocks * site.layout.block_bytes,
+        num_wanted,
+        [one.there for one in answers if isinstance(one.there, NodeDescription)],
+        layout=site.layout,
+        sequence_kind=site.sequences.kind,
+    )
+    ranking.excluded.extend(
+        ExcludedNode(one.name, str(one.there)) for one in answers if isinstance(one.there, KVPoolError)
+    )
+    return ranking

@@ -7,11 +7,13 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kv_pool.closing import Running
 from kv_pool.errors import (
     InvalidArgumentError,
+    KVPoolError,
     MigrationError,
     OutOfThreadsError,
     StaleTransferError,
@@ -28,7 +30,7 @@ from kv_pool.migration.source import SourceTransfers, make_incarnation
 from kv_pool.migration.target import Pull
 from kv_pool.migration.transfer_backend import TransferBackend
 from kv_pool.migration.verified_reads import PullSettings, RateLimit
-from kv_pool.threads import Workers
+from kv_pool.threads import Workers, submit
 
 if TYPE_CHECKING:
     from kv_pool.migration.call_server import CallServer
@@ -36,6 +38,15 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 _MAX_CALL_S = 5.0
+_MAX_ASKED_AT_ONCE = 16
+
+
+class NodeAnswer(NamedTuple):
+    """The description of a node, or why it did not answer, and the seconds that this took."""
+
+    name: NodeName
+    there: messages.NodeDescription | KVPoolError
+    seconds: float
 
 
 class Migrator(Running):
@@ -250,6 +261,26 @@ class Migrator(Running):
         """
         reply = self._links.call(name, messages.DescribeNode(), timeout_s)
         return messages.as_reply(reply, messages.NodeDescription, f"node {name!r}")
+
+    def ask_all(self, names: Sequence[NodeName], timeout_s: float = 5.0) -> list[NodeAnswer]:
+        """Ask other nodes for their descriptions at the same time. Return their answers in this order.
+
+        Raises:
+            OutOfThreadsError: the system cannot start a thread for the requests. Nothing has changed.
+        """
+
+        def ask(name: NodeName) -> NodeAnswer:
+            started = self._clock()
+            there: messages.NodeDescription | KVPoolError
+            try:
+                there = self.ask(name, timeout_s)
+            except KVPoolError as error:
+                there = error
+            return NodeAnswer(name, there, self._clock() - started)
+
+        with ThreadPoolExecutor(min(len(names), _MAX_ASKED_AT_ONCE) or 1) as executor:
+            asked = [submit(executor, "kv_pool peers", ask, name) for name in names]
+            return [one.result() for one in asked]
 
     # ---- migrations ------------------------------------------------------------------------------
 

@@ -13,11 +13,10 @@ from kv_pool.migration import messages
 from kv_pool.migration.messages import MigrationPhase
 from kv_pool.migration.migration import Migration
 from kv_pool.migration.source import SourceTransfers, Transfer, TransferState
-from kv_pool.migration.verified_reads import PullSettings
+from kv_pool.migration.verified_reads import TRIES, PeerCalls, PullSettings
 
 _POLL_S = 0.05
 _ADOPTION_S = 0.002
-_TRIES = 3
 _PROGRESS = ("num_blocks", "num_present_blocks", "num_done_blocks", "num_bytes", "num_descriptors")
 
 
@@ -91,25 +90,28 @@ class Push(OutgoingMigration):
         source: SourceTransfers,
     ) -> None:
         super().__init__(wanted, target, settings.on_change, source)
-        self._settings = settings
+        self._calls = PeerCalls(settings, target)
         self._wanted = wanted
         self._poll_s = min(_POLL_S, settings.lease_s / 10)
         self._woken = threading.Event()  # it is acknowledged or has ended
 
     def run(self) -> None:
         try:
-            self._ask_until_started()
+            self._calls.repeat(self._wanted, messages.Acknowledged)
             self._ask_until_ended()
         except Exception as error:
             self._break_off(error)
         if self.phase is MigrationPhase.CANCELLED:
             # The target would notice by itself, but only after further reads.
             with suppress(KVPoolError):
-                self._call(messages.AskPull(self.transfer_id, cancel=True))
+                self._calls.call(messages.AskPull(self.transfer_id, cancel=True), messages.PullOutcome)
 
     def cancel(self) -> bool:
         error = MigrationCancelledError("the migration was cancelled; this node keeps the blocks")
-        return super().cancel() and self._enter(MigrationPhase.CANCELLED, [], error)
+        if not super().cancel():
+            return False
+        self._calls.stop(error)
+        return self._enter(MigrationPhase.CANCELLED, [], error)
 
     def follow(self, transfer: Transfer) -> None:
         """Record the state of the transfer; one that the target has ended ends the migration, too."""
@@ -125,18 +127,6 @@ class Push(OutgoingMigration):
             self._woken.set()
         return has_entered
 
-    def _call(self, message: messages.Message) -> messages.Message:
-        return self._settings.links.call(self.peer, message, self._settings.call_s)
-
-    def _ask_until_started(self) -> None:
-        for num_left in reversed(range(_TRIES)):
-            try:
-                self._call(self._wanted)
-                return
-            except PeerUnavailableError:
-                if not num_left or self._woken.wait(self._poll_s):
-                    raise
-
     def _ask_until_ended(self) -> None:
         """Poll the target until it reports the end, or until it stops answering after its acknowledgement."""
         num_failures = 0
@@ -148,7 +138,7 @@ class Push(OutgoingMigration):
                 return
             is_acknowledged = self.phase is MigrationPhase.ACKNOWLEDGING
             try:
-                outcome = self._call(messages.AskPull(self.transfer_id))
+                outcome = self._calls.call(messages.AskPull(self.transfer_id), messages.PullOutcome)
             except (PeerUnavailableError, StaleTransferError) as error:
                 if is_acknowledged:
                     self._enter(MigrationPhase.DONE, self.new_ids)
@@ -159,12 +149,11 @@ class Push(OutgoingMigration):
                     ) from error
                 num_failures += 1
                 # While the blocks are leased, the lease decides: the target may still reach this node.
-                if num_failures >= _TRIES and not self._source.is_prepared(self.transfer_id):
+                if num_failures >= TRIES and not self._source.is_prepared(self.transfer_id):
                     raise
                 continue
             num_failures = 0
-            if isinstance(outcome, messages.PullOutcome):
-                self._note(outcome)
+            self._note(outcome)
 
     def _note(self, outcome: messages.PullOutcome) -> None:
         status = outcome.status

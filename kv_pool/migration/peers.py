@@ -146,7 +146,7 @@ class Peers:
         return NodeList(sorted(alive, key=lambda one: one.name))
 
     def __contains__(self, name: NodeName) -> bool:
-        return self._find(name) is not None
+        return name in self._list()
 
     def get_address(self, name: NodeName) -> str:
         """Return the address of a node, `host:port`.
@@ -154,28 +154,23 @@ class Peers:
         Raises:
             PeerUnavailableError: the name is unknown; the message lists the known names.
         """
-        node = self._find(name)
-        if node is None:
-            known = [known.name for known in self.list_nodes()]
+        nodes = self._list()
+        if name not in nodes:
+            known = sorted(nodes)
             shown = ", ".join(known[:_SHOWN_NAMES])
             more = f" and {len(known) - _SHOWN_NAMES} more" if len(known) > _SHOWN_NAMES else ""
             raise PeerUnavailableError(f"node {name!r} is unknown; known nodes: {shown or 'none'}{more}")
-        return node.address
+        return nodes[name].address
 
     def list_nodes(self) -> list[KnownNode]:
         """Return all nodes, sorted by name."""
-        with self._lock:
-            announced = {name: one.node for name, one in self._expire().items()}
-            nodes = announced | self._learned | self._given
+        nodes = self._list()
         return [nodes[name] for name in sorted(nodes)]
 
-    def _find(self, name: NodeName) -> KnownNode | None:
+    def _list(self) -> dict[NodeName, KnownNode]:
         with self._lock:
-            node = self._given.get(name) or self._learned.get(name)
-            announced = self._announced.get(name)
-            if node is None and announced is not None and announced.ends_s > self._clock():
-                node = announced.node
-            return node
+            announced = {name: one.node for name, one in self._expire().items()}
+            return announced | self._learned | self._given
 
     def _expire(self) -> dict[NodeName, _Announced]:
         """Return the announced nodes that are alive."""

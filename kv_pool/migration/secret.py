@@ -2,11 +2,10 @@
 
 import hashlib
 import os
-import stat
 from pathlib import Path
 
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.regular_files import open_regular
+from kv_pool.regular_files import check_private, open_regular
 
 MIN_SECRET_BYTES = 16
 _MAX_SECRET_BYTES = 4096
@@ -18,12 +17,14 @@ def load_secret(path: str | Path) -> bytes:
 
     Raises:
         InvalidArgumentError: the file cannot be read, or the secret is too short or too long. On POSIX also
-            if the file belongs to another user, or users other than its owner can read or write it.
+            if the file belongs to another user than root, or users other than its owner can access it.
     """
     place = Path(path)
     try:
-        with open(open_regular(place), "rb") as file:
-            _check_owner_only(place, os.fstat(file.fileno()))
+        descriptor = open_regular(place)
+        if os.name == "posix":
+            check_private(descriptor, str(place), 0o077, "access", f"chmod 600 {place}", trusted=(0,))
+        with open(descriptor, "rb") as file:
             content = file.read(_MAX_SECRET_BYTES + 1)
     except OSError as error:
         raise InvalidArgumentError(
@@ -83,17 +84,3 @@ def write_secret_file(path: str | Path) -> None:
         raise InvalidArgumentError(
             f"{place}: cannot create a file for the shared secret: {error.strerror}"
         ) from error
-
-
-def _check_owner_only(place: Path, found: os.stat_result) -> None:
-    if os.name != "posix":
-        return
-    if found.st_mode & 0o077:
-        raise InvalidArgumentError(
-            f"{place}: users other than the owner can read or write this file (mode "
-            f"{stat.S_IMODE(found.st_mode):o}). Run chmod 600 {place}, or create a new secret"
-        )
-    if found.st_uid not in (os.getuid(), 0):
-        raise InvalidArgumentError(
-            f"{place} belongs to user {found.st_uid}; it must belong to the user of this process, or to root"
-        )

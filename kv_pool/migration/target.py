@@ -33,7 +33,7 @@ from kv_pool.migration import messages
 from kv_pool.migration.messages import MigrationPhase
 from kv_pool.migration.migration import Migration
 from kv_pool.migration.site import Reservation
-from kv_pool.migration.verified_reads import PullSettings, RateLimit, SourceCalls, VerifiedReads
+from kv_pool.migration.verified_reads import PeerCalls, PullSettings, RateLimit, VerifiedReads
 
 
 class Pull(Migration):
@@ -55,7 +55,7 @@ class Pull(Migration):
         self._hold_s = hold_s
         self._settings = settings
         self._site = settings.site
-        self._calls = SourceCalls(settings, wanted.source)
+        self._calls = PeerCalls(settings, wanted.source)
         self._limit = RateLimit(wanted.max_bytes_per_s, settings.clock)
         self._backend = wanted.backend
         self._incarnation = ""  # of the source

@@ -1,4 +1,4 @@
-"""`SourceCalls`: what a pull asks its source; `VerifiedReads`, `RateLimit`: how it reads the blocks."""
+"""`PeerCalls`: the calls of a migration; `VerifiedReads`, `RateLimit`: how a pull reads the blocks."""
 
 from __future__ import annotations
 
@@ -112,16 +112,16 @@ class PullSettings:
     unsettled: list[tuple[Lease, BlockReader]]
 
 
-class SourceCalls:
-    """The calls of one pull to its source. Another thread may stop the pull.
+class PeerCalls:
+    """The calls of one migration to the other node. Another thread may stop the migration.
 
     Args:
-        source: the name of the source node.
+        peer: the name of the other node.
     """
 
-    def __init__(self, settings: PullSettings, source: NodeName) -> None:
+    def __init__(self, settings: PullSettings, peer: NodeName) -> None:
         self._settings = settings
-        self._source = source
+        self._peer = peer
         self._lock = threading.Lock()
         self._is_too_late = False
         self._stopped_by: MigrationError | None = None
@@ -138,7 +138,7 @@ class SourceCalls:
         return True
 
     def check_wanted(self) -> None:
-        """Raise the reason for which the pull was stopped, if any."""
+        """Raise the reason for which the migration was stopped, if any."""
         if self._stopped_by is not None:
             raise self._stopped_by
 
@@ -148,19 +148,19 @@ class SourceCalls:
             self._is_too_late = True
 
     def commit(self) -> None:
-        """Refuse `stop` from now on; raise the reason if the pull was already stopped."""
+        """Refuse `stop` from now on; raise the reason if the migration was already stopped."""
         with self._lock:
             self.check_wanted()
             self._is_too_late = True
 
     def wait(self, seconds: float) -> None:
-        """Wait for `seconds` or until the pull is stopped."""
+        """Wait for `seconds` or until the migration is stopped."""
         self._woken.wait(seconds)
 
     def call(self, message: Message, kind: type[Reply]) -> Reply:
         """Send a message once. Raises MigrationError if the reply has another type."""
-        reply = self._settings.links.call(self._source, message, self._settings.call_s)
-        return as_reply(reply, kind, "the source")
+        reply = self._settings.links.call(self._peer, message, self._settings.call_s)
+        return as_reply(reply, kind, f"node {self._peer!r}")
 
     def repeat(self, message: Message, kind: type[Reply]) -> Reply:
         """Send an idempotent message, and repeat it up to `TRIES` times in all until there is an answer."""
@@ -191,7 +191,7 @@ class VerifiedReads:
     def __init__(
         self,
         settings: PullSettings,
-        calls: SourceCalls,
+        calls: PeerCalls,
         source: NodeDescription,
         migration: Migration,
         limit: RateLimit,

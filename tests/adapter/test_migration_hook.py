@@ -21,6 +21,7 @@ def test_lru_sequences_move_until_the_request_fits():
         assert sorted(here.list_sequences()) == [1, 3, 4]
         assert read(there, 2) == [32, 33, 34]
         assert hook.last_ranking.describe().startswith("b: elsewhere")
+        assert [node.name for node in hook.last_ranking.excluded] == ["missing"]
         assert hook.topology.get_link(Nearness.ELSEWHERE) != Topology().get_link(Nearness.ELSEWHERE)
         check(here)
         check(there)

@@ -1,9 +1,11 @@
 import pytest
 from migration.made_nodes import Clock, MadeEngine, answer_as_source
 
-from kv_pool import InvalidArgumentError
+from kv_pool import FullAttentionSpec, InvalidArgumentError, MambaSpec
 from kv_pool.errors import InvalidContentError, LayoutMismatchError, MigrationError, StaleTransferError
+from kv_pool.manager.block_groups.kv_cache_spec import CrossAttentionSpec
 from kv_pool.manager.invariants import check_manager
+from kv_pool.manager.prefix_rules import PrefixRules
 from kv_pool.migration import messages
 from kv_pool.migration import source as source_module
 from kv_pool.migration.invariants import check_source
@@ -226,3 +228,15 @@ def test_acknowledgements_are_remembered_up_to_a_limit(monkeypatch):
     assert bench.answer("acknowledge") == "acknowledged"
     assert bench.transfers.find_outcome(bytes([0]) * 16) is None
     assert bench.transfers.find_outcome(bytes([9]) * 16).state is TransferState.CANCELLED
+
+
+@pytest.mark.parametrize(
+    ("other", "rules"),
+    [(MambaSpec(block_size=4), PrefixRules(bounded_states=True)), (CrossAttentionSpec(block_size=4), None)],
+    ids=["bounded states", "an encoder"],
+)
+def test_a_prefix_is_looked_up_without_a_request(other, rules):
+    """Regression: the lookup failed for want of the prompt's length, or of the encoder's inputs."""
+    engine = MadeEngine(groups=[FullAttentionSpec(block_size=4), other], prefix_rules=rules)
+    subject = PrefixSubject(tuple(engine.hash_blocks(range(12))))
+    assert engine.site.select(subject, for_move=False).blocks == []
