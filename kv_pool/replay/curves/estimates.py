@@ -8,7 +8,7 @@ from kv_pool.replay.curves.lru_curve import LruCurve
 from kv_pool.replay.curves.optimum_curve import OptimumCurve
 from kv_pool.replay.curves.reuse import Reuse
 from kv_pool.replay.curves.sampling import NUM_GROUPS
-from kv_pool.replay.report import InfiniteCache
+from kv_pool.replay.report import InfiniteCache, find_share
 
 
 class Estimates:
@@ -60,10 +60,7 @@ class Estimates:
         return found
 
     def _make_counts(self, hits: tuple[int, int]) -> CurveCounts:
-        rates = [
-            num_hits / total if total else 0.0 for num_hits, total in zip(hits, self._totals, strict=True)
-        ]
-        return CurveCounts(*hits, *rates)
+        return CurveCounts(*hits, *map(find_share, hits, self._totals))
 
     def _set_errors(self, counts: CurveCounts, of_groups: list[CurveCounts]) -> None:
         if not of_groups:
