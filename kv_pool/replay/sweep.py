@@ -1,7 +1,7 @@
 """`run_sweep`: replays a trace at many capacities in parallel; `count_infinite_hits`: their upper bound."""
 
 from collections.abc import Sequence
-from concurrent.futures import as_completed
+from concurrent.futures import Future, as_completed
 from dataclasses import replace
 
 from kv_pool.errors import InvalidArgumentError, WorkerLostError
@@ -53,8 +53,9 @@ def run_sweep(
         replays = [workers.submit(run_replay, point) for point in points]
         # The last job counts the hits of an infinite cache, for all reports.
         ceiling = workers.submit(count_infinite_hits, settings)
+        futures: list[Future[ReplayReport] | Future[InfiniteCache]] = [*replays, ceiling]
         try:
-            for ended in as_completed([*replays, ceiling]):
+            for ended in as_completed(futures):
                 result = ended.result()
                 if isinstance(result, ReplayReport):
                     num_ended += 1

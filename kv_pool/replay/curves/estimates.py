@@ -65,16 +65,11 @@ class Estimates:
     def _set_errors(self, counts: CurveCounts, of_groups: list[CurveCounts]) -> None:
         if not of_groups:
             return
-        variances = [0.0, 0.0]
+        blocks = tokens = 0.0  # variances
         for group, found in zip(self._groups, of_groups, strict=True):
-            differences = (
-                found.block_hit_rate - counts.block_hit_rate,
-                found.token_hit_rate - counts.token_hit_rate,
-            )
-            for kind, difference in enumerate(differences):
-                if self._totals[kind]:
-                    weight = group._totals[kind] / self._totals[kind]
-                    variances[kind] += (weight * difference) ** 2
+            of_blocks, of_tokens = map(find_share, group._totals, self._totals)
+            blocks += (of_blocks * (found.block_hit_rate - counts.block_hit_rate)) ** 2
+            tokens += (of_tokens * (found.token_hit_rate - counts.token_hit_rate)) ** 2
         correction = len(of_groups) / (len(of_groups) - 1)
-        counts.block_rate_error = sqrt(correction * variances[0])
-        counts.token_rate_error = sqrt(correction * variances[1])
+        counts.block_rate_error = sqrt(correction * blocks)
+        counts.token_rate_error = sqrt(correction * tokens)
