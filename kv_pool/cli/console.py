@@ -84,7 +84,8 @@ def new_table(
     """Return a table with these columns and rows.
 
     Args:
-        rows: cells, which are escaped unless they are `Text`; None for a line between two rows.
+        rows: cells, which are escaped unless they are `Text`, and empty if they are None; None for a line
+            between two rows.
         right: titles of columns that are aligned to the right.
         folds: titles of columns whose cells may fold; cells of the others stay whole.
         options: of `Table`.
@@ -110,12 +111,8 @@ def make_table(
         options: of `Table`.
     """
     titles = [title for title, _ in columns]
-    cells = (None if row is None else [_show(find(row)) for _, find in columns] for row in rows)
+    cells = (None if row is None else [find(row) for _, find in columns] for row in rows)
     return new_table(titles, cells, right=[title for title in titles if title not in left], **options)
-
-
-def _show(value: object) -> object:
-    return "" if value is None else value
 
 
 Fact = tuple[str, str, str]
@@ -137,7 +134,7 @@ def _add_rows(table: Table, rows: Iterable[Iterable[object] | None]) -> None:
         if row is None:
             table.add_section()
         else:
-            table.add_row(*(cell if isinstance(cell, Text) else make_cell(str(cell)) for cell in row))
+            table.add_row(*(cell if isinstance(cell, Text | None) else make_cell(str(cell)) for cell in row))
 
 
 def print_table(table: Table, console: Console | None = None) -> None:

@@ -12,7 +12,13 @@ from kv_pool.cli.console import Column, make_table, print_table, show_progress
 from kv_pool.cli.foreign_text import escape_text, make_cell
 from kv_pool.cli.options import choose_files, write_report
 from kv_pool.cli.setting_options import takes
-from kv_pool.replay.curves.curve_report import CurvePoint, CurveReport, describe_bound, write_csv
+from kv_pool.replay.curves.curve_report import (
+    CurvePoint,
+    CurveReport,
+    choose_in_steps,
+    describe_bound,
+    write_csv,
+)
 from kv_pool.replay.curves.measure import measure_curves
 from kv_pool.replay.pictures.hit_rates import draw_curves
 from kv_pool.replay.settings import ReplaySettings
@@ -80,7 +86,11 @@ def make_points_table(report: CurveReport) -> Table:
         f"{ceiling.num_blocks:,} blocks{'' if report.sample is None else ' in the sample'}"
     )
     title = f"hit rate over capacity in blocks of {report.block_size} tokens"
-    return make_table(columns, _choose_rows(report), title=title, caption=caption)
+    points = report.points
+    if len(points) > _MAX_ROWS:
+        chosen = choose_in_steps([point.num_blocks for point in points], _MAX_ROWS - 1, report.knee)
+        points = [point for point in points if point.num_blocks in chosen]
+    return make_table(columns, points, title=title, caption=caption)
 
 
 def _show_rate(report: CurveReport, kind: str, policy: str, point: CurvePoint) -> str:
@@ -112,16 +122,6 @@ def describe(report: CurveReport) -> list[str]:
     if report.broken_lines:
         lines.append(f"broken lines: {report.broken_lines:,}; {make_cell(report.first_broken or '').plain}")
     return lines
-
-
-def _choose_rows(report: CurveReport) -> list[CurvePoint]:
-    points = report.points
-    if len(points) <= _MAX_ROWS:
-        return points
-    chosen = {round(step * (len(points) - 1) / (_MAX_ROWS - 2)) for step in range(_MAX_ROWS - 1)}
-    return [
-        point for number, point in enumerate(points) if number in chosen or point.num_blocks == report.knee
-    ]
 
 
 def _describe_size(point: CurvePoint, report: CurveReport) -> str:

@@ -13,6 +13,7 @@ from kv_pool.cli.options import choose_files, write_report
 from kv_pool.cli.setting_options import takes
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.capacity import parse_memory
+from kv_pool.replay.curves.curve_report import choose_in_steps
 from kv_pool.replay.pictures.hit_rates import draw_plan
 from kv_pool.replay.plan.make_plan import plan_capacity
 from kv_pool.replay.plan.plan_report import (
@@ -155,16 +156,11 @@ def _make_curve(found: CapacityPlan) -> Table:
     ]
     title = f"predicted, blocks of {found.block_size} tokens"
     caption = "points per GiB: percentage points that each GiB of 10% more memory adds"
-    return make_table(columns, _choose_rows(found), title=title, caption=caption)
-
-
-def _choose_rows(found: CapacityPlan) -> list[PlanPoint]:
-    points, last = found.points, len(found.points) - 1
-    chosen = {points[round(step * last / (_ROWS - 1))].num_blocks for step in range(_ROWS)}
-    rows = [point for point in points if point.num_blocks in chosen or point.num_blocks == found.knee]
-    if all(row.num_blocks != found.recommended.num_blocks for row in rows):
-        rows.append(found.recommended)
-    return sorted(rows, key=lambda point: point.num_blocks)
+    points = {point.num_blocks: point for point in [*found.points, found.recommended]}
+    capacities = [point.num_blocks for point in found.points]
+    chosen = choose_in_steps(capacities, _ROWS, found.knee, found.recommended.num_blocks)
+    rows = [points[num_blocks] for num_blocks in chosen]
+    return make_table(columns, rows, title=title, caption=caption)
 
 
 def _make_block_sizes(found: CapacityPlan) -> Table:

@@ -18,7 +18,7 @@ from kv_pool.manager.retention.block_retention import BlockRetention
 from kv_pool.manager.retention.directive import MAX_PRIORITY, RetentionDirective
 from kv_pool.replay.replay_request import ReplayRequest
 from kv_pool.replay.replay_tiers import HostSwap, ReplayTiers
-from kv_pool.replay.report import ReplayReport, summarize_calls, summarize_waits
+from kv_pool.replay.report import ReplayReport, find_share, summarize_calls, summarize_waits
 from kv_pool.replay.request_outcomes import OutcomeCallback, RequestOutcome
 from kv_pool.tiers.tier_prefixes import TierHit
 
@@ -147,7 +147,7 @@ class ReplayDriver:
 
     @property
     def token_hit_rate(self) -> float:
-        return self.report.tokens_hit / self.report.tokens_in if self.report.tokens_in else 0.0
+        return find_share(self.report.tokens_hit, self.report.tokens_in)
 
     def set_time(self, now_ms: float) -> None:
         """Set the time of the pool and of the retention. An earlier time than the last one is ignored."""
@@ -325,12 +325,9 @@ class ReplayDriver:
             self.tiers.fill_reports()
         report.wall_seconds = perf_counter() - self._started_s
         report.token_hit_rate = self.token_hit_rate
-        if report.blocks_looked_up:
-            report.block_hit_rate = report.blocks_hit / report.blocks_looked_up
-        if report.requests:
-            report.mean_request_token_hit_rate = self._sum_request_hit_rates / report.requests
-        if self._num_runs:
-            report.blocks_per_run = self._num_table_blocks / self._num_runs
+        report.block_hit_rate = find_share(report.blocks_hit, report.blocks_looked_up)
+        report.mean_request_token_hit_rate = find_share(self._sum_request_hit_rates, report.requests)
+        report.blocks_per_run = find_share(self._num_table_blocks, self._num_runs)
         report.mean_blocks_in_use = mean_blocks_in_use
         report.evictions = self.manager.block_pool.num_evictions
         report.waiting = summarize_waits(self._waits_ms)

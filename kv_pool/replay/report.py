@@ -77,6 +77,11 @@ def find_rank(num_values: int, percent: int) -> int:
     return max(1, -(-num_values * percent // 100))
 
 
+def find_share(part: float, whole: float) -> float:
+    """Return a part as a share of the whole; 0 of nothing."""
+    return part / whole if whole else 0.0
+
+
 class Provenance(msgspec.Struct):
     """The origin of a report: command, versions, trace and seed."""
 
@@ -153,8 +158,8 @@ class InfiniteCache(msgspec.Struct):
 
     def set_rates(self, blocks_looked_up: int, tokens_in: int) -> None:
         """Compute the rates from the hits; 0 of nothing."""
-        self.block_hit_rate = self.blocks_hit / blocks_looked_up if blocks_looked_up else 0.0
-        self.token_hit_rate = self.tokens_hit / tokens_in if tokens_in else 0.0
+        self.block_hit_rate = find_share(self.blocks_hit, blocks_looked_up)
+        self.token_hit_rate = find_share(self.tokens_hit, tokens_in)
 
 
 class ReplayReport(msgspec.Struct):

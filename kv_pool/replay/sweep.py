@@ -48,27 +48,28 @@ def run_sweep(
     if not points:
         raise InvalidArgumentError("a sweep needs at least one capacity")
     points[-1].check()  # before processes start; each replay checks its own point
-    reports: dict[int, ReplayReport] = {}
+    num_ended = 0
     with WorkerProcesses(min(num_processes, len(points))) as workers:
+        replays = [workers.submit(run_replay, point) for point in points]
         # The last job counts the hits of an infinite cache, for all reports.
-        index_of = {workers.submit(run_replay, point): index for index, point in enumerate(points)}
         ceiling = workers.submit(count_infinite_hits, settings)
-        futures: list[Future[ReplayReport] | Future[InfiniteCache]] = [*index_of, ceiling]
+        futures: list[Future[ReplayReport] | Future[InfiniteCache]] = [*replays, ceiling]
         try:
             for ended in as_completed(futures):
                 result = ended.result()
                 if isinstance(result, ReplayReport):
-                    reports[index_of[ended]] = result  # type: ignore[index]
+                    num_ended += 1
                     if on_progress is not None:
                         found = f"{result.num_blocks:,} blocks: token hit rate {result.token_hit_rate:.1%}"
-                        on_progress(f"{len(reports)} of {len(points)}, {found}", len(reports) / len(points))
+                        on_progress(f"{num_ended} of {len(points)}, {found}", num_ended / len(points))
         except WorkerLostError as error:
             raise WorkerLostError(
-                f"a process of the sweep ended after {len(reports)} of {len(points)} replays: {error}"
+                f"a process of the sweep ended after {num_ended} of {len(points)} replays: {error}"
             ) from error
-    for report in reports.values():
+    reports = [replay.result() for replay in replays]
+    for report in reports:
         report.infinite_cache = ceiling.result()
-    return [reports[index] for index in range(len(points))]
+    return reports
 
 
 def count_infinite_hits(settings: ReplaySettings) -> InfiniteCache:

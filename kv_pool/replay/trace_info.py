@@ -10,7 +10,7 @@ import msgspec
 
 from kv_pool.core.block_hash import BlockHasher
 from kv_pool.replay.replay_request import CONVENTIONS
-from kv_pool.replay.report import InfiniteCache, OnProgress, find_rank
+from kv_pool.replay.report import InfiniteCache, OnProgress, find_rank, find_share
 from kv_pool.replay.trace import Trace, TraceRequest
 
 _MS_PER_MINUTE = 60_000
@@ -198,8 +198,7 @@ class _Counts:
         info = self._info
         info.distinct_blocks = len(self._last_use_ms)
         info.blocks_used_once = info.distinct_blocks - len(self._reused)
-        if info.distinct_blocks:
-            info.share_used_once = info.blocks_used_once / info.distinct_blocks
+        info.share_used_once = find_share(info.blocks_used_once, info.distinct_blocks)
         if self._reused:
             info.uses_per_reused_block = 1 + self._num_reuses / len(self._reused)
         info.sessions = len(self._turns)
@@ -207,8 +206,7 @@ class _Counts:
         info.turns = summarize(self._turns.values())
         info.turn_gaps_s = summarize(gap / 1000 for gap in self._gaps_ms)
         info.span_s = (self._highest_ms - (self._first_ms or 0.0)) / 1000
-        if info.span_s > 0:
-            info.requests_per_s = info.requests / info.span_s
+        info.requests_per_s = find_share(info.requests, info.span_s)
         info.busiest_minute = max(self._minutes.values(), default=0)
         info.input_length = summarize(self._inputs)
         info.output_length = summarize(self._outputs)

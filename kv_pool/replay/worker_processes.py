@@ -168,7 +168,10 @@ class WorkerProcesses(Executor):
 
 
 def work(pipe: Connection) -> None:
-    """Run the calls that arrive, in order, and send back each result or exception."""
+    """Run the calls that arrive, in order, and send back each result or exception, until the pipe closes.
+
+    A call that cannot be read, such as one of a module that only the caller can import, is an exception, too.
+    """
     # SIGINT stays blocked: the process that started this one handles Ctrl-C and ends this one.
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _list_signals() - {signal.SIGINT})
@@ -177,26 +180,16 @@ def work(pipe: Connection) -> None:
     watcher: Thread | None = None
     while True:
         try:
-            function, arguments, options = _receive(pipe)
+            try:
+                function, arguments, options = pipe.recv()
+            except (EOFError, OSError):
+                os._exit(1)
             watcher = watcher or start_thread(_NAME, _end_with_caller)  # without one, the call is refused
             pipe.send(function(*arguments, **options))
         except Exception as error:
             if not isinstance(error, KVPoolError):
                 error.add_note(traceback.format_exc())  # pickling drops the traceback
             pipe.send(error)
-
-
-def _receive(pipe: Connection) -> _Call:
-    """Return the next call. End this process when the pipe closes.
-
-    Raises:
-        Exception: the call cannot be read, such as one of a module that only the caller can import.
-    """
-    try:
-        call: _Call = pipe.recv()
-    except (EOFError, OSError):
-        os._exit(1)
-    return call
 
 
 def _end_with_caller() -> None:

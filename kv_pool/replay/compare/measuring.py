@@ -10,7 +10,7 @@ from kv_pool.replay.compare.comparison import CEILING, LRU, ComparedTrace, Compa
 from kv_pool.replay.compare.policy_run import Failure, PolicyRun, unpack
 from kv_pool.replay.compare.references import References
 from kv_pool.replay.curves.curve_report import CurveCounts
-from kv_pool.replay.report import InfiniteCache, Provenance
+from kv_pool.replay.report import InfiniteCache, Provenance, find_share
 from kv_pool.replay.settings import OPTIMUM
 
 Runs = Mapping[tuple[str, int], PolicyRun | Failure]
@@ -113,8 +113,8 @@ class _Samples:
         num_blocks, num_tokens = self._references.blocks_looked_up, self._references.tokens_in
         row.blocks_hit, row.tokens_hit = found.blocks_hit, found.tokens_hit
         row.blocks_missed = num_blocks - found.blocks_hit
-        row.block_hit_rate = _share(found.blocks_hit, num_blocks) or 0.0
-        row.token_hit_rate = _share(found.tokens_hit, num_tokens) or 0.0
+        row.block_hit_rate = find_share(found.blocks_hit, num_blocks)
+        row.token_hit_rate = find_share(found.tokens_hit, num_tokens)
 
     def fill_comparison(
         self,
@@ -125,8 +125,8 @@ class _Samples:
     ) -> None:
         """Set the differences of a row to LRU and to the optimum, with their intervals."""
         row.above_lru = (found.tokens_hit - lru.tokens_hit) / self._references.tokens_in
-        if optimum is not None:
-            row.gap_closed = _share(found.blocks_hit - lru.blocks_hit, optimum.blocks_hit - lru.blocks_hit)
+        if optimum is not None and optimum.blocks_hit != lru.blocks_hit:
+            row.gap_closed = (found.blocks_hit - lru.blocks_hit) / (optimum.blocks_hit - lru.blocks_hit)
         if row.policy not in (LRU, OPTIMUM):
             at, unknown = (row.policy, row.num_blocks), (None, None)
             row.above_lru_low, row.above_lru_high = self.find_above_lru(*at) or unknown
@@ -201,7 +201,3 @@ def find_contradictions(references: References, runs: Runs, trace: str) -> list[
         if policy == LRU and (run.blocks_hit, run.tokens_hit) != (lru.blocks_hit, lru.tokens_hit):
             found.append(f"{at} in the replay, {lru.blocks_hit:,} and {lru.tokens_hit:,} on the curve")
     return found
-
-
-def _share(part: int, whole: int) -> float | None:
-    return part / whole if whole else None

@@ -121,6 +121,13 @@ def locate_knee(capacities: Sequence[int], rates: Sequence[float]) -> int | None
     return knee
 
 
+def choose_in_steps(capacities: Sequence[int], num_chosen: int, *others: int | None) -> list[int]:
+    """Return capacities in equal steps from the first to the last, and the others, in ascending order."""
+    last = len(capacities) - 1
+    chosen = {capacities[round(step * last / (num_chosen - 1))] for step in range(num_chosen)}
+    return sorted(chosen.union(other for other in others if other is not None))
+
+
 def write_csv(report: CurveReport, path: str) -> None:
     """Write one row per point: capacity, refused requests, and the fields of both policies.
 

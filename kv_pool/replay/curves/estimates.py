@@ -8,7 +8,7 @@ from kv_pool.replay.curves.lru_curve import LruCurve
 from kv_pool.replay.curves.optimum_curve import OptimumCurve
 from kv_pool.replay.curves.reuse import Reuse
 from kv_pool.replay.curves.sampling import NUM_GROUPS
-from kv_pool.replay.report import InfiniteCache
+from kv_pool.replay.report import InfiniteCache, find_share
 
 
 class Estimates:
@@ -60,24 +60,16 @@ class Estimates:
         return found
 
     def _make_counts(self, hits: tuple[int, int]) -> CurveCounts:
-        rates = [
-            num_hits / total if total else 0.0 for num_hits, total in zip(hits, self._totals, strict=True)
-        ]
-        return CurveCounts(*hits, *rates)
+        return CurveCounts(*hits, *map(find_share, hits, self._totals))
 
     def _set_errors(self, counts: CurveCounts, of_groups: list[CurveCounts]) -> None:
         if not of_groups:
             return
-        variances = [0.0, 0.0]
+        blocks = tokens = 0.0  # variances
         for group, found in zip(self._groups, of_groups, strict=True):
-            differences = (
-                found.block_hit_rate - counts.block_hit_rate,
-                found.token_hit_rate - counts.token_hit_rate,
-            )
-            for kind, difference in enumerate(differences):
-                if self._totals[kind]:
-                    weight = group._totals[kind] / self._totals[kind]
-                    variances[kind] += (weight * difference) ** 2
+            of_blocks, of_tokens = map(find_share, group._totals, self._totals)
+            blocks += (of_blocks * (found.block_hit_rate - counts.block_hit_rate)) ** 2
+            tokens += (of_tokens * (found.token_hit_rate - counts.token_hit_rate)) ** 2
         correction = len(of_groups) / (len(of_groups) - 1)
-        counts.block_rate_error = sqrt(correction * variances[0])
-        counts.token_rate_error = sqrt(correction * variances[1])
+        counts.block_rate_error = sqrt(correction * blocks)
+        counts.token_rate_error = sqrt(correction * tokens)

@@ -80,23 +80,24 @@ class _Planner:
         self._trace = settings.open_trace()
         self._block_size = find_block_size(settings.block_size, self._trace)
         self._curve = self._read(self._trace, self._block_size)
+        self._checks: list[PlanCheck] = []
 
     def plan(
         self, host_bytes: int | None, disk_bytes: int | None, block_sizes: Sequence[int]
     ) -> CapacityPlan:
         curve, goal = self._curve, self._goal
         goal_blocks = curve.find_goal(goal)
-        demand, of_demand = self._measure_demand() or (None, None)
+        demand = self._measure_demand()
+        of_demand, self._checks = self._checks, []
         num_blocks = goal_blocks
         if demand is not None and goal.memory_bytes is None:
             if goal.prices is not None:
                 goal_blocks = curve.find_goal(goal, demand.p99_blocks)
             num_blocks = max(goal_blocks, demand.p99_blocks)
-        checks = [self._replay("pool", curve, num_blocks)[1]]
-        tiers = self._plan_tiers(num_blocks, host_bytes, disk_bytes, checks)
-        compared, best = self._compare_block_sizes(num_blocks, block_sizes, checks)
-        if of_demand is not None and of_demand.num_blocks >= curve.full_capacity:
-            checks.append(of_demand)
+        self._replay("pool", curve, num_blocks)
+        tiers = self._plan_tiers(num_blocks, host_bytes, disk_bytes)
+        compared, best = self._compare_block_sizes(num_blocks, block_sizes)
+        checks = self._checks + [check for check in of_demand if check.num_blocks >= curve.full_capacity]
         rate = curve.find_rate(num_blocks)
         point = curve.make_point(num_blocks)
         prices = goal.prices
@@ -142,14 +143,14 @@ class _Planner:
             self._settings, trace, block_size, self._model, lambda share: self._notify(doing, share)
         )
 
-    def _measure_demand(self) -> tuple[PlanDemand, PlanCheck] | None:
+    def _measure_demand(self) -> PlanDemand | None:
         """Replay the trace in a pool for all its blocks, up to a limit. None with the instant clock."""
         if self._settings.clock != "trace":
             return None
         curve = self._curve
         num_blocks = max(min(curve.num_distinct, _MOST_DEMAND_BLOCKS), curve.largest_request)
-        report, check = self._replay("pool for all blocks", curve, num_blocks)
-        demand = PlanDemand(
+        report = self._replay("pool for all blocks", curve, num_blocks)
+        return PlanDemand(
             num_blocks=num_blocks,
             mean_blocks=report.mean_blocks_in_use,
             p99_blocks=report.p99_blocks_in_use,
@@ -157,12 +158,9 @@ class _Planner:
             mean_running=report.mean_running,
             peak_running=report.peak_running,
         )
-        return demand, check
 
-    def _plan_tiers(
-        self, num_blocks: int, host_bytes: int | None, disk_bytes: int | None, checks: list[PlanCheck]
-    ) -> list[PlanTier]:
-        """Return the tiers, and append their replays to `checks`."""
+    def _plan_tiers(self, num_blocks: int, host_bytes: int | None, disk_bytes: int | None) -> list[PlanTier]:
+        """Return the tiers, after a replay of each."""
         curve, prices = self._curve, self._goal.prices
         wanted = (
             ("host", host_bytes, _HOST_MULTIPLE, None if prices is None else prices.host),
@@ -188,14 +186,13 @@ class _Planner:
                 PlanTier(name, size, memory, curve.find_rate(combined), points, points / (memory / _GIB))
             )
             upper = "pool, host" if name == "disk" and sizes["host"] else "pool"
-            replayed = self._replay(f"{upper} and {name}", curve, num_blocks, sizes["host"], sizes["disk"])
-            checks.append(replayed[1])
+            self._replay(f"{upper} and {name}", curve, num_blocks, sizes["host"], sizes["disk"])
         return planned
 
     def _compare_block_sizes(
-        self, num_blocks: int, block_sizes: Sequence[int], checks: list[PlanCheck]
+        self, num_blocks: int, block_sizes: Sequence[int]
     ) -> tuple[list[PlanBlockSize], int | None]:
-        """Return the block sizes and the best of them, and append its replay to `checks`."""
+        """Return the block sizes and the best of them, after a replay of it."""
         tokens_per_id = self._trace.block_size
         usable = {size for size in block_sizes if tokens_per_id is None or size % tokens_per_id == 0}
         if not usable - {self._block_size}:
@@ -213,14 +210,13 @@ class _Planner:
             found.append(PlanBlockSize(size, capacity, curve.find_rate(capacity), refuses))
         best = max(found, key=lambda one: (not one.refuses, one.token_hit_rate, one.block_size))
         if best.block_size != self._block_size:
-            name = f"pool, blocks of {best.block_size}"
-            checks.append(self._replay(name, curves[best.block_size], best.num_blocks)[1])
+            self._replay(f"pool, blocks of {best.block_size}", curves[best.block_size], best.num_blocks)
         return found, best.block_size
 
     def _replay(
         self, name: str, curve: PlanCurve, num_blocks: int, host: int = 0, disk: int = 0
-    ) -> tuple[ReplayReport, PlanCheck]:
-        """Replay a pool and its tiers. Return the report, and the curve's prediction beside it."""
+    ) -> ReplayReport:
+        """Replay a pool and its tiers. Append the curve's prediction beside the replay to the checks."""
         num_flops = num_saved = 0
 
         def note(outcome: RequestOutcome) -> None:
@@ -240,7 +236,7 @@ class _Planner:
         report = run_replay(settings, lambda _, share: self._notify(doing, share), on_outcome=note)
         predicted = curve.count_tokens(curve.combine(num_blocks, [size for size in (host, disk) if size]))
         tolerance = 0.0 if report.clock == "instant" and not host + disk else TOLERANCE
-        return report, PlanCheck(
+        check = PlanCheck(
             name=name,
             block_size=report.block_size,
             num_blocks=report.num_blocks,
@@ -258,6 +254,8 @@ class _Planner:
             speedup_by_tokens=_divide(report.tokens_in, report.tokens_hit),
             speedup_by_flops=_divide(num_flops, num_saved),
         )
+        self._checks.append(check)
+        return report
 
 
 def _divide(total: int, saved: int) -> float | None:

@@ -11,6 +11,7 @@ from kv_pool.replay.curves.lru_curve import LruCurve
 from kv_pool.replay.curves.measure import choose_capacities
 from kv_pool.replay.curves.sampling import read_prompts
 from kv_pool.replay.plan.plan_report import PlanGoal, PlanPoint, Prices
+from kv_pool.replay.report import find_share
 from kv_pool.replay.settings import ReplaySettings
 from kv_pool.replay.trace import Trace
 
@@ -109,7 +110,7 @@ class PlanCurve:
         num_placed = self._num_cacheable - hits_above
 
         def is_too_large(combined: int) -> bool:
-            share = (self._lru.count_hits(combined)[0] - hits_above) / num_placed if num_placed else 0.0
+            share = find_share(self._lru.count_hits(combined)[0] - hits_above, num_placed)
             return combined > above + tier - share * min(above, tier)
 
         return above + bisect_left(range(above + 1, above + tier + 1), True, key=is_too_large)
