@@ -368,7 +368,7 @@ class KVCacheManager(ManagerState):
         ):
             raise InvalidArgumentError(
                 f"the first {num_computed} tokens of {child.request_id!r} are not those of its parent "
-                f"{parent.request_id!r}: tokens, adapter, salt or multimodal inputs from token {first} differ"
+                f"{parent.request_id!r}: tokens, adapter, salt or multimodal inputs differ from token {first} on"
             )
         for table, group in zip(tables, self._groups, strict=True):
             num_cached = table.num_cached_blocks * group.block_size

@@ -204,17 +204,17 @@ def read_step(
     num_new = num_new_tokens if isinstance(num_new_tokens, int) else -1
     if num_new < 0:
         num_new = as_count("num_new_tokens", num_new_tokens)
-    if num_lookahead_tokens != 0:
+    if not isinstance(num_lookahead_tokens, int) or num_lookahead_tokens < 0:
         num_lookahead_tokens = as_count("num_lookahead_tokens", num_lookahead_tokens)
-    if num_external_computed_tokens != 0:
+    if not isinstance(num_external_computed_tokens, int) or num_external_computed_tokens < 0:
         num_external_computed_tokens = as_count("num_external_computed_tokens", num_external_computed_tokens)
-    if num_encoder_tokens != 0:
+    if not isinstance(num_encoder_tokens, int) or num_encoder_tokens < 0:
         num_encoder_tokens = as_count("num_encoder_tokens", num_encoder_tokens)
     if not isinstance(full_sequence_must_fit, bool):
         refuse_type("full_sequence_must_fit", full_sequence_must_fit, "bool")
-    if reserved_blocks != 0:
+    if not isinstance(reserved_blocks, int) or reserved_blocks < 0:
         reserved_blocks = as_count("reserved_blocks", reserved_blocks)
-    if num_in_flight_tokens != 0:
+    if not isinstance(num_in_flight_tokens, int) or num_in_flight_tokens < 0:
         num_in_flight_tokens = as_count("num_in_flight_tokens", num_in_flight_tokens)
     unchecked: Any = request  # compiled code would reject a numpy integer here
     computed = unchecked.num_computed_tokens
