@@ -368,7 +368,8 @@ class KVCacheManager(ManagerState):
         ):
             raise InvalidArgumentError(
                 f"the first {num_computed} tokens of {child.request_id!r} are not those of its parent "
-                f"{parent.request_id!r}: tokens, adapter, salt or multimodal inputs differ from token {first} on"
+                f"{parent.request_id!r}: from token {first} on, tokens, adapter, salt or multimodal inputs "
+                "differ"
             )
         for table, group in zip(tables, self._groups, strict=True):
             num_cached = table.num_cached_blocks * group.block_size

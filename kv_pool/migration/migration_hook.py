@@ -214,17 +214,19 @@ class MigrationHook:
         for target in ranking.targets:
             try:
                 migration = migrator.migrate(SequenceSubject(sequence_id), target.name)
-                migration.wait(self._timeout_s)
-            except TimeoutError:
-                if migration.cancel():
-                    _logger.warning(
-                        "sequence %s was not moved to node %s within %s s",
-                        sequence_id,
-                        target.name,
-                        self._timeout_s,
-                    )
-                    continue
-            except MigrationInDoubtError as error:
+                try:
+                    migration.wait(self._timeout_s)
+                except TimeoutError:
+                    if migration.cancel():
+                        _logger.warning(
+                            "sequence %s was not moved to node %s within %s s",
+                            sequence_id,
+                            target.name,
+                            self._timeout_s,
+                        )
+                        continue
+                    migration.wait(self._timeout_s)  # too late to cancel: it is about to end
+            except (MigrationInDoubtError, TimeoutError) as error:
                 _logger.warning("sequence %s may be at node %s, or here: %s", sequence_id, target.name, error)
                 return None
             except KVPoolError as error:

@@ -5,8 +5,10 @@ from adapter.made_nodes import running_nodes, take_all
 from adapter.made_pool import CountingClock, check, draw, make, make_storage, read, take
 
 from kv_pool import BlockAllocationRequest, InvalidArgumentError, LRUEviction, PoolExhaustedError
+from kv_pool.errors import MigrationInDoubtError
 from kv_pool.migration.messages import NodeLocation
 from kv_pool.migration.migration_hook import MigrationHook
+from kv_pool.migration.outgoing import Push
 from kv_pool.migration.topology import Link, Nearness, Topology
 
 
@@ -39,6 +41,29 @@ def test_a_sequence_moves_to_the_cheapest_sufficient_node():
         assert read(c.site.sequences.gpu_pool, 2) == [32, 33, 34]
         assert [target.name for target in hook.last_ranking.targets] == ["c"]
         assert hook.last_ranking.excluded[0].reason == "1 of 3 blocks are free, 3 are needed"
+
+
+@pytest.mark.parametrize("end", [None, MigrationInDoubtError("no answer"), TimeoutError("no end")])
+def test_a_late_migration_has_moved_only_if_it_ends_well(end, monkeypatch):
+    moved = []
+    hook = MigrationHook(nodes=["b"], on_migrated=lambda *what: moved.append(what))
+    waits = []
+
+    def wait(push, timeout_s):
+        waits.append(timeout_s)
+        push.wait_for_end(20)
+        if len(waits) == 1 or end is not None:
+            raise end if len(waits) > 1 else TimeoutError
+
+    monkeypatch.setattr(Push, "wait", wait)
+    monkeypatch.setattr(Push, "cancel", lambda push: False)
+    with running_nodes(10, 10, migration_hook=hook) as (a, _):
+        here = a.site.sequences.gpu_pool
+        take_all(here, 5, 5)
+        hook.use(here, a)
+        take(here, 3, 3)
+    assert len(waits) == 2
+    assert moved == ([(1, "b")] if end is None else [])
 
 
 def test_a_request_is_refused_where_no_node_has_room():
