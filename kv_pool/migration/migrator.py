@@ -7,7 +7,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kv_pool.closing import Running
@@ -30,7 +30,7 @@ from kv_pool.migration.source import SourceTransfers, make_incarnation
 from kv_pool.migration.target import Pull
 from kv_pool.migration.transfer_backend import TransferBackend
 from kv_pool.migration.verified_reads import PullSettings, RateLimit
-from kv_pool.threads import Workers, submit
+from kv_pool.threads import Workers
 
 if TYPE_CHECKING:
     from kv_pool.migration.call_server import CallServer
@@ -116,8 +116,6 @@ class Migrator(Running):
         self.lease_s: Final = lease_s
         self._backends = list(backends)
         self._is_registry = is_registry
-        self._clock = clock
-        self._call_s = min(_MAX_CALL_S, lease_s)
         self._links = PeerLinks(name, self.peers, secret, backends)
         self._book = MigrationBook(name, on_phase)
         self._source = SourceTransfers(
@@ -135,7 +133,7 @@ class Migrator(Running):
             site,
             self._links,
             lease_s,
-            self._call_s,
+            min(_MAX_CALL_S, lease_s),
             clock,
             RateLimit(max_bytes_per_s, clock),
             Workers(f"kv_pool {name} asks", 4 + 2 * max_concurrent),
@@ -192,7 +190,7 @@ class Migrator(Running):
         running = self._book.list_running()
         for migration in running:
             migration.cancel()
-        deadline = time.monotonic() + self.lease_s + self._call_s
+        deadline = time.monotonic() + self.lease_s + self._settings.call_s
         for migration in running:
             migration.wait_for_end(max(0.0, deadline - time.monotonic()))
         self._housekeeping.stop()
@@ -270,17 +268,20 @@ class Migrator(Running):
         """
 
         def ask(name: NodeName) -> NodeAnswer:
-            started = self._clock()
+            started = self._settings.clock()
             there: messages.NodeDescription | KVPoolError
             try:
                 there = self.ask(name, timeout_s)
             except KVPoolError as error:
                 there = error
-            return NodeAnswer(name, there, self._clock() - started)
+            return NodeAnswer(name, there, self._settings.clock() - started)
 
-        with ThreadPoolExecutor(min(len(names), _MAX_ASKED_AT_ONCE) or 1) as executor:
-            asked = [submit(executor, "kv_pool peers", ask, name) for name in names]
+        workers = Workers("kv_pool peers", _MAX_ASKED_AT_ONCE)
+        try:
+            asked = [workers.submit(partial(ask, name)) for name in names]
             return [one.result() for one in asked]
+        finally:
+            workers.stop()
 
     # ---- migrations ------------------------------------------------------------------------------
 
@@ -332,7 +333,7 @@ class Migrator(Running):
         """
         self._check_can_start(subject, target, is_move)
         limit = max_bytes_per_s or 0.0
-        RateLimit(limit, self._clock)
+        RateLimit(limit, self._settings.clock)
         transfer_id = TransferId(secrets.token_bytes(16))
         wanted = messages.PullSubject(transfer_id, subject, is_move, self.name, self.address, limit, backend)
         return self._start_migration(Push(self._settings, wanted, target, self._source), self._pushers)
