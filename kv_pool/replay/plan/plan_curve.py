@@ -143,12 +143,12 @@ class PlanCurve:
                     "prices need; use timestamps, or another goal"
                 )
             prices = goal.prices
-            return self._maximize(
+            return max(  # the smallest of equal ones, as they ascend
                 sorted({max(capacity, least) for capacity in self.capacities}),
-                prices,
-                prices.gpu,
-                self.measure_pool,
-                self.count_tokens,
+                key=lambda capacity: (
+                    self.save_per_hour(self.count_tokens(capacity), prices)
+                    - prices.gpu * self.measure_pool(capacity) / _GIB
+                ),
             )
         return self.knee or self.full_capacity
 
@@ -167,12 +167,12 @@ class PlanCurve:
             return 0 if above >= full else min(multiple * num_blocks, full)
         if price is None:
             return 0
-        return self._maximize(
+        return max(
             [0, *choose_capacities(1, full)],
-            prices,
-            price,
-            lambda tier: tier * self.block_bytes,
-            lambda tier: self.count_tokens(self.combine(num_blocks, [*tiers, tier])),
+            key=lambda tier: (
+                self.save_per_hour(self.count_tokens(self.combine(num_blocks, [*tiers, tier])), prices)
+                - price * (tier * self.block_bytes) / _GIB
+            ),
         )
 
     def save_per_hour(self, num_tokens: int, prices: Prices) -> float:
@@ -207,23 +207,6 @@ class PlanCurve:
                 f"{self.measure_pool(largest) / _GIB:,.2f} GiB, or fewer bytes per element"
             )
         return count_blocks(memory_bytes, self.block_size, self._model)
-
-    def _maximize(
-        self,
-        capacities: Sequence[int],
-        prices: Prices,
-        price: float,
-        measure: Callable[[int], int],
-        count_tokens: Callable[[int], int],
-    ) -> int:
-        """Return the capacity with the largest savings minus costs; of equal ones the smallest."""
-        return max(
-            capacities,
-            key=lambda capacity: (
-                self.save_per_hour(count_tokens(capacity), prices) - price * measure(capacity) / _GIB,
-                -capacity,
-            ),
-        )
 
 
 def grow(num_blocks: int) -> int:
