@@ -2,7 +2,6 @@
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from functools import cached_property
 
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.capacity import ModelKV, count_blocks
@@ -50,6 +49,7 @@ class PlanCurve:
         num_distinct: number of distinct blocks that are cached.
         full_capacity: the least capacity that has all hits of a cache without evictions.
         capacities: at most 64 in equal ratios, from the largest request to `full_capacity`.
+        knee: the capacity that `locate_knee` finds among them; None if there is none.
     """
 
     def __init__(
@@ -77,11 +77,7 @@ class PlanCurve:
         self._lru = LruCurve(reuse)
         self.full_capacity = self._lru.find_least_full_capacity()
         self.capacities = choose_capacities(self.largest_request, self.full_capacity)
-
-    @cached_property
-    def knee(self) -> int | None:
-        """The capacity that `locate_knee` finds among `capacities`; None if there is none."""
-        return locate_knee(self.capacities, [self.find_rate(capacity) for capacity in self.capacities])
+        self.knee = locate_knee(self.capacities, [self.find_rate(capacity) for capacity in self.capacities])
 
     def count_tokens(self, capacity: int) -> int:
         """Return the prompt tokens that are hits in `capacity` blocks."""
