@@ -72,6 +72,15 @@ class ModelOptions:
             )
         return replace(find_model(self.model), dtype_bytes=self.dtype_bytes)
 
+    def require_kv(self, needed_by: str) -> ModelKV:
+        """Return the model. Raises InvalidArgumentError if there is none; its message says what needs one."""
+        kv = self.find_kv()
+        if kv is None:
+            raise InvalidArgumentError(
+                f"{needed_by} needs either --model, or --num-layers, --num-kv-heads and --head-size"
+            )
+        return kv
+
 
 @dataclass(frozen=True)
 class CapacityOptions(ModelOptions):
@@ -101,14 +110,12 @@ class CapacityOptions(ModelOptions):
             raise InvalidArgumentError("pass the capacity either as --blocks or as --memory")
         block_size = find_block_size(settings.block_size, trace)
         num_groups = len(parse_groups(settings.groups, block_size))
-        kv = self.find_kv()
+        kv: ModelKV | None
         if self.blocks is not None:
+            kv = self.find_kv()
             capacities = parse_list("--blocks", self.blocks)
-        elif kv is None:
-            raise InvalidArgumentError(
-                "--memory needs either --model, or --num-layers, --num-kv-heads and --head-size"
-            )
         else:
+            kv = self.require_kv("--memory")
             sizes = parse_list("--memory", self.memory or "", parse_memory)
             capacities = [count_blocks(size, block_size, kv, num_groups) for size in sizes]
         block_bytes = 0 if kv is None else kv.count_block_bytes(block_size, num_groups)

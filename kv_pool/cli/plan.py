@@ -11,7 +11,6 @@ from kv_pool.cli.console import Column, make_table, print_table, show_progress
 from kv_pool.cli.foreign_text import escape_text, make_cell
 from kv_pool.cli.options import choose_files, write_report
 from kv_pool.cli.setting_options import takes
-from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.capacity import parse_memory
 from kv_pool.replay.curves.curve_report import choose_in_steps
 from kv_pool.replay.pictures.hit_rates import draw_plan
@@ -100,11 +99,7 @@ def plan(
     png: Annotated[str | None, options.declare_picture("picture", "plan")] = None,
 ) -> None:
     """Recommend the memory of the pool and its tiers for a trace, and replay what is recommended."""
-    kv = model_options.find_kv()
-    if kv is None:
-        raise InvalidArgumentError(
-            "a plan needs either --model, or --num-layers, --num-kv-heads and --head-size"
-        )
+    kv = model_options.require_kv("a plan")
     goal = PlanGoal(
         None if target_hit_rate is None else parse_share(target_hit_rate),
         None if memory is None else parse_memory(memory),

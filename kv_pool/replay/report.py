@@ -16,6 +16,7 @@ import msgspec
 from kv_pool.core.mode import COMPILED
 from kv_pool.errors import TraceError
 from kv_pool.replay.request_outcomes import BreakdownRow
+from kv_pool.replay.trace import Trace
 from kv_pool.replay.trace_writer import writing
 from kv_pool.version import __version__
 
@@ -98,8 +99,8 @@ class Provenance(msgspec.Struct):
     seed: str
 
 
-def make_provenance(trace: str, digest: str, trace_block_size: int | None, seed: str) -> Provenance:
-    """Return the provenance of a run in this process, now."""
+def make_provenance(trace: Trace, digest: str, seed: str) -> Provenance:
+    """Return the provenance of a run in this process, now. `digest` is that of the trace."""
     return Provenance(
         command=sys.argv,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -108,9 +109,9 @@ def make_provenance(trace: str, digest: str, trace_block_size: int | None, seed:
         python=platform.python_version(),
         platform=platform.platform(),
         dependencies={name: version(name) for name in ("msgspec", "xxhash", "numpy", "cbor2")},
-        trace=trace,
+        trace=str(trace.path),
         trace_sha256=digest,
-        trace_block_size=trace_block_size,
+        trace_block_size=trace.block_size,
         seed=seed,
     )
 

@@ -145,7 +145,7 @@ def run_replay(
     report.settings = settings.describe()
     if policy is not None:
         report.settings["policy"] = policy.name
-    report.provenance = make_provenance(str(trace.path), trace.digest(), trace.block_size, settings.seed)
+    report.provenance = make_provenance(trace, trace.digest(), settings.seed)
     return report
 
 

@@ -20,7 +20,6 @@ from kv_pool.replay.compare.policy_run import (
     PolicyRun,
     PolicySource,
     attempt,
-    make_failure,
     read_source,
     run_policy,
 )
@@ -128,7 +127,7 @@ def compare_policies(
             if place == number and policy != _REFERENCES
         }
         trace, seed = traces[number], compared.settings.seed
-        provenance = make_provenance(str(trace.path), digests[number], trace.block_size, seed)
+        provenance = make_provenance(trace, digests[number], seed)
         contradictions += find_contradictions(references, of_trace, provenance.trace)
         found.append(
             compare_trace(
@@ -187,10 +186,7 @@ def _run_all(
         for future in as_completed(pending):
             job = pending[future]
             label = job.label
-            try:
-                ended = future.result()
-            except Exception as raised:  # of the executor: `attempt` returns failures
-                ended = make_failure(raised)
+            ended = attempt(future.result)  # the executor may fail, too
             results[job.place] = ended
             if isinstance(ended, Failure):
                 label += f": {ended.describe()}"

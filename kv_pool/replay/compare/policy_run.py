@@ -142,14 +142,6 @@ class Failure(msgspec.Struct, frozen=True, tag="failure"):
         return f"{self.error}: {' '.join(self.message.split())}"
 
 
-def make_failure(error: Exception) -> Failure:
-    """Return an exception as a `Failure`."""
-    name = type(error).__name__
-    if isinstance(error, KVPoolError):
-        return Failure(name, str(error))
-    return Failure(name, str(error), "".join(traceback.format_exception(error)))
-
-
 def attempt(
     function: Callable[_Arguments, _Result], /, *args: _Arguments.args, **kwargs: _Arguments.kwargs
 ) -> _Result | Failure:
@@ -157,7 +149,9 @@ def attempt(
     try:
         return function(*args, **kwargs)
     except Exception as error:
-        return make_failure(error)
+        is_ours = isinstance(error, KVPoolError)
+        where = "" if is_ours else "".join(traceback.format_exception(error))
+        return Failure(type(error).__name__, str(error), where)
 
 
 def run_policy(settings: ReplaySettings, source: PolicySource, origin: Origin) -> PolicyRun:

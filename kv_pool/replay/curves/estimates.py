@@ -40,16 +40,14 @@ class Estimates:
 
     def count_lru(self, capacity: int) -> CurveCounts:
         """Return the hits of LRU in `capacity` blocks."""
-        counts = self._make_counts(self.lru.count_hits(capacity))
-        self._set_errors(counts, [group.count_lru(capacity) for group in self._groups])
-        return counts
+        of_groups = [group.count_lru(capacity) for group in self._groups]
+        return self._make_counts(self.lru.count_hits(capacity), of_groups)
 
     def count_optimum(self, capacity: int) -> CurveCounts:
         """Return the block hits of the optimum in `capacity` blocks, and the bound of its token hits."""
         num_blocks, _ = self.optimum.count_hits(capacity)
-        counts = self._make_counts((num_blocks, self.optimum.bound_tokens(capacity)))
-        self._set_errors(counts, [group.count_optimum(capacity) for group in self._groups])
-        return counts
+        of_groups = [group.count_optimum(capacity) for group in self._groups]
+        return self._make_counts((num_blocks, self.optimum.bound_tokens(capacity)), of_groups)
 
     def count_infinite(self) -> InfiniteCache:
         """Return the hits of a cache that never evicts."""
@@ -59,12 +57,11 @@ class Estimates:
         found.set_rates(*self._totals)
         return found
 
-    def _make_counts(self, hits: tuple[int, int]) -> CurveCounts:
-        return CurveCounts(*hits, *map(find_share, hits, self._totals))
-
-    def _set_errors(self, counts: CurveCounts, of_groups: list[CurveCounts]) -> None:
+    def _make_counts(self, hits: tuple[int, int], of_groups: list[CurveCounts]) -> CurveCounts:
+        """Return hits with their rates, and the standard errors that the counts of groups give."""
+        counts = CurveCounts(*hits, *map(find_share, hits, self._totals))
         if not of_groups:
-            return
+            return counts
         blocks = tokens = 0.0  # variances
         for group, found in zip(self._groups, of_groups, strict=True):
             of_blocks, of_tokens = map(find_share, group._totals, self._totals)
@@ -73,3 +70,4 @@ class Estimates:
         correction = len(of_groups) / (len(of_groups) - 1)
         counts.block_rate_error = sqrt(correction * blocks)
         counts.token_rate_error = sqrt(correction * tokens)
+        return counts

@@ -99,7 +99,7 @@ def measure_curves(
         lru_seconds=lru_at - read_at,
         optimum_seconds=optimum_at - lru_at,
         settings={name: value for name, value in settings.describe().items() if name in _REPORTED},
-        provenance=make_provenance(str(trace.path), trace.digest(), trace.block_size, settings.seed),
+        provenance=make_provenance(trace, trace.digest(), settings.seed),
     )
 
 

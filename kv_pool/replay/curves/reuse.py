@@ -229,15 +229,13 @@ def _append_piece(pieces: list[tuple[int, int]], owner: int, end: int) -> None:
         pieces.append((owner, end))
 
 
+@dataclass(slots=True)
 class _Rest:
     """The blocks of a request that no later request has used: their keys, and where they start."""
 
-    __slots__ = ("keys", "owner", "start")
-
-    def __init__(self, owner: int, start: int, keys: bytes) -> None:
-        self.owner = owner
-        self.start = start
-        self.keys = keys
+    owner: int
+    start: int
+    keys: bytes
 
 
 class ReuseRecorder:

@@ -1,7 +1,7 @@
 """Parts that all pictures of the replay share: the check before, the file, the axes of hit rates."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -66,11 +66,18 @@ def choose_unit(block_bytes: float, block_size: int) -> tuple[float, str]:
     return (block_bytes / 2**30, "GiB") if block_bytes else (1.0, f"blocks of {block_size} tokens")
 
 
-def format_capacity_axes(axes: Any, capacity: str, rate: str, title: str) -> None:
-    """Give axes a logarithmic scale of capacities and a percent scale of hit rates from 0, with names."""
-    from matplotlib.ticker import FuncFormatter, NullFormatter, PercentFormatter
+def format_capacity_axes(
+    axes: Any, capacity: str, rate: str, title: str, ticks: Sequence[float] = (1.0,)
+) -> None:
+    """Give axes a logarithmic scale of capacities and a percent scale of hit rates from 0, with names.
+
+    Args:
+        ticks: capacities with numbers, as multiples of powers of 10.
+    """
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
 
     axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=ticks))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda capacity, _: f"{capacity:,.12g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_ylim(bottom=0)

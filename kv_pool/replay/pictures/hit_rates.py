@@ -25,6 +25,7 @@ from kv_pool.replay.settings import OPTIMUM
 
 _MARKERS = "osD^vP*X"
 _PANELS_PER_ROW = 3
+_TICKS = (1.0, 2.0, 5.0)
 _PLACES = {MEDIUM_CPU: "host memory", MEDIUM_STORAGE: "a disk tier"}
 _NOT_COMPARED = ("num_blocks", "host_tier", "disk_tier", "trace", "by")
 
@@ -57,8 +58,6 @@ def draw_hit_rates(
     drawn: list[float] = []
     has_blocks = len(sweeps) == 1 and not any(report.tiers for report in reports)
     with new_figure(path) as (figure, (axes,)):
-        from matplotlib.ticker import LogLocator
-
         for number, (name, sweep) in enumerate(zip(names, sweeps, strict=True)):
             lines = _split_lines(sweep)
             for style, (label, line) in enumerate(lines):
@@ -81,10 +80,8 @@ def draw_hit_rates(
             if bound is not None:
                 label = "_" if number else "of prompt tokens, infinite cache"  # one legend entry for all
                 axes.axhline(bound.token_hit_rate, color=f"C{number}", linestyle=":", label=label)
-        format_capacity_axes(axes, f"capacity in {unit}", "prefix-cache hit rate", _make_title(sweeps))
-        axes.xaxis.set_major_locator(
-            LogLocator(subs=(1.0, 2.0, 5.0) if max(drawn) < 100 * min(drawn) else (1.0,))
-        )
+        ticks = _TICKS if max(drawn) < 100 * min(drawn) else (1.0,)
+        format_capacity_axes(axes, f"capacity in {unit}", "prefix-cache hit rate", _make_title(sweeps), ticks)
         if len(axes.get_legend_handles_labels()[1]) < 5:
             legend = axes.legend(loc="lower right")
         else:
@@ -374,8 +371,6 @@ def draw_comparison(comparison: Comparison, path: str) -> None:
 
 
 def _draw_trace(found: TraceComparison, axes: Any) -> None:
-    from matplotlib.ticker import LogLocator
-
     per_block, unit = choose_unit(found.block_bytes, found.block_size)
     by_policy: dict[str, list[tuple[float, float]]] = {}
     for row in found.rows:
@@ -397,5 +392,4 @@ def _draw_trace(found: TraceComparison, axes: Any) -> None:
     ceiling = found.infinite_cache.token_hit_rate
     axes.axhline(ceiling, color="0.5", linestyle=":", label="infinite cache")
     title = f"{name_trace(found.provenance)}\n{found.requests:,} requests"
-    format_capacity_axes(axes, f"capacity in {unit}", "token hit rate", title)
-    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    format_capacity_axes(axes, f"capacity in {unit}", "token hit rate", title, _TICKS)

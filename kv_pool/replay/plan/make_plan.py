@@ -132,9 +132,7 @@ class _Planner:
             broken_lines=self._trace.num_broken,
             first_broken=self._trace.first_broken,
             settings=self._settings.describe(),
-            provenance=make_provenance(
-                str(self._trace.path), self._trace.digest(), self._trace.block_size, self._settings.seed
-            ),
+            provenance=make_provenance(self._trace, self._trace.digest(), self._settings.seed),
         )
 
     def _read(self, trace: Trace, block_size: int) -> PlanCurve:

@@ -2,7 +2,6 @@
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from functools import cached_property
 
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.capacity import ModelKV, count_blocks
@@ -50,6 +49,7 @@ class PlanCurve:
         num_distinct: number of distinct blocks that are cached.
         full_capacity: the least capacity that has all hits of a cache without evictions.
         capacities: at most 64 in equal ratios, from the largest request to `full_capacity`.
+        knee: the capacity that `locate_knee` finds among them; None if there is none.
     """
 
     def __init__(
@@ -77,11 +77,7 @@ class PlanCurve:
         self._lru = LruCurve(reuse)
         self.full_capacity = self._lru.find_least_full_capacity()
         self.capacities = choose_capacities(self.largest_request, self.full_capacity)
-
-    @cached_property
-    def knee(self) -> int | None:
-        """The capacity that `locate_knee` finds among `capacities`; None if there is none."""
-        return locate_knee(self.capacities, [self.find_rate(capacity) for capacity in self.capacities])
+        self.knee = locate_knee(self.capacities, [self.find_rate(capacity) for capacity in self.capacities])
 
     def count_tokens(self, capacity: int) -> int:
         """Return the prompt tokens that are hits in `capacity` blocks."""
@@ -143,12 +139,12 @@ class PlanCurve:
                     "prices need; use timestamps, or another goal"
                 )
             prices = goal.prices
-            return self._maximize(
+            return max(  # the smallest of equal ones, as they ascend
                 sorted({max(capacity, least) for capacity in self.capacities}),
-                prices,
-                prices.gpu,
-                self.measure_pool,
-                self.count_tokens,
+                key=lambda capacity: (
+                    self.save_per_hour(self.count_tokens(capacity), prices)
+                    - prices.gpu * self.measure_pool(capacity) / _GIB
+                ),
             )
         return self.knee or self.full_capacity
 
@@ -167,12 +163,12 @@ class PlanCurve:
             return 0 if above >= full else min(multiple * num_blocks, full)
         if price is None:
             return 0
-        return self._maximize(
+        return max(
             [0, *choose_capacities(1, full)],
-            prices,
-            price,
-            lambda tier: tier * self.block_bytes,
-            lambda tier: self.count_tokens(self.combine(num_blocks, [*tiers, tier])),
+            key=lambda tier: (
+                self.save_per_hour(self.count_tokens(self.combine(num_blocks, [*tiers, tier])), prices)
+                - price * (tier * self.block_bytes) / _GIB
+            ),
         )
 
     def save_per_hour(self, num_tokens: int, prices: Prices) -> float:
@@ -207,23 +203,6 @@ class PlanCurve:
                 f"{self.measure_pool(largest) / _GIB:,.2f} GiB, or fewer bytes per element"
             )
         return count_blocks(memory_bytes, self.block_size, self._model)
-
-    def _maximize(
-        self,
-        capacities: Sequence[int],
-        prices: Prices,
-        price: float,
-        measure: Callable[[int], int],
-        count_tokens: Callable[[int], int],
-    ) -> int:
-        """Return the capacity with the largest savings minus costs; of equal ones the smallest."""
-        return max(
-            capacities,
-            key=lambda capacity: (
-                self.save_per_hour(count_tokens(capacity), prices) - price * measure(capacity) / _GIB,
-                -capacity,
-            ),
-        )
 
 
 def grow(num_blocks: int) -> int:

@@ -3,6 +3,7 @@
 import csv
 import json
 import random
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -68,7 +69,7 @@ def make_references(sizes, units, best, lru, state="optimal"):
 def compare(references, runs, num_samples=0, seed=0):
     compared = make_settings(["trace"], [], [5]).traces[0]
     at_five = {(policy, 5): run for policy, run in runs.items()}
-    provenance = make_provenance("trace", "0" * 64, SIZE, "0")
+    provenance = make_provenance(SimpleNamespace(path="trace", block_size=SIZE), "0" * 64, "0")
     return compare_trace(compared, list(runs), references, at_five, provenance, num_samples, seed).rows
 
 
