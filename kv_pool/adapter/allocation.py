@@ -10,6 +10,7 @@ from kv_pool.contiguous.run_index import EMPTY
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.arguments import as_count, as_int, check_type, refuse_interrupted
 from kv_pool.core.block import KVCacheBlock, list_ids
+from kv_pool.core.freeing import free_listed
 from kv_pool.core.taking import take, take_listed
 from kv_pool.errors import InvalidArgumentError, PoolExhaustedError, UnknownDeviceError
 from kv_pool.ids import BlockId, SequenceId
@@ -141,6 +142,10 @@ class Allocation:
         if holdings.retention is not None:
             holdings.retention.expire()
         taken = self._take(request, after, together, tried)
+        if request.pinned and not holdings.pins.has_room(len(taken)):  # a callback has pinned others
+            free_listed(pool, taken)
+            pool.is_changing = False
+            holdings.pins.check_room(len(taken))
         sequence = holdings.holders.get(sequence_id)  # `on_evicted` may have started or freed it
         if sequence is None:
             holdings.evictions.forget(sequence_id)
@@ -288,17 +293,12 @@ class Allocation:
         num_missing: int,
         has_run: Callable[[list[BlockId]], bool] | None = None,
     ) -> bool:
-        """Evict sequences. Return whether there is room then; False, with nothing changed, if none suffice.
-
-        Raises PinLimitError if `on_evicted` has pinned too many blocks.
-        """
+        """Evict sequences; return whether there is room then. Nothing has changed if none suffice."""
         spared = {request.sequence_id, *together}
         victims = self._victims.choose(request.priority, spared, num_missing, has_run)
         if victims is None:
             return False
         self._victims.evict(victims, request.sequence_id)
-        if request.pinned:
-            self._holdings.pins.check_room(request.num_blocks)
         return self._find_room(request, together) is None  # `on_evicted` may have taken blocks
 
     def _may_clear(self, request: BlockAllocationRequest) -> bool:

@@ -231,7 +231,7 @@ def make_rows_table(found: TraceComparison) -> Table:
 
 
 def _is_first(row: ComparisonRow) -> bool:
-    """Return True for the first row of a capacity."""
+    """Return True for a row that begins a group: that of LRU for each capacity, and of the infinite cache."""
     return row.policy in (LRU, CEILING)
 
 

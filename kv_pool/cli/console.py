@@ -120,8 +120,12 @@ Fact = tuple[str, str, str]
 
 
 def new_facts_table(title: str, facts: Iterable[Fact | None], caption: str | None = None) -> Table:
-    """Return a table without header, with a row for each fact; None for a line between two rows."""
-    table = Table(title=make_cell(title), caption=caption and make_cell(caption), show_header=False)
+    """Return a table without header, with a row for each fact; None for a line between two rows.
+
+    Args:
+        title, caption: without control characters: `escape_text` makes foreign text so.
+    """
+    table = Table(title=Text(title), caption=caption and Text(caption), show_header=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(style="dim")

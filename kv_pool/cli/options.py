@@ -87,12 +87,17 @@ class CapacityOptions(ModelOptions):
     """Capacities in blocks, or as memory for the model."""
 
     blocks: Annotated[
-        str | None, Option(f"Capacity in blocks, the null block not counted: {RANGE_FORMAT}.", metavar="LIST")
+        str | None,
+        Option(
+            f"Capacity in blocks, the null block not counted; of a replay one, else: {RANGE_FORMAT}.",
+            metavar="LIST",
+        ),
     ] = None
     memory: Annotated[
         str | None,
         Option(
-            "Capacity as memory instead, with --model or dimensions: 40GiB, 10GiB,40GiB or 10GiB:80GiB:log5.",
+            "Capacity as memory instead, with --model or dimensions: 40GiB; except for a replay also a list "
+            "such as 10GiB,40GiB or 10GiB:80GiB:log5.",
             metavar="LIST",
             panel=MODEL_PANEL,
         ),
@@ -102,22 +107,22 @@ class CapacityOptions(ModelOptions):
         """Return the settings with the first capacity and the bytes of a block, 0 without a model; and all.
 
         Raises:
-            InvalidArgumentError: neither or both are given, or memory without a model, or too little memory.
+            InvalidArgumentError: neither or both are given, or memory without a model, or too little memory;
+                also as `find_kv`.
             TraceError: the trace cannot be read.
         """
+        kv = self.find_kv()
         trace = settings.open_trace()
         if (self.blocks is None) == (self.memory is None):
             raise InvalidArgumentError("pass the capacity either as --blocks or as --memory")
         block_size = find_block_size(settings.block_size, trace)
         num_groups = len(parse_groups(settings.groups, block_size))
-        kv: ModelKV | None
         if self.blocks is not None:
-            kv = self.find_kv()
             capacities = parse_list("--blocks", self.blocks)
         else:
-            kv = self.require_kv("--memory")
+            of_memory = self.require_kv("--memory")
             sizes = parse_list("--memory", self.memory or "", parse_memory)
-            capacities = [count_blocks(size, block_size, kv, num_groups) for size in sizes]
+            capacities = [count_blocks(size, block_size, of_memory, num_groups) for size in sizes]
         block_bytes = 0 if kv is None else kv.count_block_bytes(block_size, num_groups)
         return replace(settings, num_blocks=capacities[0], block_bytes=block_bytes), capacities
 

@@ -104,9 +104,9 @@ def replay(
 
 def make_facts(report: ReplayReport) -> Table:
     """Return a report as a table."""
-    trace = Path(report.provenance.trace).name if report.provenance else ""
+    trace = escape_text(Path(report.provenance.trace).name) if report.provenance else ""
     is_compiled = report.provenance is not None and report.provenance.compiled
-    policy, groups = (str(report.settings.get(name)) for name in ("policy", "groups"))
+    policy, groups = (escape_text(str(report.settings.get(name))) for name in ("policy", "groups"))
     parts = [
         policy if policy != "lru" else "",
         f"clock {report.clock}",

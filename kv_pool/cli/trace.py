@@ -51,7 +51,7 @@ def info(
     if json:
         print_json(found)
         return
-    counts = new_facts_table(Path(found.trace).name, _list_counts(found))
+    counts = new_facts_table(escape_text(Path(found.trace).name), _list_counts(found))
     for table in (counts, _make_percentiles(found), _make_ceilings(found)):
         print_table(table)
 

@@ -385,6 +385,21 @@ def test_a_pinned_request_counts_what_on_evicted_has_pinned():
     assert take(pool, 9, 3)
 
 
+def test_a_pinned_request_counts_what_on_moved_has_pinned():
+    pool = GPUKVPool(
+        32, 16, max_pinned_blocks=4, on_moved=lambda relocation: pool.pin([pool.blocks_of(2)[0]], 2)
+    )
+    for sequence_id in range(1, 17):
+        take(pool, sequence_id, 2, contiguous="no")
+    for sequence_id in range(1, 17, 2):
+        pool.free_sequence(sequence_id)
+    with pytest.raises(PinLimitError, match="1 blocks are pinned; 4 more would exceed the limit of 4"):
+        take(pool, 99, 4, contiguous="require", pinned=True)
+    assert pool.blocks_of(99) == []
+    assert (pool.get_free_blocks(), pool.num_pinned_blocks) == (16, 1)
+    check(pool)
+
+
 def test_a_refused_request_keeps_the_eviction_of_its_sequence():
     pool = make_full()
     assert pool.evict(1) == [1]

@@ -2,10 +2,21 @@
 
 import random
 from contextlib import ExitStack
+from dataclasses import replace
 
 import msgspec
 import pytest
-from control.live_checks import LAST, Clock, count_free, list_held, list_ids, make_live, make_site, run_for
+from control.live_checks import (
+    LAST,
+    RATES,
+    Clock,
+    count_free,
+    list_held,
+    list_ids,
+    make_live,
+    make_site,
+    run_for,
+)
 from replay.made_trace import make_random_records, record
 
 from kv_pool import CorruptedPoolError, InvalidArgumentError, PoolExhaustedError
@@ -88,6 +99,18 @@ def test_migrated_request_continues_on_its_new_node(make_pair):
     assert pair.replays["a"].get_progress().num_moved_out == 1
     assert pair.replays["b"].get_progress().num_moved_in == 1
     assert count_free(pair.replays["b"]) == 20
+
+
+def test_request_migrates_before_its_prompt_is_computed(make_pair):
+    pair = make_pair([record(20, [1, 2, 3], 10)], rates=replace(RATES, prefill_tokens_per_s=10.0))  # 2 s
+    pair.run_for(1)
+    num_blocks = len(pair.migrate(ONE))
+    pair.run_for(0.8)
+    assert len(list_ids(pair.replays["b"], ONE)) == num_blocks
+    pair.run_for(0.8)
+    assert len(list_ids(pair.replays["b"], ONE)) > num_blocks
+    pair.run_for(1)
+    assert (pair.count("a"), pair.count("b")) == ((0, 0), (0, 1))
 
 
 def test_requests_move_while_too_few_blocks_are_free_and_finish(make_pair):
