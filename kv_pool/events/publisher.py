@@ -254,8 +254,8 @@ class ZMQEventPublisher(Closing):
             add_kinds(sent, self._labels, "unknown")
             if state is not None:
                 sent = state.apply(sent, sequence, packs_tokens=True)
-                self._last_filtered = sequence
             payload = self._encode(KVEventBatch(ts, sent, self.config.data_parallel_rank))
+            self._last_filtered = sequence
         except Exception:
             # One bad event must not end the stream: this batch becomes a hole, the next one is sent.
             if state is not None and state.last_sequence != sequence:
@@ -281,8 +281,9 @@ class ZMQEventPublisher(Closing):
         send = self._sockets.live.send  # send_multipart takes three times as long
         for sequence, payload in ready:
             try:
+                number = pack_sequence(sequence)  # first: a message that is begun has to be ended
                 send(self._topic, _MORE)
-                send(pack_sequence(sequence), _MORE)
+                send(number, _MORE)
                 send(payload)
             except Exception:
                 self._count_failed(0)

@@ -11,6 +11,7 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.kv_events import MEDIUM_GPU
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError
 from kv_pool.ids import BlockHashWithGroupId, RequestId
+from kv_pool.manager.allocating import check_cacheable
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.prefix_lookup import CachedPrefix
@@ -164,6 +165,7 @@ class OnboardPlan(TwoPhasePlan):
                 "abort the plan and call find_prefix() again"
             )
         self._check_target(self._manager)
+        check_cacheable(self._manager, self._request, self._tables, 0, self.num_computed_tokens)
         self._plans.begin(self, PlanState.COMMITTED)
         self._attach()
         for book, hold in self._holds.items():
@@ -385,6 +387,8 @@ class TierOnboarder:
                     return None
                 self.note_started(prefix)
                 break
+            if not delay_cache_blocks:  # as at the end, when the plan is committed
+                check_cacheable(self.manager, request, None, prefix.num_tokens, num_found + num_new)
             rows = self._prefixes.list_blocks(request, prefix.num_tokens, num_found)
             plan = self._open_plan(request, hit, rows, prefix, num_new, options)
             if plan is None:

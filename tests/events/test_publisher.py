@@ -191,6 +191,16 @@ def test_batch_that_the_state_rejects_is_followed_by_a_clear():
     assert drawn == {0: ["- 1"], 2: ["clear", "- 3"], 3: ["- 4"]}
 
 
+def test_batch_that_cannot_be_encoded_is_followed_by_a_clear():
+    with make_publisher(StreamState()) as publisher:
+        for events in ([removed(1)], [removed(2), removed(2**64)], [removed(3)], [removed(4)]):
+            publisher.publish(events)
+        wait_until(lambda: publisher.get_statistics().last_sequence == 3, "sent")
+        batches = publisher._buffer.list_from(0, 9)
+    drawn = {sequence: draw(decode_batch(payload).events) for sequence, payload in batches}
+    assert drawn == {0: ["- 1"], 2: ["clear", "- 3"], 3: ["- 4"]}
+
+
 def test_heartbeat_shows_a_loss_that_no_batch_follows():
     entered, gate = threading.Event(), threading.Event()
     state = GatedState(entered, gate)

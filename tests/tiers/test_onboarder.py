@@ -8,6 +8,7 @@ from kv_pool import (
     BlockPool,
     InvalidArgumentError,
     InvalidBlockError,
+    InvalidTypeError,
     KVCacheManager,
     PlanClosedError,
     PrefixRules,
@@ -590,3 +591,37 @@ def test_admit_counts_external_tokens_itself(tmp_path):
     with pytest.raises(InvalidArgumentError, match="num_external_computed_tokens"):
         engine.onboarder.admit(request, num_external_computed_tokens=4)
     assert engine.onboarder.admit(request) is not None
+
+
+class Bare:
+    """A request with some attributes of another one only."""
+
+    def __init__(self, request, **others):
+        names = ("request_id", "all_token_ids", "lora_request", "mm_features", "cache_salt", "num_tokens")
+        for name in (*names, "block_hashes", "num_computed_tokens"):
+            setattr(self, name, others.get(name, getattr(request, name)))
+
+
+@pytest.mark.parametrize("rules", [None, PrefixRules()])
+@pytest.mark.parametrize("num_cached", [0, 8])
+def test_what_cannot_be_cached_is_refused_before_it_has_blocks(num_cached, rules):
+    pool = BlockPool(40, True, 4)
+    manager = KVCacheManager(pool, prefix_rules=rules)
+    cache = TieredCache(pool, None, [Tier(50)])
+    onboarder = TierOnboarder(manager, cache)
+    hasher = BlockHasher(block_size=4)
+    for name, tokens in (("old", range(num_cached)), ("large", range(1000, 1156))):
+        if tokens:
+            request = Request(name, tokens, hasher)
+            manager.allocate_slots(request, len(tokens))
+            request.num_computed_tokens = len(tokens)
+            manager.free(request)
+    whole = Request("new", range(20), hasher)
+    bare = Bare(whole, block_hashes=whole.block_hashes[:3] if rules is None else whole.block_hashes)
+    assert onboarder.find_both(Request("new", range(20), hasher))[1].num_tokens == num_cached
+    match = "has 20 tokens but hashes for 12" if rules is None else "a request with num_prompt_tokens"
+    with pytest.raises(InvalidArgumentError if rules is None else InvalidTypeError, match=match):
+        onboarder.admit(bare)
+    assert not manager.holds_blocks("new")
+    assert (bare.num_computed_tokens, pool.get_num_free_blocks()) == (0, 39)
+    assert sum(onboarder.admit(whole).values()) == num_cached
