@@ -95,9 +95,10 @@ def test_tiers_change_no_output(checked, make_engine):
 def test_many_lives(checked, make_engine, seed):
     rng = random.Random(seed)
     kinds = rng.choice([*KINDS, ("wide", "window"), ("wide", "full", "window")])
+    smallest = 2 if "wide" in kinds else 1  # a wide block is as large as two, and a tier holds at least one
     engine = make_engine(
-        rng.randrange(1, 40),
-        rng.choice([0, rng.randrange(1, 200)]),
+        rng.randrange(smallest, 40),
+        rng.choice([0, rng.randrange(smallest, 200)]),
         kinds=kinds,
         num_blocks=rng.randrange(20, 40) + 12 * len(kinds),
         num_ranks=rng.choice([1, 1, 2]),
