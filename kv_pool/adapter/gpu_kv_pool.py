@@ -108,8 +108,7 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
         enable_caching: freed blocks keep their hashes until they are reused.
         enable_kv_cache_events: record which blocks are cached and evicted, for `take_events`.
         policy: the cache policy that chooses the cached blocks to evict, see `BlockPool.open_policy`. None:
-            the least recently freed ones. With a policy, priorities have no effect on the cache, and runs are
-            only looked for where they are required.
+            the least recently freed ones. With a policy, runs are only looked for where they are required.
         live_curve: estimate hit rates at other capacities, for `get_statistics`.
         clock: returns seconds, for `last_access_time` and the times in results.
 

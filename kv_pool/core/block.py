@@ -32,7 +32,8 @@ class KVCacheBlock:
         key, num_key_tokens: plain attributes behind `block_hash` and `block_hash_num_tokens` (-1 for None; at
             most -2 if the block has no key and its own hash is noted in `parent`, see `note_own_hash`).
         owner: a weak reference to `pool`, one object for all of its blocks, or None.
-        retention_id: the integer handle under which a retention knows the block; 0 for none.
+        retention_id: the number under which a retention knows the block; 0 for none.
+        run_id: the number of the run of a cache policy that lists the block; 0 for none.
         parent: of a cached block, the key of the block before it in its sequence; b"" for the first one, None
             if unknown. Of a block that was left out of the cache, or evicted by `evict_blocks`, its own hash:
             see `find_own_hash`. Read when content turns out to be bad.
@@ -64,6 +65,7 @@ class KVCacheBlock:
         "prev_free_block",
         "ref_cnt",
         "retention_id",
+        "run_id",
     )
 
     def __init__(
@@ -78,7 +80,7 @@ class KVCacheBlock:
         *,
         pool: Any = None,
     ) -> None:
-        # In this order the compiled fields leave no gaps, and a block takes 96 bytes.
+        # In this order the compiled fields leave no gaps, and a block takes 104 bytes, allocated as 112.
         self.ref_cnt: i32 = ref_cnt
         self.generation: i32 = 0
         # The key as bytes; declared Any, because vLLM's callers also set other types.
@@ -95,6 +97,8 @@ class KVCacheBlock:
         # Written by a retention: its handle for the block, 0 for none. Giving the block a new hash makes the
         # number negative: the retention's record is then about content that the block no longer holds.
         self.retention_id: i32 = 0
+        # The same for the cache policy of a pool: see `RunTable`.
+        self.run_id: i32 = 0
         self.block_id: BlockId = block_id
         # A weak reference (one object shared by all blocks of a pool, so `is` compares owners), or None.
         self.owner: Any = None if pool is None else ref(pool)
@@ -146,6 +150,8 @@ class KVCacheBlock:
         self._next_cached_id = -1
         if self.retention_id > 0:
             self.retention_id = -self.retention_id
+        if self.run_id > 0:
+            self.run_id = -self.run_id
 
     def reset_hash(self) -> None:
         """Clear hash and token count, but not the prefix map's entry. `BlockPool` clears both together."""

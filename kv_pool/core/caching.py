@@ -235,6 +235,8 @@ def add_key(
         block._next_cached_id = -1
         if block.retention_id > 0:
             block.retention_id = -block.retention_id
+        if block.run_id > 0:
+            block.run_id = -block.run_id
     pool.is_changing = was_changing
 
 
@@ -288,6 +290,8 @@ def add_keys(
         block.num_key_tokens = num_tokens
         if block.retention_id > 0:
             block.retention_id = -block.retention_id
+        if block.run_id > 0:
+            block.run_id = -block.run_id
         if block.owner is owner:
             if before._next_cached_id >= 0:
                 before._next_cached_id = block.block_id

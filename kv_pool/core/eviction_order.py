@@ -116,6 +116,14 @@ class EvictionOrder:
                     f"block {block.block_id} is in use; only free blocks are moved to a band"
                 )
 
+    def find_band_below(self) -> int:
+        """Return the band directly below the default one: what is at its back leaves just before that one."""
+        below = EMPTY_BAND
+        for band in self._ends:
+            if below < band < DEFAULT_BAND:
+                below = band
+        return below
+
     def move(self, blocks: list[KVCacheBlock], band: int) -> None:
         """Move free blocks to the back of a band, in the given order. O(len(blocks))."""
         end = self._get_or_add_end(band)

@@ -13,10 +13,12 @@
     P8  the queue contains the end markers of the bands in band order; `append` inserts before the end of the
         default band, or before the tail if the queue has no bands
     K1  a block's number is n > 0  =>  run n lists it;  a free run lists only blocks with its number
-    K2  the blocks of a run are all free or all in use, as its is_free says
+    K2  the blocks of a free run are free and in the default band; those of others are in use, or in other
+        bands
     K3  run.num_children == number of runs whose parent it is;  a parent has blocks, unless a caller took them
     K4  a free run is in exactly one queue, in its list or parked; a parked run is in use or has children
-    K5  num_ordered == blocks of free runs == free blocks that are not in the empty band
+    K5  num_ordered == blocks of free runs == blocks of the default band;  elsewhere are those of bands other
+        than this and the empty one, num_above of them in bands above the default
     K6  queue.num_blocks == blocks of the runs whose queue it is
     D1  the Fenwick tree of a live curve's stack counts, for each access, the sampled blocks with its number
     D2  the blocks of an access are consecutive in one chain, down to the one that the stack has as deepest
@@ -153,18 +155,20 @@ def check_runs(pool: BlockPool) -> None:
         return
     runs = host.table.list_runs()
     for block in pool.blocks:
-        owner = host.table.runs[block.retention_id] if block.retention_id > 0 else None
-        if block.retention_id > 0 and (owner is None or not any(block is other for other in owner.blocks)):
-            raise CorruptedPoolError(f"K1: run {block.retention_id} does not list block {block.block_id}")
+        owner = host.table.runs[block.run_id] if block.run_id > 0 else None
+        if block.run_id > 0 and (owner is None or not any(block is other for other in owner.blocks)):
+            raise CorruptedPoolError(f"K1: run {block.run_id} does not list block {block.block_id}")
     children: dict[int, int] = {}
     linked = {run.number: queue for queue in host.policy.queues for run in queue.list_runs()}
     sizes = [0] * len(host.policy.queues)
     num_ordered = 0
     for run in runs:
-        if run.is_free and any(block.retention_id != run.number for block in run.blocks):
+        if run.is_free and any(block.run_id != run.number for block in run.blocks):
             raise CorruptedPoolError(f"K1: run {run.number} lists a block of another run")
         if any(
-            (block.ref_cnt == 0) != run.is_free for block in run.blocks if block.retention_id == run.number
+            (block.ref_cnt == 0 and block not in host.elsewhere) != run.is_free
+            for block in run.blocks
+            if block.run_id == run.number
         ):
             raise CorruptedPoolError(f"K2: run {run.number} has is_free {run.is_free}")
         if run.parent is not None:
@@ -185,10 +189,17 @@ def check_runs(pool: BlockPool) -> None:
                 f"K3: run {run.number} has {len(run.blocks)} blocks and {children.get(run.number, 0)} "
                 f"children, and counts {run.num_children}"
             )
-    num_above = sum(len(blocks) for _, blocks in pool.eviction_order.list_bands())
-    if not num_ordered == host.num_ordered == num_above:
+    bands = dict(pool.eviction_order.list_bands())
+    num_default = len(bands.pop(DEFAULT_BAND))
+    if not num_ordered == host.num_ordered == num_default:
         raise CorruptedPoolError(
-            f"K5: {num_ordered} blocks of free runs, {host.num_ordered} counted, {num_above} in the queue"
+            f"K5: {num_ordered} blocks of free runs, {host.num_ordered} counted, {num_default} in the queue"
+        )
+    elsewhere = {block: band > DEFAULT_BAND for band, blocks in bands.items() for block in blocks}
+    if host.elsewhere != elsewhere or host.num_above != sum(elsewhere.values()):
+        raise CorruptedPoolError(
+            f"K5: {len(host.elsewhere)} blocks in other bands, {host.num_above} of them above, and "
+            f"{len(elsewhere)} and {sum(elsewhere.values())} in the queue"
         )
     if sizes != [queue.num_blocks for queue in host.policy.queues]:
         raise CorruptedPoolError(f"K6: the queues have {sizes} blocks")

@@ -8,7 +8,7 @@ from mypy_extensions import i32, i64, mypyc_attr
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.cache_policy import LRU, STAY, CachePolicy
 from kv_pool.core.cached_runs import CachedRun, RunQueue, unlink
-from kv_pool.core.eviction_order import EMPTY_BAND, BandPolicy, EvictionOrder
+from kv_pool.core.eviction_order import DEFAULT_BAND, EMPTY_BAND, EvictionOrder
 from kv_pool.core.pool_part import PoolPart
 from kv_pool.core.run_table import RunTable
 from kv_pool.errors import CachePolicyError, InvalidArgumentError
@@ -21,12 +21,15 @@ _read_attribute: Any = getattr
 
 
 @mypyc_attr(allow_interpreted_subclasses=False)
-class PolicyHost(BandPolicy):
+class PolicyHost(PoolPart):
     """The host of a pool's cache policy: it calls the hooks, and keeps the promises that a policy relies on.
 
     It hears of blocks through the calls of the pool only, so that a policy evicts the same blocks in every
     program that makes the same calls. Before blocks are taken, the blocks that the policy chooses move to the
     front of the free queue, behind those without content; otherwise the free queue stays in vLLM's order.
+
+    The policy orders the default band. To it, blocks of other bands are in use: a band policy decides when
+    they are evicted, or that they come back.
 
     After an error of the policy (a hook raises, names a queue that it does not have, or loses a run) the host
     does nothing any more, so that the pool evicts in the order of the free queue. The error is logged, and
@@ -40,7 +43,9 @@ class PolicyHost(BandPolicy):
         failure: the error of the policy, or None.
         reads_hints: the policy needs the sessions and hints of requests.
         table: the runs.
-        num_ordered: number of free blocks that are in runs.
+        num_ordered: number of free blocks that are in free runs: those of the default band.
+        elsewhere: the free blocks of other bands with content, and whether their band is above the default.
+        num_above: number of those of which it is.
         unchained: groups whose hits do not need all earlier blocks: their runs have no parents.
     """
 
@@ -63,6 +68,8 @@ class PolicyHost(BandPolicy):
         self.is_flat: bool = is_flat
         self.failure: CachePolicyError | None = None
         self.num_ordered: int = 0
+        self.elsewhere: dict[KVCacheBlock, bool] = {}
+        self.num_above: int = 0
         self.unchained: dict[int, None] = {}
         self.table: RunTable = RunTable()
         self.reads_hints: bool = False
@@ -73,9 +80,12 @@ class PolicyHost(BandPolicy):
         self._start_policy()
         self._check_started()
         order.open()
-        for _, blocks in order.list_bands():
-            for block in blocks:
-                self._adopt(block)
+        for band, blocks in order.list_bands():
+            if band == DEFAULT_BAND:
+                for block in blocks:
+                    self._adopt(block)
+            else:
+                self.note_moved_to(blocks, band)
 
     def __repr__(self) -> str:
         num_runs = len(self.table.list_runs())
@@ -132,6 +142,7 @@ class PolicyHost(BandPolicy):
     def note_touched(self, blocks: list[KVCacheBlock], num_free: i64, is_access: bool) -> None:
         if self.failure is not None:
             return
+        self._note_back(blocks)
         self._before = None
         # Blocks of one number with increasing token counts are different blocks of one run.
         number: i32 = 0
@@ -139,32 +150,61 @@ class PolicyHost(BandPolicy):
         start: i64 = 0
         index: i64 = 0
         for block in blocks:
-            if block.retention_id != number or block.num_key_tokens <= num_tokens:
+            if block.run_id != number or block.num_key_tokens <= num_tokens:
                 if number > 0:
                     self._note_stretch(blocks, start, index, is_access)
-                number = block.retention_id
+                number = block.run_id
                 start = index
             num_tokens = block.num_key_tokens
             index += 1
         if number > 0:
             self._note_stretch(blocks, start, index, is_access)
 
-    def place(self, freed: list[KVCacheBlock]) -> None:
-        """Put the runs of the blocks in this list that are free into queues; split runs where necessary."""
+    def note_freed(self, blocks: list[KVCacheBlock], keeps_all: bool) -> None:
+        """Place these blocks. After an unpin, those without a key are at the back, too."""
         if self.failure is not None:
             return
+        self.place(blocks)
+        if keeps_all and self.failure is None:
+            for block in blocks:
+                if block.key is None and block.ref_cnt == 0 and block.run_id == 0:
+                    self._adopt(block)
+
+    def note_moved_to(self, blocks: list[KVCacheBlock], band: int) -> None:
+        """Let free blocks that come to the default band join their runs again, and others leave them."""
+        if self.failure is not None:
+            return
+        if band == EMPTY_BAND:
+            self._leave_runs(blocks)
+        self._note_back(blocks)
+        if band == DEFAULT_BAND:
+            self.place(blocks)
+        elif band != EMPTY_BAND:
+            self.note_touched(blocks, 0, False)
+            for block in blocks:
+                self.elsewhere[block] = band > DEFAULT_BAND
+                if block.run_id > 0:
+                    self._detach(self.table.runs[block.run_id])
+            if band > DEFAULT_BAND:
+                self.num_above += len(blocks)
+
+    def place(self, freed: list[KVCacheBlock]) -> None:
+        """Put the runs of the free blocks of the default band in this list into queues; split runs for it."""
         index: i64 = 0
         num_blocks: i64 = len(freed)
         runs = self.table.runs
         owner = self._owner
+        elsewhere = self.elsewhere
         while index < num_blocks:
             block = freed[index]
             index += 1
             if block.ref_cnt != 0 or block.is_null or block.owner is not owner:
                 continue
-            number = block.retention_id
+            if elsewhere and block in elsewhere:
+                continue
+            number = block.run_id
             if block.key is None:
-                block.retention_id = 0  # it was evicted while in use; it is in the empty band
+                block.run_id = 0  # it was evicted while in use; it is in the empty band
                 continue
             if number <= 0:
                 self._adopt(block)
@@ -189,43 +229,25 @@ class PolicyHost(BandPolicy):
                     continue
             while first > 0 and index < num_blocks:
                 block = freed[index]
-                if block.ref_cnt != 0:
+                if block.ref_cnt != 0 or (elsewhere and block in elsewhere):
                     break
                 if listed[first - 1] is block:
-                    if block.key is None or block.retention_id != number:
+                    if block.key is None or block.run_id != number:
                         break
                     first -= 1
                 elif block.key is not None or block.is_null or block.owner is not owner:
                     break
                 else:
-                    block.retention_id = 0  # it was evicted while in use
+                    block.run_id = 0  # it was evicted while in use
                 index += 1
             if first > 0:
                 self.table.split(run, first)
             self._free(run)
 
-    def place_unpinned(self, freed: list[KVCacheBlock]) -> None:
-        """Handle blocks that `unpin_blocks` has freed. Those without a key are at the back, too."""
-        self.place(freed)
-        if self.failure is not None:
-            return
-        for block in freed:
-            if block.key is None and block.ref_cnt == 0 and block.retention_id == 0:
-                self._adopt(block)
-
     def note_taken(self, blocks: list[KVCacheBlock]) -> None:
-        if self.failure is not None:
-            return
-        for block in blocks:
-            number = block.retention_id
-            if number > 0:
-                run = self.table.runs[number]
-                if run is not None and run.is_free:
-                    if run.blocks[-1] is not block:
-                        run = self.table.isolate(run, block)
-                    if run is not None:
-                        self._cut(run, 1)
-            block.retention_id = 0
+        if self.failure is None:
+            self._leave_runs(blocks)
+            self._note_back(blocks)
 
     def order_victims(self, num_blocks: int) -> None:
         """Move the blocks that the policy evicts for an allocation to the front of the free queue.
@@ -234,7 +256,8 @@ class PolicyHost(BandPolicy):
         """
         if self.failure is not None:
             return
-        missing: i64 = num_blocks - self._order._queue.num_free_blocks + self.num_ordered
+        missing: i64 = num_blocks - self._order._queue.num_free_blocks + self.num_ordered + self.num_above
+        missing = min(missing, self.num_ordered)
         while missing > 0:
             run = self._choose()
             if run is None:
@@ -245,7 +268,7 @@ class PolicyHost(BandPolicy):
             except Exception as error:
                 self._fail("evicted()", error)
                 return
-            self._move_to_front(run, num_cut)
+            self._move_to_front(run, num_cut, self._order.find_band_below())
             self._cut(run, num_cut)
             missing -= num_cut
 
@@ -254,10 +277,22 @@ class PolicyHost(BandPolicy):
         if self.failure is not None:
             return
         for block in self._owner().blocks:
-            block.retention_id = 0
+            block.run_id = 0
         self.table = RunTable()
         self.num_ordered = 0
+        self.elsewhere = {}
+        self.num_above = 0
         self._start_policy()
+
+    def rebuild_from(self, pool: Any) -> None:
+        """Follow blocks that a merge of the bands or a failed reuse watcher has taken out of their bands."""
+        if self.failure is not None or not self.elsewhere:
+            return
+        bands = dict(self._order.list_bands())
+        default = bands.pop(DEFAULT_BAND)
+        self.note_moved_to([block for block in default if block in self.elsewhere], DEFAULT_BAND)
+        stayed = {block for blocks in bands.values() for block in blocks}
+        self.note_moved_to([block for block in self.elsewhere if block not in stayed], EMPTY_BAND)
 
     def note_removed(self, blocks: list[KVCacheBlock]) -> None:
         self.note_taken(blocks)
@@ -278,16 +313,45 @@ class PolicyHost(BandPolicy):
 
     # ---- steps of these calls ----------------------------------------------------------------------
 
+    def _note_back(self, blocks: list[KVCacheBlock]) -> None:
+        """Note that none of these blocks is in another band any more."""
+        if not self.elsewhere:
+            return
+        for block in blocks:
+            if block in self.elsewhere:
+                self.num_above -= self.elsewhere.pop(block)
+
+    def _detach(self, run: CachedRun | None) -> None:
+        """Let a run have no parent, until a request hits both again: its parent may be evicted before it."""
+        if run is not None and run.parent is not None:
+            parent = run.parent
+            run.parent = None
+            parent.num_children -= 1
+            self._unpark(parent)
+
+    def _leave_runs(self, blocks: list[KVCacheBlock]) -> None:
+        """Remove blocks without content from the runs of free blocks."""
+        for block in blocks:
+            number = block.run_id
+            if number > 0:
+                run = self.table.runs[number]
+                if run is not None and (run.is_free or block in self.elsewhere):
+                    if run.blocks[-1] is not block:
+                        run = self.table.isolate(run, block)
+                    if run is not None:
+                        self._cut(run, 1)
+            block.run_id = 0
+
     def _note_stretch(self, blocks: list[KVCacheBlock], start: i64, end: i64, is_access: bool) -> None:
         """Handle the blocks of one run, from list index `start` to `end`, that have got a reference."""
-        run = self.table.runs[blocks[start].retention_id]
+        run = self.table.runs[blocks[start].run_id]
         assert run is not None
         listed = run.blocks
         if len(listed) == end - start:
             self._note_use(run, is_access)
             return
         while start < end:
-            run = self.table.runs[blocks[start].retention_id]
+            run = self.table.runs[blocks[start].run_id]
             assert run is not None
             listed = run.blocks
             first = self.table.find_position(run, blocks[start])
@@ -342,10 +406,12 @@ class PolicyHost(BandPolicy):
             return False
         number = run.number
         for block in freed[start:end]:
-            if block.retention_id != number or block.owner is not self._owner:
+            if block.run_id != number or block.owner is not self._owner:
                 return False
         for block in run.blocks:
-            if block.retention_id != number or block.ref_cnt != 0 or block.key is None:
+            if block.run_id != number or block.ref_cnt != 0 or block.key is None:
+                return False
+            if self.elsewhere and block in self.elsewhere:
                 return False
         return True
 
@@ -431,11 +497,12 @@ class PolicyHost(BandPolicy):
             run.queue.prepend(run)
 
     def _cut(self, run: CachedRun, num_blocks: i64) -> None:
-        """Remove the last blocks of a free run, whose blocks are no longer ordered."""
+        """Remove the last blocks of a run without references, whose blocks are no longer ordered."""
         queue = run.queue
         if queue is not None:
             queue.num_blocks -= num_blocks
-        self.num_ordered -= num_blocks
+        if run.is_free:
+            self.num_ordered -= num_blocks
         blocks = run.blocks
         while num_blocks > 0:  # faster than a slice
             blocks.pop()
@@ -447,24 +514,28 @@ class PolicyHost(BandPolicy):
         if parent is not None:
             self._unpark(parent)
 
-    def _move_to_front(self, run: CachedRun, num_blocks: i64) -> None:
-        """Move the last blocks of a run behind the free blocks without content, last one first."""
+    def _move_to_front(self, run: CachedRun, num_blocks: i64, band: int) -> None:
+        """Move the last blocks of a run in front of the default band, last one first.
+
+        Args:
+            band: the band directly below it.
+        """
         blocks = run.blocks
         position: i64 = len(blocks) - 1
         end = position - num_blocks
         first = blocks[position]
         last = first
-        last.retention_id = 0
+        last.run_id = 0
         position -= 1
         while position > end:
             block = blocks[position]
-            block.retention_id = 0
+            block.run_id = 0
             if last.next_free_block is not block:
-                self._order.move_chain(first, last, EMPTY_BAND)
+                self._order.move_chain(first, last, band)
                 first = block
             last = block
             position -= 1
-        self._order.move_chain(first, last, EMPTY_BAND)
+        self._order.move_chain(first, last, band)
 
     # ---- the policy --------------------------------------------------------------------------------
 
@@ -599,11 +670,10 @@ def open_policy(pool: Any, policy: Any) -> None:
     choice = find_policy(policy)
     if not pool.enable_caching:
         raise InvalidArgumentError(f"the cache policy {choice.name} needs a pool with enable_caching")
-    other = find_band_policy(pool.parts)
+    other = find_host(pool.parts)
     if other is not None:
         raise InvalidArgumentError(
-            f"the pool already has {other!r}, which orders its free blocks; for the cache "
-            f"policy {choice.name} make a pool without retention and without another policy"
+            f"the pool already has {other!r}; for the cache policy {choice.name} make another pool"
         )
     host = PolicyHost(
         pool.block_owner,
@@ -618,9 +688,9 @@ def open_policy(pool: Any, policy: Any) -> None:
     pool.free_index = None  # the policy chooses each block
 
 
-def find_band_policy(parts: list[PoolPart]) -> BandPolicy | None:
-    """Return the part of a pool that chooses bands; None if there is none."""
+def find_host(parts: list[PoolPart]) -> PolicyHost | None:
+    """Return the part of a pool that is the host of a cache policy; None if there is none."""
     for part in parts:
-        if isinstance(part, BandPolicy):
+        if isinstance(part, PolicyHost):
             return part
     return None

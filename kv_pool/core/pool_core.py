@@ -30,7 +30,7 @@ from kv_pool.core.holds import Hold, HoldReport
 from kv_pool.core.id_swap import as_pairs, swap_ids
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.live_curve import LiveCurve
-from kv_pool.core.policy_host import PolicyHost, find_band_policy, open_policy
+from kv_pool.core.policy_host import PolicyHost, find_host, open_policy
 from kv_pool.core.pool_state import PoolState, check_whole
 from kv_pool.core.repairing import forget_all, repair_pool
 from kv_pool.core.resizing import add_last, remove_last
@@ -685,21 +685,16 @@ class BlockPoolCore(PoolState):
         Cost: O(free blocks without content).
         """
         check_type("policy", policy, BandPolicy)
-        host = self.policy_host
-        if host is not None:
-            raise InvalidArgumentError(
-                f"the pool has the cache policy {host.name}, which orders its free blocks; for "
-                "directives, pins and sessions make the pool without a policy, or give the policy hints "
-                "(a request's kv_hints)"
-            )
-        other = find_band_policy(self.parts)
-        if other is not None:
-            raise InvalidArgumentError(
-                f"the pool already has a band policy, {other!r}, which orders its free blocks; "
-                "use that one, or make another pool"
-            )
+        for part in self.parts:
+            if isinstance(part, BandPolicy):
+                raise InvalidArgumentError(
+                    f"the pool already has a band policy, {part!r}, which orders its free blocks; "
+                    "use that one, or make another pool"
+                )
         self.eviction_order.open()
-        self.parts.append(policy)
+        # Before the cache policy, which orders what stays in the default band.
+        host = self.policy_host
+        self.parts.insert(len(self.parts) if host is None else self.parts.index(host), policy)
 
     def open_policy(self, policy: Any) -> None:
         """Let a cache policy choose the blocks to evict, instead of the least recently freed ones.
@@ -708,8 +703,8 @@ class BlockPoolCore(PoolState):
             policy: what `find_policy` accepts: a name such as "s3fifo", "module:Class", "file.py:Class", or
                 a function without arguments that returns a new `CachePolicy`, such as its class.
         Raises:
-            InvalidArgumentError: there is no such policy, caching is off, or the pool has a policy already;
-                a pool with a retention cannot have one. Nothing has changed.
+            InvalidArgumentError: there is no such policy, caching is off, or the pool has a policy already.
+                Nothing has changed.
             CachePolicyError: the policy cannot be started. Nothing has changed.
         Cost: O(blocks of the pool).
         """
@@ -718,8 +713,7 @@ class BlockPoolCore(PoolState):
     @property
     def policy_host(self) -> PolicyHost | None:
         """The host of the cache policy; None without one."""
-        found = find_band_policy(self.parts)
-        return found if isinstance(found, PolicyHost) else None
+        return find_host(self.parts)
 
     @property
     def live_curve(self) -> LiveCurve | None:

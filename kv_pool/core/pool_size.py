@@ -9,7 +9,7 @@ from kv_pool.errors import PoolTooLargeError
 _MEMINFO = "/proc/meminfo"
 _CONTAINER_LIMIT = "/sys/fs/cgroup/memory.max"
 
-BYTES_PER_BLOCK = 104 if COMPILED else 168
+BYTES_PER_BLOCK = 120 if COMPILED else 184
 """Measured for a new `BlockPool`; cached blocks and blocks in use take more."""
 
 

@@ -7,7 +7,7 @@ from kv_pool.core.cached_runs import CachedRun, link_between, unlink
 
 
 class RunTable:
-    """The cached runs of a pool. A block has the number of its run as its `retention_id`, 0 for none.
+    """The cached runs of a pool. A block has the number of its run as its `run_id`, 0 for none.
 
     A block that is cached again, or by a call that runs do not follow, has a negative number until then: such
     a block no longer belongs to the run that lists it.
@@ -25,7 +25,7 @@ class RunTable:
         run = self._number(CachedRun(0, blocks, group_id, block_size))
         number = run.number
         for block in blocks:
-            block.retention_id = number
+            block.run_id = number
         return run
 
     def _number(self, run: CachedRun) -> CachedRun:
@@ -42,7 +42,7 @@ class RunTable:
 
     def find(self, block: KVCacheBlock) -> CachedRun | None:
         """Return the run of a block; None if it has none, or has lost its key since."""
-        number = block.retention_id
+        number = block.run_id
         if number <= 0 or block.key is None:
             return None
         return self.runs[number]
@@ -62,7 +62,7 @@ class RunTable:
             run.queue.num_blocks += len(blocks)
         number = run.number
         for block in blocks:
-            block.retention_id = number
+            block.run_id = number
 
     def split(self, run: CachedRun, position: i64) -> CachedRun:
         """Split a run before `position`, above 0. Return the new run of the first part. O(position).
@@ -74,8 +74,8 @@ class RunTable:
         old = run.number
         new = head.number
         for block in head.blocks:
-            if block.retention_id == old:  # else the block has left the run, and may be in another one
-                block.retention_id = new
+            if block.run_id == old:  # else the block has left the run, and may be in another one
+                block.run_id = new
         del run.blocks[:position]
         head.is_free = run.is_free
         head.is_open = False
@@ -119,7 +119,7 @@ class RunTable:
         """
         position = self.find_position(run, block)
         if position < 0:
-            block.retention_id = 0
+            block.run_id = 0
             return None
         if position + 1 < len(run.blocks):
             run = self.split(run, position + 1)
@@ -133,10 +133,10 @@ class RunTable:
         number = run.number
         while blocks:
             last = blocks[-1]
-            if last.retention_id == number:
+            if last.run_id == number:
                 if last.key is not None:
                     return
-                last.retention_id = 0
+                last.run_id = 0
             if run.queue is not None:
                 run.queue.num_blocks -= 1
             blocks.pop()

@@ -71,7 +71,7 @@ class KVCacheManager(ManagerState):
         watermark: share of the pool, 0 to 1, that a request without blocks must leave free while other
             requests hold blocks, so that these can grow.
         retention: keeps cached blocks that directives, pins and sessions cover; made for the same pool.
-        policy: the cache policy that chooses the blocks to evict, instead of a retention; see
+        policy: the cache policy that chooses which of the blocks without claims to evict; see
             `BlockPool.open_policy`. None: as the pool has it.
         prefix_rules: which blocks of windows and states are cached, and how hits with drafters end. None:
             all blocks that can serve a hit; no drafter.

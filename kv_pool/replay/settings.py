@@ -240,17 +240,18 @@ class ReplaySettings:
                 "a host pool, and with the trace clock lower tiers, need the bytes of a block (--model or "
                 "dimensions; block_bytes), to compute the duration of copies"
             )
-        if self.policy != "lru" and (self.keep_session_s or self.keep_prefix_tokens):
-            raise InvalidArgumentError(
-                f"the cache policy {self.policy} cannot be combined with keep_sessions or keep_prefix, which "
-                "order the free blocks themselves"
-            )
         if self.policy != OPTIMUM:
             find_policy(self.policy)
-        elif self.clock != "instant" or self.groups != "full" or self.has_tiers:
+        elif (
+            self.clock != "instant"
+            or self.groups != "full"
+            or self.has_tiers
+            or self.keep_session_s
+            or self.keep_prefix_tokens
+        ):
             raise InvalidArgumentError(
-                f"the cache policy {OPTIMUM} is optimal for the instant clock, full attention and no "
-                "lower tiers only; leave their defaults, or choose another policy"
+                f"the cache policy {OPTIMUM} is optimal for the instant clock, full attention, no lower "
+                "tiers and no kept sessions or prefixes only; leave their defaults, or choose another policy"
             )
 
     def check_used(self, used: Container[str], reader: str, why: str) -> None:

@@ -15,7 +15,7 @@ from core.policy_pool import (
     start,
 )
 
-from kv_pool import BlockPool, InvalidArgumentError, Request
+from kv_pool import BlockPool, InvalidArgumentError, KVCacheManager, Request, RetentionDirective
 from kv_pool.contiguous import invariants as run_invariants
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core import invariants
@@ -127,14 +127,39 @@ def test_a_parent_with_a_copy_may_go_before_its_children(policy):
     assert run(manager, "d", range(13)) == 3
 
 
-def test_a_pool_has_a_policy_or_a_retention():
-    pool = BlockPool(5, True, 4, policy="lru")
-    with pytest.raises(InvalidArgumentError, match="make the pool without a policy"):
+class RaisingWatcher:
+    def on_reuse(self, block):
+        raise RuntimeError("watched")
+
+
+def test_claimed_blocks_at_the_front_have_left_the_policy():
+    pool = BlockPool(9, True, BLOCK_SIZE, policy="lru")
+    retention = BlockRetention(pool, clock=lambda: 0.0)
+    manager = KVCacheManager(pool, retention=retention)
+    for priority in (50, 20):
+        request = Request(f"r{priority}", list(range(8 * BLOCK_SIZE)), HASHER)
+        retention.set_directives(request.request_id, [RetentionDirective(priority=priority)])
+        prefix = manager.get_computed_blocks(request)
+        manager.allocate_slots(request, 8 * BLOCK_SIZE - prefix.num_tokens, prefix)
+        manager.free(request)
+        pool.reuse_watchers[pool.free_block_queue.get_all_free_blocks()[2].block_id] = RaisingWatcher()
+        with pytest.raises(RuntimeError, match="watched"):
+            pool.get_new_blocks(3)
+        invariants.check(pool)
+        pool.free_blocks(reversed(pool.get_new_blocks(8)))
+        invariants.check(pool)
+
+
+def test_a_pool_has_one_policy_and_one_retention():
+    for first in ("policy", "retention"):
+        pool = BlockPool(5, True, 4, policy="lru" if first == "policy" else None)
         BlockRetention(pool, clock=lambda: 0.0)
-    other = BlockPool(5, True, 4)
-    BlockRetention(other, clock=lambda: 0.0)
-    with pytest.raises(InvalidArgumentError, match="the cache policy lru make a pool without retention"):
-        other.open_policy("lru")
+        if first == "retention":
+            pool.open_policy("lru")
+        with pytest.raises(InvalidArgumentError, match="already has a band policy"):
+            BlockRetention(pool, clock=lambda: 0.0)
+        with pytest.raises(InvalidArgumentError, match=r"already has <PolicyHost of lru.*make another pool"):
+            pool.open_policy("fifo")
     with pytest.raises(InvalidArgumentError, match="enable_caching"):
         BlockPool(5, False, 4, policy="lru")
 

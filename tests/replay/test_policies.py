@@ -1,6 +1,7 @@
 """Cache policies in replays: LRU as a policy gives the reference counts; the others evict as they do live."""
 
 import random
+from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -106,5 +107,9 @@ def test_a_policy_runs_in_a_pool_of_sequences(trace, policy):
 def test_policies_that_cannot_run_are_refused(trace):
     with pytest.raises(InvalidArgumentError, match="no cache policy 'mru': known are lru"):
         run_replay(ReplaySettings(trace, 40, policy="mru"))
-    with pytest.raises(InvalidArgumentError, match="fifo cannot be combined with keep_sessions"):
-        run_replay(ReplaySettings(trace, 40, policy="fifo", keep_prefix_tokens=8))
+
+
+def test_kept_prefixes_are_hit_with_any_policy(trace):
+    settings = ReplaySettings(trace, 40, policy="fifo")
+    kept = run_replay(replace(settings, keep_prefix_tokens=8))
+    assert kept.tokens_hit > run_replay(settings).tokens_hit

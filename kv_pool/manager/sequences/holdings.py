@@ -301,7 +301,7 @@ class Holdings:
     def _claim(self, holder: Holder, blocks: list[KVCacheBlock]) -> None:
         """Apply the sequence's priority and retention directives to blocks that it is about to release."""
         cached: list[KVCacheBlock] = []
-        if holder.priority != NORMAL and self.block_pool.policy_host is None:
+        if holder.priority != NORMAL:
             cached = [block for block in blocks if block.block_hash is not None]
         retention = self.open_retention() if cached else self.retention
         self.block_pool.is_changing = True

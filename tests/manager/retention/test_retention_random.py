@@ -16,6 +16,7 @@ from kv_pool import (
     RetentionDirective,
 )
 from kv_pool.core import invariants
+from kv_pool.core.policy_names import list_policies
 from kv_pool.manager.invariants import check_leases
 from kv_pool.manager.retention.invariants import check_retention
 
@@ -121,13 +122,14 @@ class SlowRetention:
 
     # ---- use
 
-    def take(self, count):
-        taken = self.queue[:count]
+    def find_band(self, block_id):
+        return next(band for band, blocks in self.bands.items() if block_id in blocks)
+
+    def take(self, taken):
         for block_id in taken:
             self.forget(block_id)
             self.remove(block_id)
             self.references[block_id] = 1
-        return taken
 
     def touch(self, block_ids, is_hit=True):
         for block_id in block_ids:
@@ -222,10 +224,11 @@ def places_of(directive, num_blocks):
 class Run:
     """One random history of a manager, compared with the model."""
 
-    def __init__(self, seed):
+    def __init__(self, seed, policy=None):
         self.random = random.Random(seed)
+        self.policy = policy
         self.model = SlowRetention()
-        self.pool = BlockPool(NUM_BLOCKS + 1, True, 4)
+        self.pool = BlockPool(NUM_BLOCKS + 1, True, 4, policy=policy)
         clock = lambda: self.model.now  # noqa: E731
         self.retention = BlockRetention(self.pool, clock, MAX_PINNED, MAX_SESSIONS)
         self.manager = KVCacheManager(self.pool, retention=self.retention)
@@ -299,10 +302,15 @@ class Run:
         self.note_cached(request)
 
     def expect_taken(self, added):
-        before = set(self.model.placed)
-        taken = self.model.take(len(added[0]))
-        self.num_victims += len(before & set(taken))
-        assert ids(added[0]) == taken
+        """Check that the next blocks were taken, of the default band those that a policy chooses."""
+        model, taken = self.model, ids(added[0])
+        expected = model.queue[: len(taken)]
+        bands = list(map(model.find_band, taken))
+        assert bands == list(map(model.find_band, expected))
+        for block_id, band, next_id in zip(taken, bands, expected, strict=True):
+            assert block_id == next_id or (self.policy is not None and band == DEFAULT)
+        self.num_victims += len(model.placed.keys() & set(taken))
+        model.take(taken)
 
     def grow(self):
         if not self.running:
@@ -469,9 +477,20 @@ class Run:
         assert self.manager.get_num_free_blocks() == len(model.queue)
 
 
+@pytest.mark.parametrize("policy", ["lru", *list_policies()])
+@pytest.mark.parametrize("first_seed", range(0, 40, 8))
+def test_bands_come_first_with_any_policy(first_seed, policy):
+    for seed in range(first_seed, first_seed + 8):
+        live(seed, policy)
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_evicted_blocks_follow_the_definition(seed):
-    run = Run(seed)
+    live(seed)
+
+
+def live(seed, policy=None):
+    run = Run(seed, policy)
     for number in range(NUM_STEPS):
         run.step()
         if seed % 2 or number % 7 == 0:  # a check reads the clock, which alone may repair the state

@@ -134,10 +134,10 @@ def test_optimum_in_the_pool_equals_the_curve(tmp_path, convention, seed):
         assert (report.blocks_hit, report.tokens_hit) == curve.count_hits(capacity)
 
 
-@pytest.mark.parametrize("setting", [{"clock": "trace"}, {"groups": "full,window:9"}, {"disk_tier": 5}])
+@pytest.mark.parametrize(
+    "setting", [{"clock": "trace"}, {"groups": "full,window:9"}, {"disk_tier": 5}, {"keep_prefix_tokens": 8}]
+)
 def test_optimum_is_refused_where_it_is_none(setting):
     settings = ReplaySettings("mooncake_conversation", 500, policy="optimum", **setting)
-    with pytest.raises(
-        InvalidArgumentError, match="optimal for the instant clock, full attention and no lower"
-    ):
+    with pytest.raises(InvalidArgumentError, match="optimal for the instant clock, full attention, no lower"):
         run_replay(settings)
