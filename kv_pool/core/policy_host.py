@@ -257,7 +257,10 @@ class PolicyHost(PoolPart):
         if self.failure is not None:
             return
         missing: i64 = num_blocks - self._order._queue.num_free_blocks + self.num_ordered + self.num_above
+        if missing <= 0:
+            return
         missing = min(missing, self.num_ordered)
+        band = self._order.find_band_below()
         while missing > 0:
             run = self._choose()
             if run is None:
@@ -268,7 +271,7 @@ class PolicyHost(PoolPart):
             except Exception as error:
                 self._fail("evicted()", error)
                 return
-            self._move_to_front(run, num_cut, self._order.find_band_below())
+            self._move_to_front(run, num_cut, band)
             self._cut(run, num_cut)
             missing -= num_cut
 
