@@ -25,11 +25,18 @@ class Engine:
     """A manager of 8 blocks with options, on a clock that stands still."""
 
     def __init__(
-        self, num_blocks=8, *, max_pinned_blocks=4, groups=None, enable_caching=True, retention=None
+        self,
+        num_blocks=8,
+        *,
+        max_pinned_blocks=4,
+        groups=None,
+        enable_caching=True,
+        retention=None,
+        policy=None,
     ):
         self.now = 100.0
         self.refusals = []
-        self.pool = BlockPool(num_blocks + 1, enable_caching, 4)
+        self.pool = BlockPool(num_blocks + 1, enable_caching, 4, policy=policy)
         if retention is not None:
             retention = BlockRetention(self.pool, lambda: self.now, max_pinned_blocks=retention)
         self.manager = KVCacheManager(self.pool, groups=groups, retention=retention)
@@ -234,15 +241,13 @@ def test_hints_reach_the_request_and_open_no_retention():
     assert "session has no id" in engine.end(refused)["refused"]
 
 
-def test_retention_over_a_cache_policy_names_the_way_out():
-    manager = KVCacheManager(BlockPool(9, True, 4, policy="ttl"))
-    handler = RequestOptionsHandler(manager, lambda: 0.0)
-    request = Request("a", CHAT, HASHER)
-    handler.receive(request, {"demote": True, "hints": {"ttl_s": 20}})
-    refused = handler.note_end(request).refused
-    assert "has the cache policy ttl" in refused
-    assert refused.endswith("or give the policy hints (a request's kv_hints)")
-    assert request.kv_hints is None
+def test_options_keep_blocks_over_a_cache_policy():
+    engine = Engine(policy="ttl")
+    options = {**retain(16, 90), "hints": {"ttl_s": 20}}
+    engine.run("a", CHAT, options)
+    engine.flood()
+    assert engine.count_hits(CHAT) == 16
+    assert engine.pool.policy_host.failure is None
 
 
 # ---- cost ----------------------------------------------------------------------------------------
