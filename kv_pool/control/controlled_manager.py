@@ -22,11 +22,6 @@ from kv_pool.reports.sequences import SequenceReport
 if TYPE_CHECKING:
     from kv_pool.storage.block_storage import BlockStorage
 
-_WITHOUT_RUNS = (
-    "only the blocks of a RunBlockPool can be moved, and this manager has a {}: create it with "
-    "KVCacheManager(RunBlockPool(...))"
-)
-
 
 class ControlledManager(ControlledPool[BlockPoolCore]):
     """A manager as the pool of `ControlServer`, `Defragmenter` and `LiveNode`.
@@ -150,12 +145,10 @@ class ControlledManager(ControlledPool[BlockPoolCore]):
             CopyFailedError: a round of moves failed, see `compaction.apply_moves`. Requests still have
                 their bytes; cached blocks that were being exchanged may be evicted.
         """
-        pool, copy, on_moved = self.block_pool, self._copy, self._on_moved
+        pool, copy, on_moved = self._get_run_pool(), self._copy, self._on_moved
         scratch_ids: Sequence[BlockId] = compaction.NULL_BLOCK_SLOT
         if copy is None and self._storage is not None:
             copy, scratch_ids = self._storage.apply_moves, self._storage.scratch_ids
-        if not isinstance(pool, RunBlockPool):
-            raise ControlError(_WITHOUT_RUNS.format(type(pool).__name__))
         if copy is None or on_moved is None:
             raise ControlError(
                 "moving blocks requires their bytes and a way to remap tables; pass storage and on_moved to "
@@ -177,6 +170,15 @@ class ControlledManager(ControlledPool[BlockPoolCore]):
                 on_moved=note_moved,
                 scratch_ids=scratch_ids,
             )
+
+    def _get_run_pool(self) -> RunBlockPool:
+        pool = self.block_pool
+        if not isinstance(pool, RunBlockPool):
+            raise ControlError(
+                f"only the blocks of a RunBlockPool can be moved, and this manager has a "
+                f"{type(pool).__name__}: create it with KVCacheManager(RunBlockPool(...))"
+            )
+        return pool
 
 
 def list_rows(manager: KVCacheManager) -> dict[RequestId, list[list[KVCacheBlock]]]:
