@@ -234,15 +234,13 @@ def test_hints_reach_the_request_and_open_no_retention():
     assert "session has no id" in engine.end(refused)["refused"]
 
 
-def test_retention_over_a_cache_policy_names_the_way_out():
+def test_directives_and_hints_go_together_over_a_cache_policy():
     manager = KVCacheManager(BlockPool(9, True, 4, policy="ttl"))
     handler = RequestOptionsHandler(manager, lambda: 0.0)
     request = Request("a", CHAT, HASHER)
     handler.receive(request, {"demote": True, "hints": {"ttl_s": 20}})
-    refused = handler.note_end(request).refused
-    assert "has the cache policy ttl" in refused
-    assert refused.endswith("or give the policy hints (a request's kv_hints)")
-    assert request.kv_hints is None
+    assert handler.note_end(request).to_json() == {"changed_blocks": 0}
+    assert request.kv_hints == {"ttl_s": 20}
 
 
 # ---- cost ----------------------------------------------------------------------------------------
