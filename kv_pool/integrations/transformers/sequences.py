@@ -97,6 +97,8 @@ class PagedSequences(ControlledManager):
     A block is cached only after its last layer has been written.
     """
 
+    storage: KVStorage | ShardedStorage  # type: ignore[assignment] # of a model, in one part or several
+
     def __init__(
         self,
         manager: KVCacheManager,
@@ -122,7 +124,6 @@ class PagedSequences(ControlledManager):
             on_moved=lambda relocation: None,
             run_length=run_length,
         )
-        self.storage = storage
         self.tiers = tiers
         self.onboarder = None if tiers is None else TierOnboarder(manager, tiers)
 
