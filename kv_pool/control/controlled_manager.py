@@ -22,11 +22,6 @@ from kv_pool.reports.sequences import SequenceReport
 if TYPE_CHECKING:
     from kv_pool.storage.block_storage import BlockStorage
 
-_WITHOUT_RUNS = (
-    "only the blocks of a RunBlockPool can be moved, and this manager has a {}: create it with "
-    "KVCacheManager(RunBlockPool(...))"
-)
-
 
 class ControlledManager(ControlledPool[BlockPoolCore]):
     """A manager as the pool of `ControlServer`, `Defragmenter` and `LiveNode`.
@@ -49,7 +44,7 @@ class ControlledManager(ControlledPool[BlockPoolCore]):
         run_length: length in blocks of the runs that `get_fragmentation_rate` counts.
 
     Attributes:
-        manager, block_pool, lock, run_length, device_id: as given.
+        manager, storage, block_pool, lock, run_length, device_id: as given.
 
     Every method takes the lock.
     """
@@ -76,7 +71,7 @@ class ControlledManager(ControlledPool[BlockPoolCore]):
         self.lock = threading.RLock() if lock is None else lock
         self.run_length = as_count("run_length", run_length, 1)
         self.device_id = as_int("device_id", device_id)
-        self._storage = storage
+        self.storage = storage
         self._copy = copy
         self._on_moved = on_moved
         self._requests: Mapping[RequestId, SchedulableRequest] = {} if requests is None else requests
@@ -87,9 +82,9 @@ class ControlledManager(ControlledPool[BlockPoolCore]):
         Raises:
             ControlError: the manager was given without a storage.
         """
-        if self._storage is None:
+        if self.storage is None:
             raise ControlError("migration moves the bytes of requests; pass a storage to ControlledManager")
-        return ManagerSequences(self.manager, self._storage, self.lock)
+        return ManagerSequences(self.manager, self.storage, self.lock)
 
     # ---- reports ---------------------------------------------------------------------------------
 
@@ -150,12 +145,10 @@ class ControlledManager(ControlledPool[BlockPoolCore]):
             CopyFailedError: a round of moves failed, see `compaction.apply_moves`. Requests still have
                 their bytes; cached blocks that were being exchanged may be evicted.
         """
-        pool, copy, on_moved = self.block_pool, self._copy, self._on_moved
+        pool, copy, on_moved = self._get_run_pool(), self._copy, self._on_moved
         scratch_ids: Sequence[BlockId] = compaction.NULL_BLOCK_SLOT
-        if copy is None and self._storage is not None:
-            copy, scratch_ids = self._storage.apply_moves, self._storage.scratch_ids
-        if not isinstance(pool, RunBlockPool):
-            raise ControlError(_WITHOUT_RUNS.format(type(pool).__name__))
+        if copy is None and self.storage is not None:
+            copy, scratch_ids = self.storage.apply_moves, self.storage.scratch_ids
         if copy is None or on_moved is None:
             raise ControlError(
                 "moving blocks requires their bytes and a way to remap tables; pass storage and on_moved to "
@@ -177,6 +170,15 @@ class ControlledManager(ControlledPool[BlockPoolCore]):
                 on_moved=note_moved,
                 scratch_ids=scratch_ids,
             )
+
+    def _get_run_pool(self) -> RunBlockPool:
+        pool = self.block_pool
+        if not isinstance(pool, RunBlockPool):
+            raise ControlError(
+                f"only the blocks of a RunBlockPool can be moved, and this manager has a "
+                f"{type(pool).__name__}: create it with KVCacheManager(RunBlockPool(...))"
+            )
+        return pool
 
 
 def list_rows(manager: KVCacheManager) -> dict[RequestId, list[list[KVCacheBlock]]]:

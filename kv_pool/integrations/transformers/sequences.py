@@ -11,7 +11,8 @@ import numpy.typing as npt
 import torch
 
 from kv_pool.contiguous import compaction
-from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH, RunBlockPool
+from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH
+from kv_pool.control.controlled_manager import ControlledManager
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_hash import BlockHasher
 from kv_pool.errors import InvalidArgumentError, UnknownSequenceError
@@ -72,12 +73,12 @@ def allocate_shards(
     )
 
 
-class PagedSequences:
+class PagedSequences(ControlledManager):
     """The requests of one pool with their K and V: admit, grow, free, fork, and migrate to another pool.
 
     No block ids are kept: each forward pass asks the manager for them. Blocks may therefore be moved between
     two passes, as long as bytes and ids move together; `defragment` does this, and so does a `Defragmenter`,
-    which accepts this object as its pool.
+    which accepts this object as its pool. Do not call either while the model runs.
 
         sequences = PagedSequences(KVCacheManager(pool), allocate_storage(model, pool.num_gpu_blocks, 16))
         sequences.admit(request)
@@ -87,7 +88,7 @@ class PagedSequences:
         manager: the manager of the pool.
         storage: torch tensors with a block per block of the pool and the manager's block size; a
             `ShardedStorage` for several devices, each with some of the heads.
-        run_length: in blocks, for `get_fragmentation_rate`.
+        run_length: as for `ControlledManager`.
         tiers: lower tiers of the pool; `admit` onboards a request's blocks from them.
     Raises:
         InvalidArgumentError: a storage that does not fit, or tiers of another pool or storage.
@@ -95,6 +96,8 @@ class PagedSequences:
     This class updates `request.num_computed_tokens`, the number of tokens with K and V in every layer.
     A block is cached only after its last layer has been written.
     """
+
+    storage: KVStorage | ShardedStorage  # type: ignore[assignment] # of a model, in one part or several
 
     def __init__(
         self,
@@ -115,9 +118,12 @@ class PagedSequences:
             )
         if tiers is not None and (tiers.block_pool is not manager.block_pool or tiers.storage is not storage):
             raise InvalidArgumentError("the tiers belong to another pool or another storage")
-        self.manager = manager
-        self.storage = storage
-        self.run_length = run_length
+        super().__init__(
+            manager,
+            storage=storage,  # type: ignore[arg-type] # compaction moves the blocks of shards together
+            on_moved=lambda relocation: None,
+            run_length=run_length,
+        )
         self.tiers = tiers
         self.onboarder = None if tiers is None else TierOnboarder(manager, tiers)
 
@@ -244,7 +250,7 @@ class PagedSequences:
             requests: requests that may migrate, by id. A request that migrates away is removed; one that
                 arrives is added with its tokens, and can continue.
             lock: a reentrant lock that the caller holds while it admits or frees requests, and during each
-                forward pass. None for a new one: the site's `lock`.
+                forward pass. None for `lock` of this object.
 
         Raises:
             InvalidArgumentError: a `ShardedStorage`, whose blocks are on several devices.
@@ -256,36 +262,8 @@ class PagedSequences:
                 f"blocks in {len(self.storage.shards)} shards cannot migrate to other processes; use "
                 "migrate() for another pool of this process"
             )
-        sequences = ManagerSequences(self.manager, self.storage, lock)
+        sequences = ManagerSequences(self.manager, self.storage, self.lock if lock is None else lock)
         return PoolSite(sequences, hasher=hasher, owner=_RequestOwner(requests, hasher))
-
-    def defragment(
-        self, max_evictions: int = 0, max_moves: int | None = None, goal: float | None = None
-    ) -> int:
-        """Compact the blocks in use, with their K and V. Do not call this while the model runs.
-
-        Args:
-            max_evictions: maximum number of cached blocks to evict if too few blocks are empty; further
-                cached blocks are exchanged with blocks in use.
-            max_moves: stop after this many moves; the next call continues. An exchange of two blocks is two
-                moves.
-            goal: the fragmentation rate to reach with few moves; None compacts all blocks to the lowest ids.
-        Returns:
-            The number of blocks whose id changed. Cached blocks of requests stay cached.
-        Raises:
-            InvalidArgumentError: the pool is not a `RunBlockPool`.
-            CopyFailedError: a round of moves failed, see `compaction.apply_moves`. Requests keep their bytes;
-                cached blocks that were being exchanged may be evicted.
-        """
-        return compaction.compact(
-            self._get_run_pool(),
-            self.storage.apply_moves,
-            run_length=self.run_length,
-            goal=goal,
-            max_moves=max_moves,
-            max_evictions=max_evictions,
-            scratch_ids=self.storage.scratch_ids,
-        )
 
     def take_run(self, num_blocks: int) -> list[KVCacheBlock] | None:
         """Take blocks with consecutive ids, for example for a transfer. Blocks of requests are moved away.
@@ -294,7 +272,7 @@ class PagedSequences:
             Blocks of the manager's pool, to be freed there; None if no run can be made. A later `defragment`
             moves them, too, unless they are held: `pool.hold(blocks, "sent to ...")`.
         Raises:
-            InvalidArgumentError: the pool is not a `RunBlockPool`. Nothing has changed.
+            ControlError: the pool is not a `RunBlockPool`. Nothing has changed.
             OutOfBlocksError: too few blocks are free. Nothing has changed.
             CopyFailedError: no block has moved, and none is taken.
         """
@@ -302,20 +280,6 @@ class PagedSequences:
         run = compaction.take_run(pool, num_blocks, self.storage.apply_moves, lambda relocation: None)
         pool.flush_evicted()  # flush the run's old contents before the caller writes to it
         return run
-
-    def get_fragmentation_rate(self) -> float:
-        """Return the fraction of possible runs that is lost to fragmentation, 0 to 1. O(blocks).
-
-        Raises:
-            InvalidArgumentError: the pool is not a `RunBlockPool`.
-        """
-        return self._get_run_pool().get_fragmentation_rate(self.run_length)
-
-    def _get_run_pool(self) -> RunBlockPool:
-        pool = self.manager.block_pool
-        if not isinstance(pool, RunBlockPool):
-            raise InvalidArgumentError(f"a {type(pool).__name__} has no index of runs; use a RunBlockPool")
-        return pool
 
     def _copy_to(self, request: Request, target: PagedSequences, copy: Request, num_tokens: int) -> bool:
         """Give `copy` blocks in `target` with the K and V of the first `num_tokens` of `request`.

@@ -8,9 +8,10 @@ import pytest
 from kv_pool import BlockHasher, BlockPool, InvalidArgumentError, KVCacheManager, Request
 from kv_pool.integrations import vllm_warnings
 from kv_pool.integrations.vllm.request_options.engine_options import (
-    ConnectorOptions,
     EngineOptions,
+    note_arrival,
     read_max_pinned_blocks,
+    report_end,
 )
 from kv_pool.integrations.vllm.request_options.options import (
     ABSENT,
@@ -40,19 +41,17 @@ class Engine:
     def __init__(self, max_pinned_blocks=0):
         self.manager = KVCacheManager(BlockPool(9, True, 4))
         self.request_options = EngineOptions(self.manager, max_pinned_blocks, clock=lambda: 0.0)
-        self.connector = ConnectorOptions()
-        self.connector.bind_kv_cache_manager(self)
 
     def run(self, request, *, by_connector):
         """Serve a request as vLLM does; return the connector's answer."""
         options = self.request_options
         if by_connector:
-            self.connector.on_new_request(request)
+            note_arrival(self, request)
         options.note_request(request)
         prefix = self.manager.get_computed_blocks(request)
         self.manager.allocate_slots(request, request.num_tokens - prefix.num_tokens, prefix)
         request.num_computed_tokens = request.num_tokens
-        answer = self.connector.request_finished(request) if by_connector else None
+        answer = report_end(self, request) if by_connector else None
         if request.request_id in options.by_request:
             options.note_leaving(request)
         self.manager.free(request)
@@ -109,15 +108,14 @@ def test_request_without_options_creates_no_retention():
 
 
 def test_connector_over_another_manager_refuses():
-    connector = ConnectorOptions()
-    connector.bind_kv_cache_manager(object())
+    manager = object()
     request = EngineRequest("r", {"kv_pool": RETAIN})
-    connector.on_new_request(request)
-    assert "KV_POOL_VLLM=manager" in connector.request_finished(request)["kv_pool"]["refused"]
+    note_arrival(manager, request)
+    assert "KV_POOL_VLLM=manager" in report_end(manager, request)["kv_pool"]["refused"]
     both = EngineRequest("b", {"kv_pool": {}, "kv_transfer_params": {"kv_pool": {}}})
-    assert "KV_POOL_VLLM=manager" in connector.request_finished(both)["kv_pool"]["refused"]
+    assert "KV_POOL_VLLM=manager" in report_end(manager, both)["kv_pool"]["refused"]
     for plain in (EngineRequest("p", None), EngineRequest("q", {"other": 1})):
-        assert connector.request_finished(plain) is None
+        assert report_end(manager, plain) is None
 
 
 def test_preempted_request_keeps_its_options():
@@ -153,11 +151,10 @@ def test_unread_options_are_logged_once_for_each_place(caplog, monkeypatch):
     """`LLM(...)` has no API server that refuses them."""
     monkeypatch.setattr(vllm_warnings, "_records", None)
     monkeypatch.setattr(logging, "_logRecordFactory", logging.getLogRecordFactory())
-    connector = ConnectorOptions()
-    connector.bind_kv_cache_manager(object())
+    manager = object()
     with caplog.at_level(logging.WARNING, "vllm.kv_pool"):
         for place in ({"kv_pool": RETAIN}, {"kv_pool": 7}, {"kv_transfer_params": {"kv_pool": 7}}, {"kv": 7}):
-            connector.on_new_request(EngineRequest("r", place))
+            note_arrival(manager, EngineRequest("r", place))
     assert [record.message.partition(", which")[0] for record in caplog.records] == [
         f"kv_pool ignores the options in {place}: this engine runs vLLM's KV cache manager"
         for place in ("extra_args['kv_pool']", "kv_transfer_params['kv_pool']")

@@ -13,7 +13,7 @@ from integrations.transformers.made_model import (
 )
 from integrations.transformers.moved_blocks import spoil_empty
 
-from kv_pool import BlockPool, CopyFailedError, InvalidArgumentError, KVCacheManager
+from kv_pool import BlockPool, ControlError, CopyFailedError, InvalidArgumentError, KVCacheManager
 
 pytestmark = pytest.mark.transformers
 
@@ -57,6 +57,8 @@ def test_fork_shares_full_blocks_and_copies_the_last(started):
     assert ids[:5] == child_ids[:5]
     assert ids[5] != child_ids[5]
     assert [sequences.manager.block_pool.blocks[block_id].ref_cnt for block_id in ids] == [2] * 5 + [1]
+    reports = sequences.describe_sequences().sequences
+    assert [(report.sequence_id, report.num_blocks) for report in reports] == [("r", 6), ("child", 6)]
     generate(sequences, child, 10)
     generate(sequences, request, 10)
 
@@ -130,9 +132,10 @@ def test_pool_without_runs_cannot_be_defragmented():
 
     storage = make_sequences().storage
     sequences = PagedSequences(KVCacheManager(BlockPool(40, True, BLOCK_SIZE)), storage)
-    for attempt in (sequences.defragment, sequences.get_fragmentation_rate, lambda: sequences.take_run(2)):
-        with pytest.raises(InvalidArgumentError, match="a BlockPool has no index of runs"):
+    for attempt in (sequences.defragment, lambda: sequences.take_run(2)):
+        with pytest.raises(ControlError, match="this manager has a BlockPool"):
             attempt()
+    assert sequences.get_fragmentation_rate() == 0.0
 
 
 def test_defragment_during_an_arriving_prefix_keeps_k_and_v():

@@ -289,29 +289,20 @@ def test_statistics_of_an_interval(make_engine):
 # ---- without tiers, and configurations that are refused ------------------------------------------
 
 
-class NotingHandler:
-    """A handler that notes its calls."""
-
-    def __init__(self):
-        self.calls = []
-
-    def bind_kv_cache_manager(self, manager):
-        self.calls.append(("bind", manager.block_pool.num_gpu_blocks))
-
-    def on_new_request(self, request):
-        self.calls.append(("new", request.request_id))
-
-    def request_finished(self, request):
-        self.calls.append(("finished", request.request_id))
-        return {"kv_pool": {"tokens": request.num_tokens}}
-
-
 @pytest.mark.parametrize("host", [0, 20])
-def test_a_handler_follows_requests(make_engine, monkeypatch, host):
+def test_options_follow_requests_with_and_without_tiers(make_engine, monkeypatch, host):
     from kv_pool.integrations.vllm.connector import vllm_connector
 
-    handler = NotingHandler()
-    monkeypatch.setattr(vllm_connector, "ConnectorOptions", lambda: handler)
+    calls = []
+
+    def report_end(manager, request):
+        calls.append(("finished", manager.block_pool.num_gpu_blocks, request.request_id))
+        return {"kv_pool": {"tokens": request.num_tokens}}
+
+    monkeypatch.setattr(
+        vllm_connector, "note_arrival", lambda manager, request: calls.append(("new", request.request_id))
+    )
+    monkeypatch.setattr(vllm_connector, "report_end", report_end)
     engine = make_engine(host)
     answers = []
     update = engine.scheduler.update_from_output
@@ -323,9 +314,8 @@ def test_a_handler_follows_requests(make_engine, monkeypatch, host):
 
     engine.scheduler.update_from_output = note
     engine.generate("first", PROMPT)
-    assert handler.calls == [("bind", 24), ("new", "first"), ("finished", "first")]
+    assert calls == [("new", "first"), ("finished", 24, "first")]
     assert answers[-1] == {"kv_pool": {"tokens": 42}}
-    assert engine.ranks[0].connector.handler is None
 
 
 def test_without_host_memory_there_are_no_tiers(make_engine):

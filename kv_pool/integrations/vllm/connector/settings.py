@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
+from kv_pool.core.arguments import as_count
 from kv_pool.errors import InvalidArgumentError, InvalidTypeError
-
-_UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+from kv_pool.replay.capacity import parse_memory
 
 
 class ConnectorSettings(msgspec.Struct, frozen=True):
@@ -77,16 +75,12 @@ def parse_bytes(name: str, value: object) -> int:
         InvalidArgumentError: negative, or text that is not a size.
         InvalidTypeError: neither an integer nor text.
     """
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise InvalidTypeError(f"{name} is {value!r}; it must be an integer or text such as '16GiB'")
-    if isinstance(value, int):
-        if value < 0:
-            raise InvalidArgumentError(f"{name} is {value}; it must not be negative")
-        return value
-    match = _SIZE.fullmatch(value.strip())
-    if match is None or match[2] not in _UNITS:
-        raise InvalidArgumentError(f"{name} is {value!r}; use a number and one of KiB, MiB, GiB, TiB")
-    return int(float(match[1]) * _UNITS[match[2]])
+    if not isinstance(value, str):
+        return as_count(name, value)
+    try:
+        return parse_memory(value)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"{name}: {error}") from None
 
 
 def count_blocks(name: str, num_bytes: int, num_ranks: int, block_bytes: int) -> int:

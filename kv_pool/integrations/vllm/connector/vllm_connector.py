@@ -39,7 +39,7 @@ from kv_pool.integrations.vllm.connector.settings import ConnectorSettings, coun
 from kv_pool.integrations.vllm.connector.tier_index import TierIndex
 from kv_pool.integrations.vllm.connector.tier_scheduler import COUNTS, TierScheduler
 from kv_pool.integrations.vllm.connector.tier_worker import TierWorker
-from kv_pool.integrations.vllm.request_options.engine_options import ConnectorOptions
+from kv_pool.integrations.vllm.request_options.engine_options import note_arrival, report_end
 from kv_pool.integrations.vllm_warnings import warn_if_unused
 
 logger = logging.getLogger("vllm.kv_pool")
@@ -102,14 +102,13 @@ class ConnectorStatistics(KVConnectorStats):  # type: ignore[misc]
 
 
 class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """Host and disk tiers, and a handler of requests, for an engine of vLLM.
+    """Host and disk tiers for an engine of vLLM, and the options of its requests.
 
     vLLM creates one in the scheduler and one in each worker. Without `host_bytes` there are no tiers, and the
-    connector only calls the handler.
+    connector only applies the options and returns their reports to the clients.
 
     Attributes:
         settings: the settings of `kv_connector_extra_config`.
-        handler: follows the requests; only in the scheduler.
         scheduler: the scheduler half; None in workers and without tiers.
         worker: the worker half; None in the scheduler, without tiers, and before the KV caches exist.
     """
@@ -117,10 +116,10 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self.settings = ConnectorSettings.parse(self._kv_transfer_config.kv_connector_extra_config or {})
-        self.handler: ConnectorOptions | None = None
         self.scheduler: TierScheduler | None = None
         self.worker: TierWorker | None = None
         self._event_log: TierEventLog | None = None
+        self._manager: Any = None  # of the engine; only in the scheduler
         self._num_groups = len(kv_cache_config.kv_cache_groups)
         has_tiers = self.settings.host_bytes > 0
         if has_tiers:
@@ -131,7 +130,6 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._disk_blocks = count_blocks("disk_bytes", self.settings.disk_bytes, *sizes)
         if role is KVConnectorRole.SCHEDULER:
             warn_if_unused()
-            self.handler = ConnectorOptions()
             if has_tiers:
                 self.scheduler = self._make_scheduler()
 
@@ -165,14 +163,12 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
+        self._manager = kv_cache_manager
         if self.scheduler is not None:
             self.scheduler.bind(kv_cache_manager.block_pool, kv_cache_manager.get_block_ids)
-        if self.handler is not None:
-            self.handler.bind_kv_cache_manager(kv_cache_manager)
 
     def on_new_request(self, request: Any) -> None:
-        if self.handler is not None:
-            self.handler.on_new_request(request)
+        note_arrival(self._manager, request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self.scheduler is None or request.skip_reading_prefix_cache:
@@ -199,7 +195,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Store the request's last blocks, which are held until they are read; so they can be freed now."""
         if self.scheduler is not None:
             self.scheduler.finish_request(request, block_ids)
-        return False, None if self.handler is None else self.handler.request_finished(request)
+        return False, report_end(self._manager, request)
 
     def request_finished(self, request: Any, block_ids: list[BlockId]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))

@@ -103,41 +103,28 @@ class EngineOptions:
             )
 
 
-class ConnectorOptions:
-    """The options of requests as a KV connector sees them, which returns the reports to the clients.
+def note_arrival(manager: Any, request: Any) -> None:
+    """Apply the options of a request that a KV connector sees, by the `request_options` of the manager.
 
-    The connector calls it with or without tiers, in the scheduler's process. Methods must not raise: an error
-    here would stop the engine.
+    vLLM's own manager has none: then warn that options are not read.
     """
+    options = getattr(manager, "request_options", None)
+    if options is None:
+        warn_of_unread_options(request)
+    else:
+        options.note_request(request)
 
-    def __init__(self) -> None:
-        self._manager: Any = None
 
-    def bind_kv_cache_manager(self, manager: Any) -> None:
-        """Use the `request_options` of this manager. vLLM's own has none; options are then refused."""
-        self._manager = manager
-
-    def on_new_request(self, request: Any) -> None:
-        """Apply the options of a request on its arrival."""
-        options = self._get_options()
-        if options is None:
-            warn_of_unread_options(request)
-        else:
-            options.note_request(request)
-
-    def request_finished(self, request: Any) -> dict[str, Any] | None:
-        """Return the entry of the answer's `kv_transfer_params`; None without options."""
-        options = self._get_options()
-        if options is not None:
-            report = options.note_end(request)
-            return None if report is None else {"kv_pool": report}
-        params = request.sampling_params
-        if params is None or not list_places(params.extra_args):
-            return None
-        return {"kv_pool": {"refused": NO_MANAGER}}
-
-    def _get_options(self) -> EngineOptions | None:
-        return getattr(self._manager, "request_options", None)
+def report_end(manager: Any, request: Any) -> dict[str, Any] | None:
+    """Return the entry of the answer's `kv_transfer_params` at a request's end; None without options."""
+    options = getattr(manager, "request_options", None)
+    if options is not None:
+        report = options.note_end(request)
+        return None if report is None else {"kv_pool": report}
+    params = request.sampling_params
+    if params is None or not list_places(params.extra_args):
+        return None
+    return {"kv_pool": {"refused": NO_MANAGER}}
 
 
 def read_max_pinned_blocks(manager: KVCacheManager) -> int:
