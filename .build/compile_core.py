@@ -31,7 +31,6 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 NOT_COMPILED = {"__init__.py", "mode.py", "invariants.py", "kv_events.py", "block_pool.py"}
 CONTIGUOUS = (
     "buddy",
-    "move_check",
     "run_index",
     "run_pool_core",
 )
@@ -109,7 +108,6 @@ COLD = (
     "core/salt_regions",
     "core/sampled_stack",
     "contiguous/buddy",
-    "contiguous/move_check",
     "contiguous/run_pool_core",
     "manager/applied_rules",
     "manager/block_copies",

@@ -14,28 +14,21 @@ from kv_pool.core.freeing import free_listed
 from kv_pool.core.taking import take, take_listed
 from kv_pool.errors import InvalidArgumentError, PoolExhaustedError, UnknownDeviceError
 from kv_pool.ids import BlockId, SequenceId
-from kv_pool.manager.sequences.holdings import Holder, Holdings, as_new_id
+from kv_pool.manager.sequences.holdings import Holder, Holdings, as_new_id, import_retention
 from kv_pool.manager.sequences.victims import Victims
 from kv_pool.protocol import NORMAL, URGENT, BlockAllocationRequest, Contiguity
 
-_NO_COMPACTION = "no compaction (ids change in a call of allocate only with on_moved=)"
-_NO_EVICTION = "no eviction (eviction_policy is None)"
 _EMPTY = bytes([EMPTY])
 _CONTIGUITIES = get_args(Contiguity)
 _MAX_SCAN = 65_536
-"""Maximum number of ids that one request scans; the next request continues from there."""
-
-Taken = list[KVCacheBlock] | str
-"""The blocks, or why there are none, for the error message; "" if that says nothing."""
-Rung = Callable[[BlockAllocationRequest, KVCacheBlock | None], Taken]
-"""The second argument is the last block of the request's sequence."""
+"""Number of lowest ids among which a request looks for a run that evicts nothing."""
 
 
 class Allocation:
     """Allocates the blocks of one request at a time. Use it only with the pool's lock held.
 
-        rung           takes                                               found by
-        free run       the ids after the sequence if empty, else a run     FreeRunIndex.take_run, BuddySystem
+        rung           finds                                               by
+        free run       the ids after the sequence if empty, else a run     FreeRunIndex, BuddySystem
         cleared run    a run that other blocks are moved out of            compaction.clear_run
         retained run   like these, with cached blocks of high priority     the same
         any blocks     the cheapest blocks                                 core.taking.take
@@ -66,13 +59,6 @@ class Allocation:
         self.reserved_blocks = reserved_blocks
         self._copy = copy
         self._on_moved = on_moved
-        self._start = 0
-        self._rooms = (self._find_room, self._evict_for_blocks, self._evict_for_run)
-        self._rungs: dict[str, tuple[Rung, ...]] = {
-            "prefer": (self._take_free_run, self._take_cleared_run, self._take_any),
-            "no": (self._take_any,),
-            "require": (self._take_free_run, self._take_cleared_run, self._take_retained_run),
-        }
 
     def append_all(
         self,
@@ -141,7 +127,14 @@ class Allocation:
             holdings.evictions.check(sequence_id)
         if holdings.retention is not None:
             holdings.retention.expire()
-        taken = self._take(request, after, together, tried)
+        reasons = list(tried)
+        taken = self._take(request, after, reasons)
+        if taken is None and self._evict_for_blocks(request, together, reasons):
+            taken = self._take(request, after, reasons)
+        if taken is None and self._evict_for_run(request, together, reasons):
+            taken = self._take(request, after, reasons)
+        if taken is None:
+            self._refuse(request, reasons)
         if request.pinned and not holdings.pins.has_room(len(taken)):  # a callback has pinned others
             free_listed(pool, taken)
             pool.is_changing = False
@@ -158,70 +151,83 @@ class Allocation:
         pool.is_changing = False
         return taken
 
+    def count_available(self, priority: int) -> int:
+        """Return how many blocks a request of this priority can take; negative if the reserve is in use."""
+        num_free = self._pool.free_block_queue.num_free_blocks
+        return num_free if priority != NORMAL else num_free - self.reserved_blocks
+
+    # ---- the ladder ------------------------------------------------------------------------------
+
     def _take(
-        self,
-        request: BlockAllocationRequest,
-        after: KVCacheBlock | None,
-        together: Collection[SequenceId],
-        tried: Sequence[str],
-    ) -> list[KVCacheBlock]:
-        """Take the blocks of a request. `is_changing` of the pool is then set: the caller enters the blocks.
+        self, request: BlockAllocationRequest, after: KVCacheBlock | None, reasons: list[str]
+    ) -> list[KVCacheBlock] | None:
+        """Take the blocks that the first rung finds. `is_changing` is then set: the caller enters the blocks.
 
         Args:
             after: the last block of the request's sequence; ids directly after it are preferred.
+            reasons: receives why a rung has none, for the error message.
+        Returns:
+            None, with nothing taken, if too few blocks are free, or no rung has blocks.
         Raises:
-            PoolExhaustedError, CopyFailedError: no block was taken. Evicted sequences stay evicted.
+            CopyFailedError: no block was taken.
         """
-        contiguous = request.contiguous if request.num_blocks > 1 else "no"
-        if contiguous == "prefer" and self._pool.policy_host is not None:
+        pool, num_blocks = self._pool, request.num_blocks
+        if num_blocks > self.count_available(request.priority):
+            return None
+        contiguous = request.contiguous if num_blocks > 1 else "no"
+        if contiguous == "prefer" and pool.free_index is None:
             contiguous = "no"  # a run would take other blocks than the cache policy chooses
-        reasons = list(tried)
-        for make_room in self._rooms:
-            why_not = make_room(request, together)
-            if why_not is not None:
-                reasons.append(why_not)
-                continue
-            for rung in self._rungs[contiguous]:
-                found = rung(request, after)
-                if isinstance(found, list):
-                    return found
-                reasons.append(found)
-        self._refuse(request, reasons)
+        run = None if contiguous == "no" else self._find_run(request, after, reasons)
+        if run is None and contiguous == "require":
+            return None
+        pool.is_changing = True
+        if run is None:
+            return take(pool, num_blocks, after)
+        take_listed(pool, run)
+        return run
 
-    # ---- rungs -----------------------------------------------------------------------------------
+    # ---- rungs: each returns free blocks with consecutive ids, or None -------------------------------
 
-    def _take_free_run(
-        self, request: BlockAllocationRequest, after: KVCacheBlock | None, avoids_retained: bool = True
-    ) -> Taken:
-        """Take consecutive ids, preferably directly after `after`."""
+    def _find_run(
+        self, request: BlockAllocationRequest, after: KVCacheBlock | None, reasons: list[str]
+    ) -> list[KVCacheBlock] | None:
+        """Find a run, or clear one; a required one may contain cached blocks of high priority.
+
+        Args:
+            reasons: receives why there is none, for the error message.
+        """
+        run = self._find_free_run(request.num_blocks, after, True) or self._clear_run(request, True, reasons)
+        if run is None and request.contiguous == "require" and self._pool.eviction_order.has_retained:
+            run = self._find_free_run(request.num_blocks, after, False)
+            run = run or self._clear_run(request, False, reasons)
+        return run
+
+    def _find_free_run(
+        self, num_blocks: int, after: KVCacheBlock | None, avoids_retained: bool
+    ) -> list[KVCacheBlock] | None:
+        """Find consecutive ids, preferably directly after `after`."""
         pool = self._pool
-        num_blocks = request.num_blocks
         ages = pool.run_index.ages
         first = -1
         if after is not None and ages.startswith(_EMPTY * num_blocks, after.block_id + 1):
             first = after.block_id + 1
         elif pool.run_index.placement == "oldest":
             # A run that evicts nothing may be the lowest one: it is found at once, and large runs stay whole.
-            end = self._start + max(_MAX_SCAN, 2 * num_blocks)
-            first = ages.find(_EMPTY * num_blocks, self._start, end)
-            if first < 0:
-                self._start = end - num_blocks if end < len(ages) else 0
+            first = ages.find(_EMPTY * num_blocks, 0, _MAX_SCAN)
         if first >= 0:
-            return self._take_listed(list(pool.blocks[first : first + num_blocks]))
-        pool.is_changing = True
-        run = pool.run_index.take_run(pool, num_blocks, avoids_retained)
-        pool.is_changing = run is not None
-        return "" if run is None else run
+            return list(pool.blocks[first : first + num_blocks])
+        return pool.run_index.find_free_run(pool, num_blocks, avoids_retained)
 
-    def _take_cleared_run(
-        self, request: BlockAllocationRequest, after: KVCacheBlock | None, avoids_retained: bool = True
-    ) -> Taken:
-        """Move blocks out of a run and take it, unless that exceeds `max_moves` of the request."""
+    def _clear_run(
+        self, request: BlockAllocationRequest, avoids_retained: bool, reasons: list[str]
+    ) -> list[KVCacheBlock] | None:
+        """Move blocks out of a run, unless that exceeds `max_moves` of the request."""
+        if self._on_moved is None:
+            reasons.append("no compaction (ids change in a call of allocate only with on_moved=)")
+            return None
         max_moves = request.max_moves
         if max_moves is None and request.contiguous == "prefer":
             max_moves = request.num_blocks
-        if self._on_moved is None:
-            return _NO_COMPACTION
         run = compaction.clear_run(
             cast(RunBlockPool, self._pool),
             request.num_blocks,
@@ -230,76 +236,63 @@ class Allocation:
             avoids_retained=avoids_retained,
             max_moves=max_moves,
         )
-        return "compaction" if run is None else self._take_listed(run)
-
-    def _take_retained_run(self, request: BlockAllocationRequest, after: KVCacheBlock | None) -> Taken:
-        """Take a run that contains cached blocks of high priority."""
-        if not self._pool.eviction_order.has_retained:
-            return ""
-        taken = self._take_free_run(request, after, False) or self._take_cleared_run(request, after, False)
-        return taken if isinstance(taken, list) else ""
-
-    def _take_any(self, request: BlockAllocationRequest, after: KVCacheBlock | None) -> Taken:
-        self._pool.is_changing = True
-        return take(self._pool, request.num_blocks, after)
-
-    def _take_listed(self, run: list[KVCacheBlock]) -> list[KVCacheBlock]:
-        self._pool.is_changing = True
-        take_listed(self._pool, run)
+        if run is None:
+            reasons.append("compaction")
         return run
 
-    # ---- room for the rungs: each returns None if enough blocks are free now, else why not ---------
-
-    def count_available(self, priority: int) -> int:
-        """Return how many blocks a request of this priority can take; negative if the reserve is in use."""
-        num_free = self._pool.free_block_queue.num_free_blocks
-        return num_free if priority != NORMAL else num_free - self.reserved_blocks
-
-    def _find_room(self, request: BlockAllocationRequest, together: Collection[SequenceId]) -> str | None:
-        return None if request.num_blocks <= self.count_available(request.priority) else ""
+    # ---- room for the ladder: each returns whether to climb it again ---------------------------------
 
     def _evict_for_blocks(
-        self, request: BlockAllocationRequest, together: Collection[SequenceId]
-    ) -> str | None:
+        self, request: BlockAllocationRequest, together: Collection[SequenceId], reasons: list[str]
+    ) -> bool:
         """Evict the fewest sequences that leave enough blocks, unless moves cannot clear a required run."""
         num_missing = request.num_blocks - self.count_available(request.priority)
         if num_missing <= 0 or request.num_blocks >= len(self._pool.blocks):
-            return ""
-        if not self._victims.has_policy:
-            return _NO_EVICTION
-        if _is_run_required(request) and not self._may_clear(request):
-            return ""
-        is_done = self._evict(request, together, num_missing)
-        return None if is_done else "eviction (too few blocks may be evicted)"
+            return False
+        if self._victims.has_policy and _is_run_required(request) and not self._may_clear(request):
+            return False
+        return self._evict(request, together, num_missing, None, reasons)
 
-    def _evict_for_run(self, request: BlockAllocationRequest, together: Collection[SequenceId]) -> str | None:
+    def _evict_for_run(
+        self, request: BlockAllocationRequest, together: Collection[SequenceId], reasons: list[str]
+    ) -> bool:
         """Evict the fewest sequences that leave a required run."""
         if not _is_run_required(request) or request.num_blocks >= len(self._pool.blocks):
-            return ""
-        if not self._victims.has_policy:
-            return _NO_EVICTION
+            return False
         num_missing = request.num_blocks - self.count_available(request.priority)
         if num_missing > 0 and self._may_clear(request):
-            return ""  # evicting for blocks has failed
-        is_done = self._evict(
-            request, together, num_missing, lambda freed_ids: self._has_run(request, freed_ids)
+            return False  # evicting for blocks has failed
+        return self._evict(
+            request, together, num_missing, lambda freed_ids: self._has_run(request, freed_ids), reasons
         )
-        return None if is_done else "eviction (no run even if all candidates are evicted)"
 
     def _evict(
         self,
         request: BlockAllocationRequest,
         together: Collection[SequenceId],
         num_missing: int,
-        has_run: Callable[[list[BlockId]], bool] | None = None,
+        has_run: Callable[[list[BlockId]], bool] | None,
+        reasons: list[str],
     ) -> bool:
-        """Evict sequences; return whether there is room then. Nothing has changed if none suffice."""
+        """Evict sequences; return whether enough blocks are free then. None is evicted if all do not suffice.
+
+        Args:
+            has_run: see `Victims.choose`; None: `num_missing` blocks suffice.
+        """
+        if not self._victims.has_policy:
+            reasons.append("no eviction (eviction_policy is None)")
+            return False
         spared = {request.sequence_id, *together}
         victims = self._victims.choose(request.priority, spared, num_missing, has_run)
-        if victims is None:
-            return False
-        self._victims.evict(victims, request.sequence_id)
-        return self._find_room(request, together) is None  # `on_evicted` may have taken blocks
+        if victims is not None:
+            self._victims.evict(victims, request.sequence_id)
+            if request.num_blocks <= self.count_available(request.priority):
+                return True  # else `on_evicted` has taken blocks
+        if has_run is None:
+            reasons.append("eviction (too few blocks may be evicted)")
+        else:
+            reasons.append("eviction (no run even if all candidates are evicted)")
+        return False
 
     def _may_clear(self, request: BlockAllocationRequest) -> bool:
         """Return whether moves could clear a run if enough blocks were free.
@@ -349,7 +342,10 @@ def as_priority(priority: Any) -> int:
 
 
 def as_request(request: Any) -> BlockAllocationRequest:
-    """Return the request with ids and counts as ints. Raise for a request that no pool can serve."""
+    """Return the request with ids and counts as ints. Raise for a request that no pool can serve.
+
+    Call it without the pool's lock: the first request with a priority imports the retention.
+    """
     check_type("request", request, BlockAllocationRequest)
     num_blocks, sequence_id, priority = request.num_blocks, request.sequence_id, request.priority
     pinned, contiguous = request.pinned, request.contiguous
@@ -358,6 +354,8 @@ def as_request(request: Any) -> BlockAllocationRequest:
         raise InvalidArgumentError(f"num_blocks is {num_blocks}; ask for at least 1 block")
     new_id = as_new_id("sequence_id", sequence_id)
     level = as_priority(priority)
+    if level != NORMAL:
+        import_retention()
     if not isinstance(contiguous, str) or contiguous not in _CONTIGUITIES:
         raise InvalidArgumentError(f"contiguous is {contiguous!r}; it is require, prefer or no")
     device = None if device_id is None else as_int("device_id", device_id)

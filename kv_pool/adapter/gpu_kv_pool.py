@@ -290,8 +290,6 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
         started_ns = 0 if self._allocation_latency.number_call() % TIMED_EVERY else perf_counter_ns()
         try:
             request = as_request(request)
-            if request.priority != NORMAL:
-                import_retention()
             if self._migration_hook is not None:
                 return self._allocate_with_hook([request])[0]
             with self.lock:
@@ -343,8 +341,6 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
         requests = [
             as_request(request) for request in as_list_of("requests", requests, BlockAllocationRequest)
         ]
-        if any(request.priority != NORMAL for request in requests):
-            import_retention()
         if self._migration_hook is not None and requests:
             return self._allocate_with_hook(requests)
         with self.lock:
@@ -480,7 +476,7 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
         spared = () if sequence_id is None else (as_sequence_id("sequence_id", sequence_id),)
         with self.lock:
             chosen = self._victims.choose(priority, spared, num_blocks)
-            victims = self._victims.order.rank(priority, spared) if chosen is None else chosen
+            victims = self.holdings.order.rank(priority, spared) if chosen is None else chosen
             return [victim.sequence_id for victim in victims]
 
     def note_access(self, sequence_id: SequenceId) -> None:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from kv_pool.contiguous import plan
 from kv_pool.contiguous.fragmentation import find_run_length
-from kv_pool.contiguous.move_check import check_moves
 from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH, RunBlockPool
+from kv_pool.contiguous.run_pool_core import check_moves
 from kv_pool.core.arguments import check_number
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.evicting import evict_invalid
@@ -74,12 +74,6 @@ def apply_moves(
 ) -> Relocation:
     """Copy the bytes of each source to its target, then exchange the ids of the two blocks.
 
-        slot              scratch   target   source          an exchange
-        before            -         cached   used
-        1st call of copy  cached    cached   used
-        2nd call          cached    used     used            the target has arrived
-        3rd call          cached    used     cached
-
     Of a block object only `block_id` changes: tables of objects, references, hashes and the eviction order
     stay the same, no event is sent, and the prefix cache finds the same blocks. A cached target is evicted
     first, since the copy overwrites it, unless the plan contains the reverse move. The two moves are an
@@ -109,40 +103,60 @@ def apply_moves(
     Cost: O(number of blocks), some nanoseconds each, and O(len(moves)), plus the copy.
     """
     pool.holds.check_whole()
-    one_way, exchanges, overwritten_ids = check_moves(pool, moves)
+    one_way, exchanges, overwritten = check_moves(pool, moves)
     if exchanges and not scratch_ids:
         raise InvalidArgumentError(f"{len(exchanges)} exchanges need a scratch slot; pass one in scratch_ids")
-    # The moves whose bytes have arrived, of an exchange only that to the free block; and the cached blocks
-    # whose bytes are lost if a call of copy fails now.
+    # The moves whose bytes have arrived, of an exchange only that to the free block.
     done: list[tuple[BlockId, BlockId]] = []
-    endangered: list[KVCacheBlock] = []
     pool.is_changing = True
     pool.copied = done
     pool.copied_at = pool.epoch
-    evict_invalid(pool, [pool.blocks[block_id] for block_id in overwritten_ids])
+    evict_invalid(pool, overwritten)
     try:
         if one_way:
             copy(one_way)
             done += one_way
-        step = len(scratch_ids) or 1
-        for start in range(0, len(exchanges), step):
-            batch = exchanges[start : start + step]
-            slots = list(zip(batch, scratch_ids, strict=False))
-            to_scratch = [BlockMove(target, slot) for (_, target), slot in slots]
-            from_scratch = [BlockMove(slot, source) for (source, _), slot in slots]
-            overwritten = [pool.blocks[target] for _, target in batch]
-            copy(to_scratch)
-            endangered = overwritten
-            copy(batch)
-            done += batch
-            copy(from_scratch)
-            endangered = []
+        if exchanges:
+            _copy_exchanges(pool, exchanges, copy, scratch_ids, done)
     except Exception:
-        evict_invalid(pool, endangered)
         moved = set(chain.from_iterable(done))
         _change_ids(pool, done, [move for move in moves if move[0] in moved], on_moved)
         raise
     return _change_ids(pool, done, list(moves), on_moved)
+
+
+def _copy_exchanges(
+    pool: RunBlockPool,
+    exchanges: list[BlockMove],
+    copy: CopyBlocks,
+    scratch_ids: Sequence[BlockId],
+    done: list[tuple[BlockId, BlockId]],
+) -> None:
+    """Copy the bytes of exchanges, as many at a time as there are scratch slots.
+
+        slot              scratch   target   source
+        before            -         cached   used
+        1st call of copy  cached    cached   used
+        2nd call          cached    used     used            the target has arrived
+        3rd call          cached    used     cached
+
+    Args:
+        done: receives each exchange whose target has arrived.
+    Raises:
+        Any exception of `copy`. Cached blocks that have lost their bytes are evicted.
+    """
+    for start in range(0, len(exchanges), len(scratch_ids)):
+        batch = exchanges[start : start + len(scratch_ids)]
+        slots = list(zip(batch, scratch_ids, strict=False))
+        endangered = [pool.blocks[target] for _, target in batch]
+        copy([BlockMove(target, slot) for (_, target), slot in slots])
+        try:
+            copy(batch)
+            done += batch
+            copy([BlockMove(slot, source) for (source, _), slot in slots])
+        except Exception:
+            evict_invalid(pool, endangered)
+            raise
 
 
 def _change_ids(

@@ -76,9 +76,7 @@ class FreeRunIndex(FreeIndex):
 
     Attributes:
         buddies: the aligned chunks of the free ids; None until the first search that needs them.
-        counted_length, num_runs, num_free: the run length for which `num_runs` and `num_free` are kept, see
-            `count_runs`, or 0; the number of disjoint runs of it, or -1 if it has to be counted again; the
-            number of free ids.
+        counter: counts the free runs of one length; None until `count_runs`, and after ids were exchanged.
     """
 
     def __init__(self, num_blocks: int, early_share: float, placement: str) -> None:
@@ -93,9 +91,7 @@ class FreeRunIndex(FreeIndex):
         self._num_in_generation: i64 = 0
         self._hand: i64 = 1  # the id where the next sweep or search begins
         self.buddies: BuddySystem | None = None
-        self.counted_length: i64 = 0
-        self.num_runs: i64 = -1
-        self.num_free: i64 = 0
+        self.counter: FreeRunCounter | None = None
 
     # ---- taking ----------------------------------------------------------------------------------
 
@@ -110,46 +106,14 @@ class FreeRunIndex(FreeIndex):
             self.rebuild_from(pool)  # a caller has changed the queue itself
             chosen = []
         if chosen:
-            self._take_marked(pool, chosen, was_changing)
+            informed: PoolPart | None = self
+            if pool.reuse_watchers or pool.lower_tiers is not None:
+                self.note_freed(chosen, False)  # they are free while watchers are called
+                informed = None
+                pool.is_changing = was_changing
+            take_listed(pool, chosen, informed)
         pool.is_changing = was_changing
         return chosen or None
-
-    def take_run(
-        self, pool: PoolState, num_blocks: int, avoids_retained: bool = False
-    ) -> list[KVCacheBlock] | None:
-        """Take a run as `RunBlockPool.get_new_run` does, as part of a larger call.
-
-        Args:
-            avoids_retained: do not take a run with a block of a band above the default one.
-        """
-        if num_blocks == 0:
-            return []
-        was_changing = pool.is_changing
-        pool.is_changing = True
-        run: list[KVCacheBlock] = []
-        first = self.find_run(num_blocks)
-        while first is not None:
-            run = list(pool.blocks[first : first + num_blocks])
-            if are_queued(run):
-                break
-            self.rebuild_from(pool)  # a caller has changed the queue itself
-            first = self.find_run(num_blocks)
-        if first is None or (avoids_retained and RETAINED in self.ages[first : first + num_blocks]):
-            pool.is_changing = was_changing
-            return None
-        self._store(first, first + num_blocks, IN_USE)
-        self._take_marked(pool, run, was_changing)
-        pool.is_changing = was_changing
-        return run
-
-    def _take_marked(self, pool: PoolState, chosen: list[KVCacheBlock], was_changing: bool) -> None:
-        """Take blocks that are marked as in use here."""
-        informed: PoolPart | None = self
-        if pool.reuse_watchers or pool.lower_tiers is not None:
-            self.note_freed(chosen, False)  # they are free while watchers are called
-            informed = None
-            pool.is_changing = was_changing
-        take_listed(pool, chosen, informed)
 
     # ---- searching -------------------------------------------------------------------------------
 
@@ -297,6 +261,31 @@ class FreeRunIndex(FreeIndex):
         self._hand = at
         return num_blocks - need
 
+    def find_free_run(
+        self, pool: PoolState, num_blocks: int, avoids_retained: bool = False
+    ) -> list[KVCacheBlock] | None:
+        """Return free blocks with consecutive ids, lowest first, by `placement`; None if there are none.
+
+        Args:
+            avoids_retained: return no run with a block of a band above the default one.
+        """
+        run: list[KVCacheBlock] = []
+        if num_blocks == 0:
+            return run
+        was_changing = pool.is_changing
+        pool.is_changing = True
+        first = self.find_run(num_blocks)
+        while first is not None:
+            run = list(pool.blocks[first : first + num_blocks])
+            if are_queued(run):
+                break
+            self.rebuild_from(pool)  # a caller has changed the queue itself
+            first = self.find_run(num_blocks)
+        pool.is_changing = was_changing
+        if first is None or (avoids_retained and RETAINED in self.ages[first : first + num_blocks]):
+            return None
+        return run
+
     def find_run(self, num_blocks: int) -> BlockId | None:
         """Return the first id of `num_blocks` consecutive free ids by `placement`, or None."""
         if self.placement == "first_fit":
@@ -383,22 +372,15 @@ class FreeRunIndex(FreeIndex):
             self._hand = at
         return cast(BlockId, best) if best else None
 
-    def count_runs(self, run_length: int) -> int:
-        """Return the number of disjoint runs of `run_length` free ids, and keep it up to date from now on.
+    def count_runs(self, run_length: int) -> "FreeRunCounter":
+        """Return the number of free ids and of disjoint runs of `run_length`, kept up to date from now on.
 
-        Sets `num_free`, too. Cost: O(number of ids) for the first call, and after ids were exchanged or the
-        pool was resized; else O(1). Each change then costs two searches for the ends of its free run.
+        Cost: O(number of ids) for the first call, and after ids were exchanged or the pool was resized; else
+        O(1). Each change then costs two searches for the ends of its free run.
         """
-        if self.counted_length != run_length or self.num_runs < 0:
-            num_runs: i64 = 0
-            num_free: i64 = 0
-            for run in self.ages.split(bytes([IN_USE])):
-                num_runs += len(run) // run_length
-                num_free += len(run)
-            self.counted_length = run_length
-            self.num_runs = num_runs
-            self.num_free = num_free
-        return self.num_runs
+        if self.counter is None or self.counter.run_length != run_length:
+            self.counter = FreeRunCounter(self.ages, run_length)
+        return self.counter
 
     # ---- changes of the pool -----------------------------------------------------------------------
 
@@ -479,7 +461,7 @@ class FreeRunIndex(FreeIndex):
 
     def note_swapped(self, pairs: Sequence[tuple[BlockId, BlockId]]) -> None:
         ages = self.ages
-        self.num_runs = -1
+        self.counter = None
         for first_id, second_id in pairs:
             age = ages[first_id]
             ages[first_id] = ages[second_id]
@@ -495,7 +477,7 @@ class FreeRunIndex(FreeIndex):
         self._note_all_changed()
 
     def _note_all_changed(self) -> None:
-        self.num_runs = -1
+        self.counter = None
         self._hand = 1
         if self.buddies is not None:
             self.buddies.note_all_changed()
@@ -543,8 +525,8 @@ class FreeRunIndex(FreeIndex):
         length: i64 = end - first
         if self.buddies is not None:
             self.buddies.note_changed(first, end)
-        if self.num_runs >= 0 and self.counted_length > 0:
-            self._count_change(first, end, age)
+        if self.counter is not None:
+            self.counter.note_change(self.ages, first, end, age)
         if length == 1:
             self.ages[first] = age
         elif age == IN_USE and length <= 64:
@@ -552,10 +534,37 @@ class FreeRunIndex(FreeIndex):
         else:
             self.ages[first:end] = _ROW_BY_AGE[age] * length
 
-    def _count_change(self, first: i64, end: i64, age: i64) -> None:
-        """Update `num_runs` and `num_free` for ids `[first, end)` that are about to get this age."""
-        ages = self.ages
-        unit = self.counted_length
+    def _set_width(self, num_free_blocks: i64) -> None:
+        self._width = max(1, num_free_blocks // GENERATIONS, len(self.ages) // _MAX_GENERATIONS)
+
+    def _renumber(self) -> None:
+        """Shift all ages down by half their range, or more after a large batch; the oldest become equal."""
+        down = self.now - 2 * GENERATIONS
+        table = bytearray(range(256))
+        for age in range(EMPTY + 1, RETAINED):
+            table[age] = max(EMPTY + 1, age - down)
+        self.ages = self.ages.translate(table)
+        self.now = 2 * GENERATIONS
+
+
+class FreeRunCounter:
+    """Counts the free ids of a pool, and the disjoint runs of one length among them, as ids change.
+
+    Args:
+        ages: the age of each id, see `FreeRunIndex`.
+    """
+
+    def __init__(self, ages: bytearray, run_length: int) -> None:
+        self.run_length: i64 = run_length
+        self.num_runs: i64 = 0
+        self.num_free: i64 = 0
+        for run in ages.split(bytes([IN_USE])):
+            self.num_runs += len(run) // self.run_length
+            self.num_free += len(run)
+
+    def note_change(self, ages: bytearray, first: i64, end: i64, age: i64) -> None:
+        """Update the counts for ids `[first, end)` that are about to get this age."""
+        unit = self.run_length
         left: i64 = ages.rfind(IN_USE, 0, first) + 1
         right: i64 = ages.find(IN_USE, end)
         if right < 0:
@@ -574,18 +583,6 @@ class FreeRunIndex(FreeIndex):
         self.num_free += num_in_use
         if age == IN_USE:
             self.num_free -= end - first
-
-    def _set_width(self, num_free_blocks: i64) -> None:
-        self._width = max(1, num_free_blocks // GENERATIONS, len(self.ages) // _MAX_GENERATIONS)
-
-    def _renumber(self) -> None:
-        """Shift all ages down by half their range, or more after a large batch; the oldest become equal."""
-        down = self.now - 2 * GENERATIONS
-        table = bytearray(range(256))
-        for age in range(EMPTY + 1, RETAINED):
-            table[age] = max(EMPTY + 1, age - down)
-        self.ages = self.ages.translate(table)
-        self.now = 2 * GENERATIONS
 
 
 def are_queued(blocks: list[KVCacheBlock]) -> bool:

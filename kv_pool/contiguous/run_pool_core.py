@@ -1,6 +1,7 @@
 """`RunPoolCore`: a block pool that takes its blocks in runs of consecutive ids. Use `RunBlockPool`."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 from mypy_extensions import mypyc_attr
@@ -13,9 +14,9 @@ from kv_pool.core.deadlines import read_clock
 from kv_pool.core.kv_events import KV_EVENT_TYPES, MEDIUM_GPU, KVEventTypes
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.core.pool_part import BlockObserver
-from kv_pool.core.taking import refuse_count, take
-from kv_pool.errors import InvalidArgumentError, OutOfBlocksError
-from kv_pool.ids import BlockId
+from kv_pool.core.taking import refuse_count, take, take_listed
+from kv_pool.errors import InvalidArgumentError, InvalidBlockError, OutOfBlocksError
+from kv_pool.ids import BlockId, BlockMove
 
 DEFAULT_EARLY_SHARE = 0.2
 DEFAULT_RUN_LENGTH = 16
@@ -129,7 +130,10 @@ class RunPoolCore(BlockPoolCore):
                 f"asked for a run of {num_blocks} blocks, {num_free} are free of {self.num_gpu_blocks - 1}. "
                 "Free a request, or ask for fewer."
             )
-        return self.run_index.take_run(self, num_blocks)
+        run = self.run_index.find_free_run(self, num_blocks)
+        if run is not None:
+            take_listed(self, run)
+        return run
 
     # ---- queries ---------------------------------------------------------------------------------
 
@@ -147,11 +151,12 @@ class RunPoolCore(BlockPoolCore):
         `run_length` are free, O(these). Each later change costs two searches more.
         """
         run_length = as_count("run_length", run_length, 1)
-        index = self.run_index
-        num_runs = index.count_runs(run_length)
-        if index.num_free >= run_length:
-            return 1.0 - num_runs / (index.num_free // run_length)
-        ages = index.ages
+        counter = self.run_index.count_runs(run_length)
+        num_runs: int = counter.num_runs
+        num_free: int = counter.num_free
+        if num_free >= run_length:
+            return 1.0 - num_runs / (num_free // run_length)
+        ages = self.run_index.ages
         lengths: list[int] = []
         for block in self.free_block_queue.get_all_free_blocks():
             first = block.block_id
@@ -197,3 +202,91 @@ class RunPoolCore(BlockPoolCore):
                 f"the pool has {self.num_gpu_blocks} blocks and cannot shrink by {num_blocks}"
             )
         self.remove_last_blocks(num_blocks)
+
+
+# ---- checks of moves, see `compaction.apply_moves` --------------------------------------------------
+
+
+def check_moves(
+    pool: RunPoolCore, moves: Sequence[BlockMove]
+) -> tuple[list[BlockMove], list[BlockMove], list[KVCacheBlock]]:
+    """Check C1, C2 and C3 of `contiguous/invariants.py`.
+
+    Returns:
+        The moves to blocks whose content may be overwritten; of each exchange the move to its free, cached
+        block; and the cached blocks that will be evicted, since the first moves overwrite them.
+    Raises:
+        InvalidArgumentError: C1. InvalidBlockError: C2 or C3. Nothing has changed.
+    """
+    blocks = pool.blocks
+    ids: list[BlockId] = list(chain.from_iterable(moves))
+    one_way = list(moves)
+    exchanges: list[BlockMove] = []
+    overwritten: list[KVCacheBlock] = []
+    if not ids:
+        return one_way, exchanges, overwritten
+    chosen = set(ids)
+    if len(chosen) < len(ids):
+        one_way, exchanges = _split(moves)
+    if min(ids) < 1 or max(ids) >= len(blocks):
+        wrong = min(ids) if min(ids) < 1 else max(ids)
+        raise InvalidBlockError(
+            f"C3: block {wrong} cannot move: it is the null block, or outside 1..{len(blocks) - 1}"
+        )
+    pool.holds.check_movable(chosen)
+    for source, target in one_way:
+        _check_content(blocks[source])
+        block = blocks[target]
+        if block.ref_cnt != 0:
+            raise InvalidBlockError(f"C2: block {target} is in use and cannot be overwritten")
+        if block.key is not None:
+            overwritten.append(block)
+    return one_way, [_check_exchange(blocks, exchange) for exchange in exchanges], overwritten
+
+
+def _check_content(block: KVCacheBlock) -> None:
+    if block.ref_cnt == 0 and block.key is None:
+        raise InvalidBlockError(f"C2: block {block.block_id} is neither in use nor cached: nothing to move")
+
+
+# ---- exchanges -------------------------------------------------------------------------------------
+
+
+def _split(moves: Sequence[BlockMove]) -> tuple[list[BlockMove], list[BlockMove]]:
+    """Return the moves without a reverse move, and the first move of each exchange. Raise for C1."""
+    one_way: list[BlockMove] = []
+    exchanges: list[BlockMove] = []
+    planned: set[tuple[BlockId, BlockId]] = set(moves)
+    seen: set[BlockId] = set()
+    halves: set[tuple[BlockId, BlockId]] = set()  # exchanges whose reverse move has not come yet
+    for source, target in moves:
+        if (target, source) in halves:
+            halves.remove((target, source))
+            continue
+        for block_id in (source, target):
+            if block_id in seen:
+                raise InvalidArgumentError(
+                    f"C1: block {block_id} is in two moves; each id may be the source or target of one move, "
+                    "unless two moves exchange two blocks"
+                )
+            seen.add(block_id)
+        if (target, source) in planned:
+            halves.add((source, target))
+            exchanges.append(BlockMove(source, target))
+        else:
+            one_way.append(BlockMove(source, target))
+    return one_way, exchanges
+
+
+def _check_exchange(blocks: tuple[KVCacheBlock, ...], exchange: BlockMove) -> BlockMove:
+    """Return the move to the free, cached block of an exchange. Raise for C2."""
+    source, target = exchange
+    _check_content(blocks[source])
+    _check_content(blocks[target])
+    if blocks[target].ref_cnt == 0:
+        return exchange
+    if blocks[source].ref_cnt != 0:
+        raise InvalidBlockError(
+            f"C2: blocks {source} and {target} are both in use; one must be free to exchange them"
+        )
+    return BlockMove(target, source)

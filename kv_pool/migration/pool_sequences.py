@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.taking import take
+from kv_pool.core.taking import take, take_listed
 from kv_pool.errors import InvalidArgumentError, PinnedBlockError
 from kv_pool.ids import BlockHash, BlockId, RequestId, SequenceId
 from kv_pool.manager.invalid_blocks import evict_invalid_blocks
@@ -119,7 +119,11 @@ class PoolSequences(Sequences):
 
     def take(self, num_blocks: int) -> list[KVCacheBlock]:
         pool = self.gpu_pool.block_pool
-        return pool.run_index.take_run(pool, num_blocks, True) or take(pool, num_blocks)
+        run = pool.run_index.find_free_run(pool, num_blocks, True)
+        if run is None:
+            return take(pool, num_blocks)
+        take_listed(pool, run)
+        return run
 
     def make_join(
         self, sequence_id: SequenceId, blocks: list[KVCacheBlock], details: dict[SequenceId, int] | None

@@ -24,7 +24,6 @@ from kv_pool import (
     InvalidArgumentError,
     PoolExhaustedError,
 )
-from kv_pool.adapter import allocation
 
 
 def test_a_sequence_grows_into_the_next_id():
@@ -44,13 +43,6 @@ def test_a_free_run_is_taken():
     pool.free_sequence(2)
     assert take(pool, 4, 3) == [5, 6, 7]
     assert take(pool, 5, 2) == [2, 3]
-
-
-def test_a_run_longer_than_a_scan_is_the_lowest_that_is_free(monkeypatch):
-    """A scan shorter than the run found none, and later scans began before the first block."""
-    monkeypatch.setattr(allocation, "_MAX_SCAN", 4)
-    pool = make(64)
-    assert take(pool, 1, 6) == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_preferred_run_falls_back_to_scattered_blocks():

@@ -9,9 +9,9 @@ from drawing import blocks, cache, state
 
 from kv_pool import InvalidArgumentError, InvalidBlockError, OutOfBlocksError
 from kv_pool.contiguous.compaction import apply_moves
-from kv_pool.contiguous.move_check import check_moves
 from kv_pool.contiguous.plan import plan_clear_run, plan_drain, plan_gather, plan_pack
 from kv_pool.contiguous.run_pool import RunBlockPool
+from kv_pool.contiguous.run_pool_core import check_moves
 from kv_pool.core.eviction_order import BandPolicy
 
 

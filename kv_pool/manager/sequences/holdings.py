@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from itertools import chain
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+from mypy_extensions import mypyc_attr
 
 from kv_pool.contiguous.run_pool_core import RunPoolCore
 from kv_pool.core.arguments import as_int, as_list
@@ -52,22 +56,6 @@ Holders = tuple[Holder] | OrderedDict[Holder, None]
 One is a tuple, which the blocks of an allocation share. Several are a dict: thousands may share a prefix, and
 the cost of adding and removing one does not depend on their number.
 """
-
-
-class VictimOrder(Protocol):
-    """The order in which sequences are evicted, as `Holdings` keeps it up to date; see `Victims`."""
-
-    def note_access(self, holder: Holder) -> None:
-        """Record that a sequence was accessed, or is new. O(1)."""
-
-    def note_change(self, holder: Holder) -> None:
-        """Record that a sequence has other blocks. O(1)."""
-
-    def remove(self, holder: Holder) -> None:
-        """Remove a sequence that holds no blocks any more. No-op if it is not there."""
-
-    def rebuild(self, holders: Iterable[Holder]) -> None:
-        """Start again with these sequences, least recently accessed first."""
 
 
 class Pins:
@@ -193,14 +181,12 @@ class Holdings:
     Attributes:
         holders: sequences by id, least recently accessed first. Each holds at least one block.
         holders_of: per block, the sequences that hold it.
-        order: the same sequences by priority, for evictions; `Victims` sets it.
+        order: the same sequences in the order of eviction; `Victims` replaces it for a policy of its own.
         evictions: evicted sequences; none of them is in `holders`.
         retention: which cached blocks are kept longer than others; None until it is first needed.
         frozen: frozen sequence -> reason: it cannot be changed, freed, shared or pinned until its migration
             ends. Only a `PoolSite` changes this.
     """
-
-    order: VictimOrder
 
     def __init__(
         self,
@@ -219,6 +205,7 @@ class Holdings:
         self.holders_of: dict[KVCacheBlock, Holders] = {}
         self.frozen: dict[SequenceId, str] = {}
         self.evictions = Evictions()
+        self.order = AccessOrder(self)
 
     def hold(self, holder: Holder, blocks: list[KVCacheBlock]) -> None:
         """Enter the sequence as a holder of blocks with references, as part of a larger call."""
@@ -460,6 +447,105 @@ class Holdings:
             for block in blocks:
                 for holder in self.holders_of.get(block, ()):
                     self.check_usable(holder.sequence_id)
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class AccessOrder:
+    """The sequences in the order of eviction for an LRU policy; the base of the order for other policies.
+
+        queues    one for each priority, least recently accessed first: all sequences, except those
+        aside     that had a pinned block when they were next, until one of their blocks is unpinned
+
+    So a search finds the next sequence at once, however many there are, and passes each pinned one once.
+
+    Attributes:
+        has_excluded: whether a policy has left out a sequence, which another ranking may include.
+    """
+
+    def __init__(self, holdings: Holdings) -> None:
+        self._holdings = holdings
+        self._queues: list[OrderedDict[SequenceId, Holder]] = [OrderedDict() for _ in (NORMAL, HIGH, URGENT)]
+        self._aside: OrderedDict[SequenceId, Holder] = OrderedDict()
+        self.has_excluded = False
+
+    # ---- changes of `Holdings`, O(1) -----------------------------------------------------------------
+
+    def note_access(self, holder: Holder) -> None:
+        """Record that a sequence was accessed, or is new."""
+        queue = self._queues[holder.priority]
+        if holder.queue is queue:
+            queue.move_to_end(holder.sequence_id)
+        else:
+            self._move(holder, queue)
+
+    def note_change(self, holder: Holder) -> None:
+        """Record that a sequence has other blocks."""
+
+    def remove(self, holder: Holder) -> None:
+        """Remove a sequence that holds no blocks any more. No-op if it is not there."""
+        holder.ticket = 0
+        if holder.queue is not None:
+            holder.queue.pop(holder.sequence_id, None)
+            holder.queue = None
+
+    def _move(self, holder: Holder, queue: OrderedDict[SequenceId, Holder]) -> None:
+        """Move a sequence to the end of a queue."""
+        holder.ticket = 0
+        if holder.queue is not None:
+            holder.queue.pop(holder.sequence_id, None)
+        queue[holder.sequence_id] = holder
+        holder.queue = queue
+
+    def rebuild(self, holders: Iterable[Holder]) -> None:
+        """Start again with these sequences, least recently accessed first."""
+        for queue in (self._aside, *self._queues):
+            queue.clear()
+        for holder in list(holders):
+            holder.queue = None
+            self.note_access(holder)
+
+    # ---- searching -------------------------------------------------------------------------------
+
+    def rank(self, priority: int, spared: Collection[SequenceId]) -> Generator[Holder, None, None]:
+        """Yield the sequences that may be evicted, in the policy's order. Change none meanwhile.
+
+        Excludes sequences of higher priority, with a pinned block, spared, or frozen by a migration.
+        """
+        pins = self._holdings.pins
+        returned: list[Holder] = []
+        while pins.unpinned:
+            block, _ = pins.unpinned.popitem()
+            holders = self._holdings.holders_of.get(block, ())
+            returned += [holder for holder in holders if holder.queue is self._aside]
+        self._return(returned)
+        pinned: list[Holder] = []
+        try:
+            for holder in self._iterate(priority):
+                if pins.is_any_pinned(holder.blocks):
+                    pinned.append(holder)
+                elif holder.sequence_id not in spared and holder.sequence_id not in self._holdings.frozen:
+                    yield holder
+        finally:
+            for holder in pinned:
+                self._move(holder, self._aside)
+
+    def _return(self, returned: list[Holder]) -> None:
+        """Put sequences that were aside back into their places in front of those accessed later."""
+        for number in {holder.priority for holder in returned}:
+            queue = self._queues[number]
+            before = [holder for holder in returned if holder.priority == number]
+            newest = max([holder.last_access_time for holder in before])
+            for holder in queue.values():
+                if holder.last_access_time >= newest:
+                    break
+                before.append(holder)
+            for holder in sorted(before, key=attrgetter("last_access_time"), reverse=True):
+                self._move(holder, queue)
+                queue.move_to_end(holder.sequence_id, last=False)
+
+    def _iterate(self, priority: int) -> Iterator[Holder]:
+        """Yield the sequences of at most this priority, without those aside, in the order of eviction."""
+        return chain.from_iterable(queue.values() for queue in self._queues[: priority + 1])
 
 
 def import_retention() -> None:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from heapq import merge
+from operator import attrgetter
 from typing import Protocol
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.ids import BlockId, SequenceId
-from kv_pool.manager.sequences.holdings import Holder, Holdings
+from kv_pool.manager.sequences.holdings import AccessOrder, Holder, Holdings
 from kv_pool.protocol import NO_SEQUENCE, Eviction
-
-_NUM_PRIORITIES = 3
 
 Run = list[tuple[Holder, int]]
 """Ranked sequences, last first, with their tickets: an entry with an old ticket has changed since."""
@@ -76,7 +72,6 @@ class Victims:
 
     Attributes:
         has_policy: whether a policy was given.
-        order: the sequences in the order of eviction; also `Holdings.order`.
         num_evicted: number of sequences evicted so far.
     """
 
@@ -88,10 +83,8 @@ class Victims:
     ) -> None:
         self._holdings = holdings
         self.has_policy = policy is not None
-        self.order: AccessOrder | RankedOrder = AccessOrder(holdings)
         if policy is not None and type(policy) is not LRUEviction:
-            self.order = RankedOrder(holdings, policy)
-        holdings.order = self.order
+            holdings.order = RankedOrder(holdings, policy)
         self._on_evicted = on_evicted
         self.num_evicted = 0
 
@@ -111,12 +104,13 @@ class Victims:
         """
         if num_blocks <= 0 and has_run is None:
             return []
+        order = self._holdings.order
         for is_again in (False, True):
             victims: list[Holder] = []
             freed_ids: list[BlockId] = []
             left: dict[KVCacheBlock, int] = {}
             # Closed here: an error in a generator that Python drops would be lost.
-            with closing(self.order.rank(priority, spared)) as ranked:
+            with closing(order.rank(priority, spared)) as ranked:
                 for holder in ranked:
                     victims.append(holder)
                     for position, block in enumerate(holder.blocks):
@@ -125,9 +119,9 @@ class Victims:
                             freed_ids.append(block.block_id)
                     if len(freed_ids) >= num_blocks and (has_run is None or has_run(freed_ids)):
                         return victims
-            if is_again or not self.order.has_excluded:
+            if is_again or not order.has_excluded:
                 break
-            self.order.rebuild(self._holdings.holders.values())
+            order.rebuild(self._holdings.holders.values())
         return None
 
     def evict(self, victims: Sequence[Holder], for_sequence_id: SequenceId = NO_SEQUENCE) -> list[SequenceId]:
@@ -160,164 +154,43 @@ class Victims:
         return evicted
 
 
-class _KeptOrder(ABC):
-    """The base of both orders of eviction: queues; a sequence is in at most one of them.
-
-    `_aside` has the sequences that had a pinned block when they were next, until one of their blocks is
-    unpinned: a search passes each of them once.
-    """
-
-    def __init__(self, holdings: Holdings) -> None:
-        self._holdings = holdings
-        self._aside: OrderedDict[SequenceId, Holder] = OrderedDict()
-
-    def rank(self, priority: int, spared: Collection[SequenceId]) -> Generator[Holder, None, None]:
-        """Yield the sequences that may be evicted, in the policy's order. Change none meanwhile.
-
-        Excludes sequences of higher priority, with a pinned block, spared, or frozen by a migration. Each
-        sequence with pinned blocks is passed once since they were pinned.
-        """
-        self._return(self._find_unpinned())
-        pins = self._holdings.pins
-        frozen = self._holdings.frozen
-        pinned: list[Holder] = []
-        try:
-            for holder in self._iterate(priority):
-                if pins.is_any_pinned(holder.blocks):
-                    pinned.append(holder)
-                elif holder.sequence_id not in spared and holder.sequence_id not in frozen:
-                    yield holder
-        finally:
-            for holder in pinned:
-                self._move(holder, self._aside)
-
-    @abstractmethod
-    def _return(self, unpinned: list[Holder]) -> None:
-        """Let sequences that were aside take their places again."""
-
-    @abstractmethod
-    def _iterate(self, priority: int) -> Iterator[Holder]:
-        """Yield the sequences of at most this priority, without those aside, in the order of eviction."""
-
-    def remove(self, holder: Holder) -> None:
-        holder.ticket = 0
-        if holder.queue is not None:
-            holder.queue.pop(holder.sequence_id, None)
-            holder.queue = None
-
-    def _move(self, holder: Holder, queue: OrderedDict[SequenceId, Holder]) -> None:
-        """Move a sequence to the end of a queue."""
-        holder.ticket = 0
-        if holder.queue is not None:
-            holder.queue.pop(holder.sequence_id, None)
-        queue[holder.sequence_id] = holder
-        holder.queue = queue
-
-    def _find_unpinned(self) -> list[Holder]:
-        """Return the sequences in `_aside` of which a block was unpinned since the last call."""
-        unpinned = self._holdings.pins.unpinned
-        found: list[Holder] = []
-        while unpinned:
-            block, _ = unpinned.popitem()
-            found += [one for one in self._holdings.holders_of.get(block, ()) if one.queue is self._aside]
-        return found
-
-
-class AccessOrder(_KeptOrder):
-    """The sequences by priority, least recently accessed first, for an LRU policy.
-
-        queues      one for each priority: all sequences, except those aside, and
-        returned    those that came back from there, by the time of their last access
-
-    So a search finds the next sequence at once, however many there are and however many are pinned.
-    """
-
-    has_excluded = False
-
-    def __init__(self, holdings: Holdings) -> None:
-        super().__init__(holdings)
-        self._queues: list[OrderedDict[SequenceId, Holder]] = [OrderedDict() for _ in range(_NUM_PRIORITIES)]
-        self._returned: list[OrderedDict[SequenceId, Holder]] = [
-            OrderedDict() for _ in range(_NUM_PRIORITIES)
-        ]
-
-    def note_access(self, holder: Holder) -> None:
-        queue = self._queues[holder.priority]
-        if holder.queue is queue:
-            queue.move_to_end(holder.sequence_id)
-        else:
-            self._move(holder, queue)
-
-    def note_change(self, holder: Holder) -> None:
-        """Other blocks do not change this order."""
-
-    def rebuild(self, holders: Iterable[Holder]) -> None:
-        for queue in (self._aside, *self._queues, *self._returned):
-            queue.clear()
-        for holder in holders:
-            holder.queue = None
-            self.note_access(holder)
-
-    def _return(self, unpinned: list[Holder]) -> None:
-        for holder in unpinned:
-            self._move(holder, self._returned[holder.priority])
-        for number in {holder.priority for holder in unpinned}:
-            returned = self._returned[number]
-            for holder in sorted(returned.values(), key=_get_access_time):
-                returned.move_to_end(holder.sequence_id)
-
-    def _iterate(self, priority: int) -> Iterator[Holder]:
-        for number in range(priority + 1):
-            holders: Iterable[Holder] = self._queues[number].values()
-            if self._returned[number]:
-                holders = merge(self._returned[number].values(), holders, key=_get_access_time)
-            yield from holders
-
-
-class RankedOrder(_KeptOrder):
+class RankedOrder(AccessOrder):
     """The sequences by priority, in runs that a policy has ranked.
 
-        changed    accessed, or with other blocks, since they were ranked
+        queues     those that were accessed, or have other blocks, since they were ranked
         runs       for each priority, each more than twice as long as the next one
 
     A search ranks the changed sequences as a new run, and merges runs of similar length by ranking them
     together. The next sequence is the first of the heads of all runs. So a change costs O(log sequences) on
     average, and a search one ranking of O(log sequences) heads for each sequence that it finds.
-
-    Attributes:
-        has_excluded: whether the policy has left out a sequence, which another ranking may include.
     """
 
     def __init__(self, holdings: Holdings, policy: EvictionPolicy) -> None:
         super().__init__(holdings)
         self._policy = policy
         self._ranks_each_time = bool(getattr(policy, "ranks_each_time", False))
-        self._changed: OrderedDict[SequenceId, Holder] = OrderedDict()  # by last access
-        self._runs: list[list[Run]] = [[] for _ in range(_NUM_PRIORITIES)]
+        self._runs: list[list[Run]] = [[] for _ in self._queues]
         self._num_tickets = 0
-        self.has_excluded = False
 
-    def note_access(self, holder: Holder) -> None:
-        self._move(holder, self._changed)
-
-    note_change = note_access
+    def note_change(self, holder: Holder) -> None:
+        self.note_access(holder)
 
     def rebuild(self, holders: Iterable[Holder]) -> None:
-        self._aside.clear()
-        self._changed.clear()
         self.has_excluded = False
         for runs in self._runs:
             runs.clear()
-        for holder in list(holders):
-            holder.queue = None
-            self.note_access(holder)
+        super().rebuild(holders)
 
-    def _return(self, unpinned: list[Holder]) -> None:
-        for holder in unpinned:
+    def _return(self, returned: list[Holder]) -> None:
+        for holder in returned:
             self.note_access(holder)
 
     def _iterate(self, priority: int) -> Iterator[Holder]:
-        self._settle()
+        if self._ranks_each_time:
+            self.rebuild(self._holdings.holders.values())
+        for number, changed in enumerate(self._queues):
+            if changed:
+                self._add_run(number, list(changed.values()))
         runs: list[Run] = []
         for number in range(priority + 1):
             for run in self._runs[number]:
@@ -342,21 +215,12 @@ class RankedOrder(_KeptOrder):
 
     def _rank(self, holders: Iterable[Holder]) -> list[Holder]:
         """Return these sequences in the order of the policy, without those that it leaves out."""
-        by_id = {one.sequence_id: one for one in sorted(holders, key=_get_access_time)}
+        by_id = {one.sequence_id: one for one in sorted(holders, key=attrgetter("last_access_time"))}
         infos = [
             SequenceInfo(one.sequence_id, len(one.blocks), one.priority, one.last_access_time)
             for one in by_id.values()
         ]
         return [by_id[one] for one in dict.fromkeys(self._policy.rank(infos)) if one in by_id]
-
-    def _settle(self) -> None:
-        """Rank the sequences that have changed."""
-        if self._ranks_each_time:
-            self.rebuild(self._holdings.holders.values())
-        for number in range(_NUM_PRIORITIES):
-            changed = [holder for holder in self._changed.values() if holder.priority == number]
-            if changed:
-                self._add_run(number, changed)
 
     def _add_run(self, number: int, changed: list[Holder]) -> None:
         """Rank changed sequences, together with the runs that are not much longer."""
@@ -380,7 +244,3 @@ class RankedOrder(_KeptOrder):
         self.has_excluded = self.has_excluded or len(run) < len(together)
         if run:
             runs.append(run)
-
-
-def _get_access_time(holder: Holder) -> float:
-    return holder.last_access_time
