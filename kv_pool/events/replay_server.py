@@ -26,9 +26,8 @@ from kv_pool.events.config import PublisherConfig
 from kv_pool.events.event_publisher import PublisherStatistics, is_worth_logging
 from kv_pool.events.sockets import REPLAY_HWM
 from kv_pool.events.stream_state import StreamState
-from kv_pool.events.yield_timer import YieldTimer
 from kv_pool.events.zmq_module import zmq
-from kv_pool.threads import start_thread
+from kv_pool.threads import YieldTimer, start_thread
 
 MAX_FILLED = 200_000
 """Maximum number of sequences that a snapshot and the empty batches after it fill."""

@@ -1,4 +1,4 @@
-r"""`BlockStored` events: parts of one event, and events for chains of resident blocks. Compiled.
+r"""Stores of chains of resident blocks: of a snapshot, and after a block that is stored again. Compiled.
 
     root -- a -- b -- c         one event: a chain of one kind
                   \
@@ -9,20 +9,10 @@ r"""`BlockStored` events: parts of one event, and events for chains of resident 
 from collections.abc import Iterator
 from typing import Any, Final
 
-import msgspec
-
 from kv_pool.core.kv_events import BlockRemoved, BlockStored, KVCacheEvent
-from kv_pool.events.place_blocks import (
-    BlockRun,
-    BlockSpan,
-    Place,
-    PlaceBlocks,
-    find_position,
-    find_ranges,
-    unpack_tokens,
-)
-from kv_pool.events.yield_timer import YieldTimer
-from kv_pool.ids import ExternalBlockHash
+from kv_pool.events.place_blocks import Place, PlaceBlocks
+from kv_pool.events.spans import BlockRun, BlockSpan, find_position, unpack_tokens
+from kv_pool.threads import YieldTimer
 
 MAX_TAIL_BLOCKS: Final = 1024
 """Maximum number of blocks announced again per store; further blocks are not announced again."""
@@ -31,54 +21,6 @@ MAX_BLOCKS_PER_CHUNK: Final = 256
 """Maximum number of blocks in a store of resident blocks, and in a list of a snapshot."""
 
 NEVER_NS: Final = 2**60
-
-
-# ---- parts of one event ----------------------------------------------------------------------------
-
-
-def is_dense(event: BlockStored) -> bool:
-    """Return True if the event has exactly the tokens of its blocks."""
-    return len(event.token_ids) == len(event.block_hashes) * event.block_size
-
-
-def slice_event(event: BlockStored, first: int, end: int, parent: ExternalBlockHash | None) -> BlockStored:
-    """Return an event for blocks `[first, end)`, after `parent`; without tokens if the event is not dense."""
-    size = event.block_size
-    return msgspec.structs.replace(
-        event,
-        block_hashes=event.block_hashes[first:end],
-        parent_block_hash=parent,
-        token_ids=event.token_ids[first * size : end * size] if is_dense(event) else [],
-        extra_keys=event.extra_keys and event.extra_keys[first:end],
-        lookahead_token_ids=event.lookahead_token_ids and event.lookahead_token_ids[first:end],
-    )
-
-
-def slice_ranges(event: BlockStored, ranges: list[tuple[int, int]]) -> list[BlockStored]:
-    """Return one event per range `[first, end)` of an event's blocks.
-
-    The parent of a part is the preceding block of the event, even if that block is in no range; None instead
-    of its own first hash.
-    """
-    hashes = event.block_hashes
-    parts: list[BlockStored] = []
-    for first, end in ranges:
-        parent = hashes[first - 1] if first else event.parent_block_hash
-        parts.append(slice_event(event, first, end, None if parent == hashes[first] else parent))
-    return parts
-
-
-def slice_positions(event: BlockStored, positions: list[int]) -> list[BlockStored]:
-    """Return one event per run of consecutive positions; `positions` are ascending.
-
-    The event itself if all its positions are given.
-    """
-    if len(positions) == len(event.block_hashes):
-        return [event]
-    return slice_ranges(event, find_ranges(positions, len(positions)))
-
-
-# ---- chains of resident blocks ---------------------------------------------------------------------
 
 
 class Forest:
