@@ -89,7 +89,7 @@ class ZMQEventPublisher(Closing):
 
         first_sequence = config.find_first_sequence(clock)
         self._next_sequence = first_sequence
-        self._last_filtered = first_sequence - 1
+        self._last_encoded = first_sequence - 1
         if state is not None:
             state.apply([], first_sequence - 1)
         self._counts = PublisherStatistics()
@@ -192,14 +192,14 @@ class ZMQEventPublisher(Closing):
         server = self._replay_server
         try:
             sent = events
-            if state is not None and sequence != self._last_filtered + 1:
+            if state is not None and sequence != self._last_encoded + 1:
                 sent = [AllBlocksCleared(), *events]  # the state missed a batch: it was dropped, or failed
             add_kinds(sent, self._labels, "unknown")
             if state is not None:
                 sent = state.apply(sent, sequence, packs_tokens=True)
             batch = KVEventBatch(ts, sent, self.config.data_parallel_rank)
             payload = encode_batch(batch, self.config.positional)
-            self._last_filtered = sequence
+            self._last_encoded = sequence
         except Exception:
             # One bad event must not end the stream: this batch becomes a hole, the next one is sent.
             if state is not None and state.last_sequence != sequence:
