@@ -253,7 +253,10 @@ class PlaceBlocks:
         These include hashes that were not resident before. A hash may occur several times. O(hashes).
         """
         if self.copy is not None:
-            self.copy.add_all([found for found in map(self.held.values.get, hashes) if found is not None])
+            for block_hash in hashes:
+                found = self.held.values.get(block_hash)
+                if found is not None:
+                    self.copy.add(found)
         gone, spans = self.held.remove(hashes)
         span: BlockSpan
         has_absent = False

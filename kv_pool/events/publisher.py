@@ -28,7 +28,7 @@ MAX_SENT_TOGETHER = 8
 
 _MORE = int(zmq.SNDMORE)  # combining enum members takes longer than combining ints
 
-_CLOSE = None
+_CLOSE: _Published = (-1, 0.0, [])
 """The end of the queue, put after the last batch."""
 
 
@@ -82,7 +82,7 @@ class ZMQEventPublisher(Closing):
 
         self._publishing = threading.Lock()
         self._closing = threading.Lock()
-        self._queue: SimpleQueue[_Published | None] = SimpleQueue()
+        self._queue: SimpleQueue[_Published] = SimpleQueue()
         self._max_queue_size = config.max_queue_size
         self._is_closed = False
         self._linger_deadline_s = float("inf")
@@ -139,11 +139,10 @@ class ZMQEventPublisher(Closing):
             count_dropped(self._counts, events, self._queue.qsize())
             return False
         try:
-            oldest = self._queue.get_nowait()
-        except Empty:
+            _, _, dropped = self._queue.get_nowait()
+        except Empty:  # the publisher's thread has taken them meanwhile
             return True
-        if oldest is not _CLOSE:
-            count_dropped(self._counts, oldest[2], self._queue.qsize())
+        count_dropped(self._counts, dropped, self._queue.qsize())
         return True
 
     # ---- the publisher's thread ----------------------------------------------------------------------

@@ -4,7 +4,7 @@ Most events announce many blocks. One span for all of them costs less time and m
 block.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 from msgspec import MsgspecError
@@ -216,11 +216,6 @@ class SpanCopy:
         self.runs: list[BlockRun] = []
         self._spans = spans
         self._number: i32 = number
-
-    def add_all(self, spans: Iterable[BlockSpan]) -> None:
-        """Copy those of these spans that are not copied yet."""
-        for span in spans:
-            self.add(span)
 
     def add(self, span: BlockSpan) -> None:
         """Copy the resident blocks of a span, unless they are copied, or newer than the copy."""

@@ -128,7 +128,8 @@ class StreamState:
                 for blocks, copy in copies:
                     for shard in blocks.shards:
                         with self._lock:
-                            copy.add_all(shard.values())
+                            for span in shard.values():
+                                copy.add(span)
                         yield_timer.yield_if_due()
             finally:
                 with self._lock:
