@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice, repeat
 from typing import Any, Final, NamedTuple
 
-from mypy_extensions import i32, i64
+from mypy_extensions import i32, i64, mypyc_attr
 
 from kv_pool.events.spans import (
     MAX_SPAN_BLOCKS,
@@ -125,6 +125,7 @@ class Place(NamedTuple):
     ownership: str | None
 
 
+@mypyc_attr(acyclic=True)
 class StoreResult:
     """What a call of `PlaceBlocks.store` did.
 
