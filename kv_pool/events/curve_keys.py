@@ -47,18 +47,13 @@ class ServerCurve:
 
     Args:
         secret_key_file: the publisher's secret certificate, as `zmq.auth.create_certificates` writes it.
-        client_keys_dir: a directory with the public keys of the admitted readers; None admits all.
     Raises:
-        InvalidArgumentError: a key file that cannot be used, or a directory without keys.
+        InvalidArgumentError: a key file that cannot be used.
     """
 
-    def __init__(
-        self, context: "zmq.Context[zmq.SyncSocket]", secret_key_file: str, client_keys_dir: str | None
-    ) -> None:
+    def __init__(self, secret_key_file: str) -> None:
         self._public_key, self._secret_key = load_key_pair("curve_secret_key_file", secret_key_file)
         self._authenticator: ThreadAuthenticator | None = None
-        if client_keys_dir is not None:
-            self._authenticator = _start_authenticator(context, client_keys_dir)
 
     def encrypt(self, socket: "zmq.SyncSocket") -> None:
         """Set the keys of a socket that is not bound yet."""
@@ -66,29 +61,29 @@ class ServerCurve:
         socket.curve_publickey = self._public_key
         socket.curve_secretkey = self._secret_key
 
+    def admit_only(self, context: "zmq.Context[zmq.SyncSocket]", keys_dir: str) -> None:
+        """Start a thread that admits only the readers whose public keys are in a directory.
+
+        Raises:
+            InvalidArgumentError: a directory that cannot be read, or has no keys.
+        """
+        from zmq.auth import load_certificates
+        from zmq.auth.thread import ThreadAuthenticator
+
+        try:
+            if not load_certificates(keys_dir):
+                raise InvalidArgumentError("no .key file, so no reader could connect; add public keys")
+            self._authenticator = ThreadAuthenticator(context)
+            self._authenticator.start()
+            self._authenticator.configure_curve(domain="*", location=keys_dir)
+        except (OSError, ValueError) as error:
+            raise InvalidArgumentError(f"curve_client_keys_dir {keys_dir}: {error}") from error
+
     def stop(self) -> None:
         """Stop the thread. Idempotent; call it before the context is terminated."""
         if self._authenticator is not None:
             self._authenticator.stop()
             self._authenticator = None
-
-
-def _start_authenticator(context: "zmq.Context[zmq.SyncSocket]", keys_dir: str) -> "ThreadAuthenticator":
-    from zmq.auth import load_certificates
-    from zmq.auth.thread import ThreadAuthenticator
-
-    try:
-        num_keys = len(load_certificates(keys_dir))
-    except (OSError, ValueError) as error:
-        raise InvalidArgumentError(f"curve_client_keys_dir {keys_dir}: {error}") from error
-    if not num_keys:
-        raise InvalidArgumentError(
-            f"curve_client_keys_dir {keys_dir} has no .key file, so no reader could connect; add public keys"
-        )
-    authenticator = ThreadAuthenticator(context)
-    authenticator.start()
-    authenticator.configure_curve(domain="*", location=keys_dir)
-    return authenticator
 
 
 def load_public_key(name: str, path: str | PathLike[str]) -> bytes:

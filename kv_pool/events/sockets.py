@@ -52,9 +52,9 @@ class PublisherSockets:
         with ExitStack() as on_failure:
             on_failure.callback(self.end)
             if config.curve_secret_key_file is not None:
-                self._curve = ServerCurve(
-                    self.context, config.curve_secret_key_file, config.curve_client_keys_dir
-                )
+                self._curve = ServerCurve(config.curve_secret_key_file)
+                if config.curve_client_keys_dir is not None:
+                    self._curve.admit_only(self.context, config.curve_client_keys_dir)
             self.live = self._open(zmq.PUB, endpoints, config, config.hwm, on_failure)
             self.endpoint = attach(
                 self.live, endpoint, should_bind(endpoint) if config.bind is None else config.bind

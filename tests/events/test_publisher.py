@@ -388,6 +388,19 @@ def test_publisher_that_gets_no_thread_frees_its_ports(name, monkeypatch):
         assert publisher.endpoint == places["endpoint"]
 
 
+def test_failure_to_read_client_keys_ends_the_authenticator(keys, monkeypatch):
+    """Its thread kept a socket open, and the publisher waited for it forever."""
+
+    def refuse(*arguments, **options):
+        raise OSError("the directory is gone")
+
+    monkeypatch.setattr("zmq.auth.thread.ThreadAuthenticator.configure_curve", refuse)
+    before = set(threading.enumerate())
+    with pytest.raises(InvalidArgumentError, match=r"curve_client_keys_dir .*the directory is gone"):
+        make_publisher(curve_secret_key_file=keys["server"], curve_client_keys_dir=keys["admitted"])
+    assert set(threading.enumerate()) <= before
+
+
 def test_invalid_keys_are_rejected_with_a_message(keys, tmp_path):
     empty = tmp_path / "empty.key"
     empty.write_text("nothing\n")
