@@ -25,7 +25,7 @@ LEAST_PACKED_BYTES: Final = 256
 NUM_FORGOTTEN_AT_ONCE: Final = 1024
 """Number of dict entries that one call of `drop_some` frees, in 0.1 ms."""
 
-# The positions of a `BlockStored`'s fields.
+# The positions of a `BlockStored`'s fields; a `BlockRemoved` begins with its hashes, too.
 HASHES: Final = 0
 PARENT: Final = 1
 TOKENS: Final = 2
@@ -182,13 +182,13 @@ class ResidentBlocks:
             kind = type(event)
             if kind is removed or isinstance(event, BlockRemoved):
                 fields: tuple[Any, ...] = astuple(event)
-                its_place: Any = fields[1:5]
+                its_place: Any = fields[1:5]  # equal to a `Place`
                 if its_place != place:
                     if hashes:
                         self._remove(place, hashes, sent)
                         hashes = []
                     place = its_place
-                hashes.extend(fields[0])
+                hashes.extend(fields[HASHES])
                 continue
             if hashes:
                 self._remove(place, hashes, sent)
