@@ -36,9 +36,10 @@ CONTIGUOUS = (
 )
 # What every event of a stream goes through, in a publisher and in a router; none may import zmq.
 EVENTS = (
+    "chains",
     "place_blocks",
     "publisher_blocks",
-    "stores",
+    "spans",
     "stream_state",
     "token_keys",
 )

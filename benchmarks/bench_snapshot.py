@@ -23,8 +23,8 @@ from request_runs import BLOCK_SIZE, draw_tokens
 import kv_pool
 from kv_pool.core.kv_events import MEDIUM_GPU, BlockRemoved, BlockStored, KVCacheEvent
 from kv_pool.events.stream_state import StreamState
-from kv_pool.events.yield_timer import YieldTimer
 from kv_pool.ids import GroupId
+from kv_pool.threads import YieldTimer
 
 BATCH_BLOCKS = 64
 STEP_BLOCKS = 64

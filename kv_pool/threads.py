@@ -1,6 +1,7 @@
-"""Start threads, with a helpful error if the system refuses; `Workers`: a small pool of daemon threads."""
+"""Start threads, with a helpful error if the system refuses; `Workers`: a small pool; `YieldTimer`."""
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
@@ -10,6 +11,9 @@ from kv_pool.errors import OutOfThreadsError
 
 Result = TypeVar("Result")
 _IDLE_S = 10.0
+
+WORK_NS = 400_000
+REST_S = 50e-6
 
 
 def start_thread(name: str, target: Callable[..., object], *args: object) -> threading.Thread:
@@ -133,3 +137,32 @@ class Workers:
                 except BaseException as error:
                     future.set_exception(error)
             del future, work
+
+
+class YieldTimer:
+    """A timer that sleeps in `yield_if_due` if the last sleep was at least `work_ns` ago.
+
+    Python runs one thread at a time and lets it run for 5 ms (`sys.setswitchinterval`) while others wait. The
+    sleep is longer than 0 because a sleep of 0 ends before a waiting thread has woken up.
+    """
+
+    def __init__(
+        self,
+        work_ns: int = WORK_NS,
+        clock_ns: Callable[[], int] = time.perf_counter_ns,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self.work_ns = work_ns
+        self._clock_ns = clock_ns
+        self._sleep = sleep
+        self._worked_since_ns = clock_ns()
+
+    def yield_if_due(self) -> None:
+        """Yield the GIL if it is due. Call it every few microseconds of work, without holding a lock."""
+        if self._clock_ns() - self._worked_since_ns >= self.work_ns:
+            self.yield_now()
+            self._worked_since_ns = self._clock_ns()
+
+    def yield_now(self) -> None:
+        """Yield the GIL to other threads by sleeping for 50 microseconds."""
+        self._sleep(REST_S)

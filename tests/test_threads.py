@@ -7,7 +7,7 @@ import pytest
 from made_threads import no_new_threads
 
 from kv_pool.errors import OutOfThreadsError
-from kv_pool.threads import Workers, start_thread, submit
+from kv_pool.threads import REST_S, Workers, YieldTimer, start_thread, submit
 
 PATIENCE_S = 30.0
 
@@ -143,3 +143,20 @@ def test_stop_wakes_who_waits_for_work_that_it_cancels(monkeypatch):
     workers.stop()
     assert waited.result(60)
     assert future.cancelled()
+
+
+def test_yield_timer_sleeps_after_work_ns():
+    now_ns, rests_s, rested = 0, [], []
+
+    def sleep(seconds):
+        nonlocal now_ns
+        rests_s.append(seconds)
+        now_ns += 1_000
+
+    yield_timer = YieldTimer(300, lambda: now_ns, sleep)
+    for _ in range(7):
+        now_ns += 100
+        yield_timer.yield_if_due()
+        rested.append(len(rests_s))
+    assert rested == [0, 0, 1, 1, 1, 2, 2]
+    assert set(rests_s) == {REST_S}

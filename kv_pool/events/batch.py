@@ -13,7 +13,7 @@ end      identity | empty | empty | ff ff ff ff ff ff ff ff | empty
 """
 
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -123,27 +123,21 @@ class DecodedBatch:
         return self.ts, self.events, self.data_parallel_rank, self.num_dropped, self.first_drop_reason
 
 
-def encode_batch(batch: KVEventBatch) -> bytes:
+def encode_batch(batch: KVEventBatch, positional: bool = False) -> bytes:
     """Encode a batch as vLLM 0.33 does: events are maps keyed by field name.
 
-    Raises:
-        TypeError, ValueError, OverflowError: from msgspec, for values that msgpack cannot represent.
-    """
-    return _ENCODER.encode(batch)
-
-
-def encode_batch_positional(batch: KVEventBatch) -> bytes:
-    """Encode a batch as vLLM did before June 2026: events are arrays, class name first.
-
-    For readers that know only this form. Later fields are omitted (locality, ownership, session, lookahead),
-    and so are trailing fields that are None.
-
+    Args:
+        positional: encode events as vLLM did before June 2026, for readers that know only this form: as
+            arrays, class name first. Later fields are omitted (locality, ownership, session, lookahead), and
+            so are trailing fields that are None.
     Raises:
         InvalidTypeError: an event type that has no array form.
         TypeError, ValueError, OverflowError: from msgspec, for values that msgpack cannot represent.
     """
-    events = [_list_positional(event) for event in batch.events]
-    return _ENCODER.encode([batch.ts, events, batch.data_parallel_rank])
+    if positional:
+        events = [_list_positional(event) for event in batch.events]
+        return _ENCODER.encode([batch.ts, events, batch.data_parallel_rank])
+    return _ENCODER.encode(batch)
 
 
 def decode_batch(payload: bytes) -> DecodedBatch:
@@ -308,41 +302,29 @@ def _read_token_ids(raw: msgspec.Raw) -> list[int]:
 
 
 def encode_in_pieces(
-    ts: float, chunks: Iterable[list[KVCacheEvent]], rank: int, encode: Callable[[KVEventBatch], bytes]
+    ts: float, chunks: Iterable[list[KVCacheEvent]], rank: int, positional: bool
 ) -> tuple[bytes, int]:
     """Encode the events of all chunks as one batch.
 
-    Chunks are encoded one at a time, because msgspec holds the GIL while it encodes, which blocks the pool's
+    Events are encoded one at a time, because msgspec holds the GIL while it encodes, which blocks the pool's
     thread.
 
     Args:
-        encode: `encode_batch` or `encode_batch_positional`.
+        positional: as in `encode_batch`.
     Returns:
         The payload, and the number of events omitted because they cannot be encoded.
     """
     pieces = []
-    num_events = num_left_out = 0
+    num_left_out = 0
     for chunk in chunks:
-        try:
-            pieces.append(_encode_events(chunk, encode))
-            num_events += len(chunk)
-        except Exception:
-            for event in chunk:
-                try:
-                    pieces.append(_encode_events([event], encode))
-                    num_events += 1
-                except Exception:
-                    num_left_out += 1
+        for event in chunk:
+            try:
+                pieces.append(_ENCODER.encode(_list_positional(event) if positional else event))
+            except Exception:
+                num_left_out += 1
     # [ts, [pieces], rank]: the same bytes as from a single call.
-    head = b"\x93" + _ENCODER.encode(ts) + _encode_header(num_events)
+    head = b"\x93" + _ENCODER.encode(ts) + _encode_header(len(pieces))
     return b"".join([head, *pieces, _ENCODER.encode(rank)]), num_left_out
-
-
-def _encode_events(events: list[KVCacheEvent], encode: Callable[[KVEventBatch], bytes]) -> bytes:
-    """Return the encoded events without an array header."""
-    payload = encode(KVEventBatch(0.0, events, 0))
-    # |<- 1: array of 3 ->|<- 9: ts ->|<- header ->|<- events ->|<- 1: rank ->|
-    return payload[10 + len(_encode_header(len(events))) : -1]
 
 
 def _encode_header(num_elements: int) -> bytes:

@@ -1,15 +1,14 @@
-"""The protocol of a publisher, its statistics and its buffer, and a publisher that sends nothing."""
+"""The protocol of a publisher, its statistics, and a publisher that sends nothing."""
 
-import threading
-from bisect import bisect_left
-from collections import deque
+import logging
 from dataclasses import dataclass
-from operator import itemgetter
-from typing import Protocol
+from typing import Any, Protocol
 
 from kv_pool.closing import Closing
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.errors import PublisherClosedError
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -47,6 +46,39 @@ class PublisherStatistics:
     num_readers_dropped: int = 0
     num_queued: int = 0
     last_sequence: int | None = None
+
+
+def count_dropped(counts: PublisherStatistics, events: Any, num_queued: int) -> None:
+    """Count a batch that is dropped, and log some of these occurrences."""
+    counts.num_batches_dropped += 1
+    counts.num_events_dropped += _count(events)
+    if is_worth_logging(counts.num_batches_dropped):
+        _logger.warning(
+            "%d batches of events dropped so far, %d are queued; raise max_queue_size to queue more",
+            counts.num_batches_dropped,
+            num_queued,
+        )
+
+
+def count_failed(counts: PublisherStatistics, events: Any) -> None:
+    """Count a batch that failed with the exception being handled, and log some of these occurrences."""
+    counts.num_batches_failed += 1
+    counts.num_events_failed += _count(events)
+    if is_worth_logging(counts.num_batches_failed):
+        _logger.exception("%d batches of events failed so far", counts.num_batches_failed)
+
+
+def is_worth_logging(count: int) -> bool:
+    """Return True for the 1st, 2nd, 4th, 8th occurrence, and so on."""
+    return count & (count - 1) == 0
+
+
+def _count(events: Any) -> int:
+    """Return the number of events; an invalid argument without a length counts as one."""
+    try:
+        return len(events)
+    except TypeError:
+        return 1
 
 
 class EventPublisher(Protocol):
@@ -91,52 +123,3 @@ class NullEventPublisher(Closing):
 
     def close(self) -> None:
         self._is_closed = True
-
-
-SentBatch = tuple[int, bytes]
-"""A sequence and its payload."""
-
-
-class ReplayBuffer:
-    """The last `capacity` batches. One thread appends, any thread reads.
-
-    ```text
-    first_sequence ... | oldest ... a hole ... last_sequence
-       dropped           in the buffer, except for holes: batches that were never sent
-    ```
-
-    Attributes:
-        last_sequence: sequence of the latest batch or hole; one below the first sequence at the start.
-    """
-
-    def __init__(self, capacity: int, first_sequence: int) -> None:
-        self.last_sequence = first_sequence - 1
-        self._batches: deque[SentBatch] = deque(maxlen=capacity)
-        # An append to a full deque shifts the indices that a search in another thread uses.
-        self._lock = threading.Lock()
-
-    def append(self, sequence: int, payload: bytes) -> None:
-        """Add a batch with a higher sequence than all others; drop the oldest beyond `capacity`. O(1)."""
-        with self._lock:
-            self._batches.append((sequence, payload))
-            self.last_sequence = sequence
-
-    def leave_hole(self, sequence: int) -> None:
-        """Record that the batch with this sequence, higher than all others, will never be sent."""
-        with self._lock:
-            self.last_sequence = sequence
-
-    def list_from(self, start: int, limit: int) -> list[SentBatch]:
-        """Return the first `limit` buffered batches from `start` on, in order. No bytes are copied."""
-        with self._lock:
-            first = bisect_left(self._batches, start, key=itemgetter(0))
-            return [self._batches[index] for index in range(first, min(first + limit, len(self._batches)))]
-
-    def has_all_from(self, start: int) -> bool:
-        """Return True if `list_from` would begin with `start` itself, or if `start` is in the future."""
-        return start > self.last_sequence or any(number == start for number, _ in self.list_from(start, 1))
-
-
-def is_worth_logging(count: int) -> bool:
-    """Return True for the 1st, 2nd, 4th, 8th occurrence, and so on."""
-    return count & (count - 1) == 0

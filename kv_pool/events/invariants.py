@@ -25,8 +25,7 @@ from kv_pool.core.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from kv_pool.core.stored_events import make_external_hash
 from kv_pool.errors import CorruptedPoolError
 from kv_pool.events.place_blocks import Place
-from kv_pool.events.stores import is_dense
-from kv_pool.events.stream_state import StreamState
+from kv_pool.events.stream_state import StreamState, is_dense
 from kv_pool.ids import ExternalBlockHash
 
 Key = tuple[Place, ExternalBlockHash]

@@ -1,29 +1,24 @@
 """`ZMQEventPublisher`: publishes a pool's events over ZeroMQ, in the format of vLLM 0.33."""
 
-import logging
 import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from queue import Empty, SimpleQueue
-from typing import Any
 
 from kv_pool.closing import Closing
 from kv_pool.core.kv_events import AllBlocksCleared, KVCacheEvent
 from kv_pool.core.stored_events import add_kinds
 from kv_pool.errors import PublisherClosedError
-from kv_pool.events.batch import KVEventBatch, encode_batch, encode_batch_positional, pack_sequence
+from kv_pool.events.batch import KVEventBatch, encode_batch, pack_sequence
 from kv_pool.events.config import PublisherConfig
-from kv_pool.events.event_publisher import PublisherStatistics, ReplayBuffer, is_worth_logging
+from kv_pool.events.event_publisher import PublisherStatistics, count_dropped, count_failed
 from kv_pool.events.replay_server import ReplayServer
 from kv_pool.events.sockets import PublisherSockets
 from kv_pool.events.stream_state import StreamState
 from kv_pool.events.zmq_module import zmq
 from kv_pool.threads import start_thread
-
-_logger = logging.getLogger(__name__)
-
 
 _Published = tuple[int, float, list[KVCacheEvent]]
 """A queued batch: its sequence, its time, its events. A plain tuple, since the pool's thread creates it."""
@@ -33,7 +28,7 @@ MAX_SENT_TOGETHER = 8
 
 _MORE = int(zmq.SNDMORE)  # combining enum members takes longer than combining ints
 
-_CLOSE = None
+_CLOSE: _Published = (-1, 0.0, [])
 """The end of the queue, put after the last batch."""
 
 
@@ -46,8 +41,8 @@ class ZMQEventPublisher(Closing):
 
     ```text
     pool's thread       publish() --> queue of max_queue_size batches
-    publisher's thread  queue --> state.apply --> encode --> replay buffer, PUB socket
-    replay thread       replay buffer, state.iter_snapshot --> ROUTER socket
+    publisher's thread  queue --> state.apply --> encode --> replay server's buffer, PUB socket
+    replay thread       replay server's buffer, state.iter_snapshot --> ROUTER socket
     ```
 
     Readers notice every loss: a batch that was dropped or could not be encoded leaves a hole in the sequence.
@@ -82,22 +77,19 @@ class ZMQEventPublisher(Closing):
         self._state = state
         self._clock = clock
         self._monotonic = monotonic
-        self._encode = encode_batch_positional if config.positional else encode_batch
         self._labels = [(group.kind, group.sliding_window) for group in config.groups]
         self._topic = config.topic.encode()
 
         self._publishing = threading.Lock()
         self._closing = threading.Lock()
-        self._queue: SimpleQueue[_Published | None] = SimpleQueue()
+        self._queue: SimpleQueue[_Published] = SimpleQueue()
         self._max_queue_size = config.max_queue_size
         self._is_closed = False
         self._linger_deadline_s = float("inf")
 
         first_sequence = config.find_first_sequence(clock)
-        self._first_sequence = first_sequence
         self._next_sequence = first_sequence
-        self._last_filtered = first_sequence - 1
-        self._buffer = ReplayBuffer(config.buffer_steps, first_sequence)
+        self._last_encoded = first_sequence - 1
         if state is not None:
             state.apply([], first_sequence - 1)
         self._counts = PublisherStatistics()
@@ -110,14 +102,7 @@ class ZMQEventPublisher(Closing):
             on_failure.callback(self._close_sockets)
             if self._sockets.replay is not None:
                 self._replay_server = ReplayServer(
-                    self._sockets.replay,
-                    self._buffer,
-                    state,
-                    config,
-                    self._encode,
-                    clock,
-                    monotonic,
-                    self._counts,
+                    self._sockets.replay, config, state, first_sequence, self._counts, clock, monotonic
                 )
             self._thread = start_thread("kv_pool event publisher", self._run)
             on_failure.pop_all()
@@ -151,38 +136,116 @@ class ZMQEventPublisher(Closing):
     def _make_room(self, events: list[KVCacheEvent]) -> bool:
         """Drop and count the oldest batch; or count these events as dropped and return False."""
         if self.config.when_full == "drop_newest":
-            self._count_dropped(events)
+            count_dropped(self._counts, events, self._queue.qsize())
             return False
         try:
-            oldest = self._queue.get_nowait()
-        except Empty:
+            _, _, dropped = self._queue.get_nowait()
+        except Empty:  # the publisher's thread has taken them meanwhile
             return True
-        if oldest is not _CLOSE:
-            self._count_dropped(oldest[2])
+        count_dropped(self._counts, dropped, self._queue.qsize())
         return True
 
-    def _count_dropped(self, events: list[KVCacheEvent]) -> None:
-        counts = self._counts
-        counts.num_batches_dropped += 1
-        counts.num_events_dropped += _count(events)
-        if is_worth_logging(counts.num_batches_dropped):
-            _logger.warning(
-                "%d batches of events dropped so far, %d are queued; raise max_queue_size to queue more",
-                counts.num_batches_dropped,
-                self._queue.qsize(),
-            )
+    # ---- the publisher's thread ----------------------------------------------------------------------
+
+    def _run(self) -> None:
+        is_last = False
+        while not is_last:
+            batches, is_last = self._take_batches()
+            # Prepare all, then send them together: this wakes ZeroMQ's thread only once.
+            self._send([ready for ready in map(self._prepare, batches) if ready is not None])
+        self._close_sockets()
+
+    def _take_batches(self) -> tuple[list[_Published], bool]:
+        """Wait for a batch; return those that are queued, and whether they are the last ones of all.
+
+        At most `MAX_SENT_TOGETHER`. After `heartbeat_s` without one, return an empty batch.
+        """
+        heartbeat_s = self.config.heartbeat_s and min(self.config.heartbeat_s, threading.TIMEOUT_MAX)
+        batches: list[_Published] = []
+        try:
+            published = self._queue.get(timeout=heartbeat_s)
+            while published is not _CLOSE:
+                batches.append(published)
+                if len(batches) == MAX_SENT_TOGETHER:
+                    return batches, False
+                published = self._queue.get_nowait()
+            return batches, True
+        except Empty:
+            if not batches:
+                with self._publishing:
+                    if self._queue.empty():
+                        batches.append((self._next_sequence, self._clock(), []))
+                        self._next_sequence += 1
+            return batches, False
+
+    def _prepare(self, published: _Published) -> tuple[int, bytes] | None:
+        """Return a batch's sequence and payload; on failure leave a hole in the sequence. Never raises.
+
+        With a state the batch is sent even if no event is left: snapshots from now on include its sequence.
+        """
+        sequence, ts, events = published
+        if self._monotonic() >= self._linger_deadline_s:
+            count_dropped(self._counts, events, self._queue.qsize())
+            return None
+        state = self._state
+        server = self._replay_server
+        try:
+            sent = events
+            if state is not None and sequence != self._last_encoded + 1:
+                sent = [AllBlocksCleared(), *events]  # the state missed a batch: it was dropped, or failed
+            add_kinds(sent, self._labels, "unknown")
+            if state is not None:
+                sent = state.apply(sent, sequence, packs_tokens=True)
+            batch = KVEventBatch(ts, sent, self.config.data_parallel_rank)
+            payload = encode_batch(batch, self.config.positional)
+            self._last_encoded = sequence
+        except Exception:
+            # One bad event must not end the stream: this batch becomes a hole, the next one is sent.
+            if state is not None and state.last_sequence != sequence:
+                state.apply([], sequence)  # snapshots include its number, so that readers get the next one
+            if server is not None:
+                server.buffer.leave_hole(sequence)
+            count_failed(self._counts, events)
+            self._counts.last_sequence = sequence
+            return None
+        # Buffer the batch before sending it: a reader that has seen a batch live can request it.
+        if server is not None:
+            server.buffer.append(sequence, payload)
+        self._counts.num_events_sent += len(sent)
+        self._counts.num_empty_batches_sent += not sent
+        self._counts.last_sequence = sequence
+        return sequence, payload
+
+    def _send(self, ready: list[tuple[int, bytes]]) -> None:
+        """Send batches that are already in the replay buffer. Never raises."""
+        send = self._sockets.live.send  # send_multipart takes three times as long
+        for sequence, payload in ready:
+            try:
+                number = pack_sequence(sequence)  # first: a message that is begun has to be ended
+                send(self._topic, _MORE)
+                send(number, _MORE)
+                send(payload)
+            except Exception:
+                count_failed(self._counts, ())
+                continue
+            self._counts.num_batches_sent += 1
+            self._counts.num_bytes_sent += len(payload)
+
+    def _close_sockets(self) -> None:
+        if self._replay_server is not None:
+            self._replay_server.stop()
+        self._sockets.live.close()
 
     # ---- any thread ----------------------------------------------------------------------------------
 
     def get_statistics(self) -> PublisherStatistics:
         """Return the counters; a batch that is being sent may be in only some of them."""
         server = self._replay_server
-        last_sequence = self._buffer.last_sequence
+        num_left_out = 0 if server is None else server.num_events_left_out
         return replace(
             self._counts,
-            num_events_failed=self._counts.num_events_failed + (server.num_events_left_out if server else 0),
+            num_events_failed=self._counts.num_events_failed + num_left_out,
             num_queued=self._queue.qsize(),
-            last_sequence=last_sequence if last_sequence >= self._first_sequence else None,
         )
 
     def close(self) -> None:
@@ -200,101 +263,3 @@ class ZMQEventPublisher(Closing):
                 self._queue.put(_CLOSE)
             self._thread.join()
             self._sockets.end()
-
-    # ---- the publisher's thread ----------------------------------------------------------------------
-
-    def _run(self) -> None:
-        heartbeat_s = self.config.heartbeat_s and min(self.config.heartbeat_s, threading.TIMEOUT_MAX)
-        while True:
-            published: _Published | None
-            try:
-                published = self._queue.get(timeout=heartbeat_s)
-            except Empty:
-                with self._publishing:
-                    if not self._queue.empty():
-                        continue
-                    published = (self._next_sequence, self._clock(), [])  # a heartbeat
-                    self._next_sequence += 1
-            # Prepare all queued batches, then send them together: this wakes ZeroMQ's thread only once.
-            ready: list[tuple[int, bytes]] = []
-            while published is not None:
-                sequence, ts, events = published
-                if self._monotonic() >= self._linger_deadline_s:
-                    self._count_dropped(events)
-                else:
-                    self._prepare(sequence, ts, events, ready)
-                if len(ready) == MAX_SENT_TOGETHER:
-                    break
-                try:
-                    published = self._queue.get_nowait()
-                except Empty:
-                    break
-            self._send(ready)
-            if published is _CLOSE:
-                break
-        self._close_sockets()
-
-    def _close_sockets(self) -> None:
-        if self._replay_server is not None:
-            self._replay_server.stop()
-        self._sockets.live.close()
-
-    def _prepare(
-        self, sequence: int, ts: float, events: list[KVCacheEvent], ready: list[tuple[int, bytes]]
-    ) -> None:
-        """Encode a batch and append it to `ready`; on failure leave a hole in the sequence. Never raises.
-
-        With a state the batch is sent even if no event is left: snapshots from now on include its sequence.
-        """
-        state = self._state
-        try:
-            sent = events
-            if state is not None and sequence != self._last_filtered + 1:
-                sent = [AllBlocksCleared(), *events]  # the state missed a batch: it was dropped, or failed
-            add_kinds(sent, self._labels, "unknown")
-            if state is not None:
-                sent = state.apply(sent, sequence, packs_tokens=True)
-            payload = self._encode(KVEventBatch(ts, sent, self.config.data_parallel_rank))
-            self._last_filtered = sequence
-        except Exception:
-            # One bad event must not end the stream: this batch becomes a hole, the next one is sent.
-            if state is not None and state.last_sequence != sequence:
-                state.apply([], sequence)  # snapshots include its number, so that readers get the next one
-            self._buffer.leave_hole(sequence)
-            self._count_failed(_count(events))
-            return
-        # Buffer the batch before sending it: a reader that has seen a batch live can request it.
-        self._buffer.append(sequence, payload)
-        ready.append((sequence, payload))
-        self._counts.num_events_sent += len(sent)
-        self._counts.num_empty_batches_sent += not sent
-
-    def _count_failed(self, num_events: int) -> None:
-        counts = self._counts
-        counts.num_batches_failed += 1
-        counts.num_events_failed += num_events
-        if is_worth_logging(counts.num_batches_failed):
-            _logger.exception("%d batches of events failed so far", counts.num_batches_failed)
-
-    def _send(self, ready: list[tuple[int, bytes]]) -> None:
-        """Send batches that are already in the replay buffer. Never raises."""
-        send = self._sockets.live.send  # send_multipart takes three times as long
-        for sequence, payload in ready:
-            try:
-                number = pack_sequence(sequence)  # first: a message that is begun has to be ended
-                send(self._topic, _MORE)
-                send(number, _MORE)
-                send(payload)
-            except Exception:
-                self._count_failed(0)
-                continue
-            self._counts.num_batches_sent += 1
-            self._counts.num_bytes_sent += len(payload)
-
-
-def _count(events: Any) -> int:
-    """Return the number of events; an invalid argument without a length counts as one."""
-    try:
-        return len(events)
-    except TypeError:
-        return 1

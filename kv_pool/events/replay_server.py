@@ -1,24 +1,33 @@
-"""`ReplayServer`: answers replay requests from the `ReplayBuffer`, on a thread of its own."""
+"""`ReplayServer`: keeps the last batches, and answers replay requests on a thread of its own."""
 
 import logging
+import threading
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import islice
+from operator import itemgetter
 from socket import socketpair
 from typing import Any
 
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.errors import EventStreamError
-from kv_pool.events.batch import END_OF_REPLAY, KVEventBatch, encode_in_pieces, pack_sequence, unpack_sequence
+from kv_pool.events.batch import (
+    END_OF_REPLAY,
+    KVEventBatch,
+    encode_batch,
+    encode_in_pieces,
+    pack_sequence,
+    unpack_sequence,
+)
 from kv_pool.events.config import PublisherConfig
-from kv_pool.events.event_publisher import PublisherStatistics, ReplayBuffer, SentBatch, is_worth_logging
+from kv_pool.events.event_publisher import PublisherStatistics, is_worth_logging
 from kv_pool.events.sockets import REPLAY_HWM
 from kv_pool.events.stream_state import StreamState
-from kv_pool.events.yield_timer import YieldTimer
 from kv_pool.events.zmq_module import zmq
-from kv_pool.threads import start_thread
+from kv_pool.threads import YieldTimer, start_thread
 
 MAX_FILLED = 200_000
 """Maximum number of sequences that a snapshot and the empty batches after it fill."""
@@ -48,6 +57,50 @@ LEAST_BYTES_PER_S = 1_000_000
 """A reader that reads as fast as this is never dropped."""
 
 _logger = logging.getLogger(__name__)
+
+
+SentBatch = tuple[int, bytes]
+"""A sequence and its payload."""
+
+
+class ReplayBuffer:
+    """The last `capacity` batches. One thread appends, any thread reads.
+
+    ```text
+    first_sequence ... | oldest ... a hole ... last_sequence
+       dropped           in the buffer, except for holes: batches that were never sent
+    ```
+
+    Attributes:
+        last_sequence: sequence of the latest batch or hole; one below the first sequence at the start.
+    """
+
+    def __init__(self, capacity: int, first_sequence: int) -> None:
+        self.last_sequence = first_sequence - 1
+        self._batches: deque[SentBatch] = deque(maxlen=capacity)
+        # An append to a full deque shifts the indices that a search in another thread uses.
+        self._lock = threading.Lock()
+
+    def append(self, sequence: int, payload: bytes) -> None:
+        """Add a batch with a higher sequence than all others; drop the oldest beyond `capacity`. O(1)."""
+        with self._lock:
+            self._batches.append((sequence, payload))
+            self.last_sequence = sequence
+
+    def leave_hole(self, sequence: int) -> None:
+        """Record that the batch with this sequence, higher than all others, will never be sent."""
+        with self._lock:
+            self.last_sequence = sequence
+
+    def list_from(self, start: int, limit: int) -> list[SentBatch]:
+        """Return the first `limit` buffered batches from `start` on, in order. No bytes are copied."""
+        with self._lock:
+            first = bisect_left(self._batches, start, key=itemgetter(0))
+            return [self._batches[index] for index in range(first, min(first + limit, len(self._batches)))]
+
+    def has_all_from(self, start: int) -> bool:
+        """Return True if `list_from` would begin with `start` itself, or if `start` is in the future."""
+        return start > self.last_sequence or any(number == start for number, _ in self.list_from(start, 1))
 
 
 @dataclass(slots=True)
@@ -137,11 +190,12 @@ class ReplayServer:
 
     Args:
         socket: a ROUTER, used and finally closed by the server's thread.
-        encode: encodes the batches of snapshots.
-        clock: time in those batches, in seconds since the epoch.
+        first_sequence: sequence of the first batch.
         counts: what the server does is counted there.
+        clock: time in the batches of snapshots, in seconds since the epoch.
 
     Attributes:
+        buffer: the last batches, to which the publisher appends.
         num_events_left_out: events of snapshots that cannot be encoded.
 
     Raises:
@@ -151,24 +205,22 @@ class ReplayServer:
     def __init__(
         self,
         socket: "zmq.SyncSocket",
-        buffer: ReplayBuffer,
-        state: StreamState | None,
         config: PublisherConfig,
-        encode: Callable[[KVEventBatch], bytes],
+        state: StreamState | None,
+        first_sequence: int,
+        counts: PublisherStatistics,
         clock: Callable[[], float],
         monotonic: Callable[[], float],
-        counts: PublisherStatistics,
     ) -> None:
-        self._monotonic = monotonic
-        self._counts = counts
+        self.buffer = ReplayBuffer(config.buffer_steps, first_sequence)
         self.num_events_left_out = 0
         self._socket = socket
-        self._buffer = buffer
-        self._state = state
         self._config = config
-        self._topic = config.topic.encode()
-        self._encode = encode
+        self._state = state
+        self._counts = counts
         self._clock = clock
+        self._monotonic = monotonic
+        self._topic = config.topic.encode()
         self._readers: dict[bytes, ReplayReader] = {}
         self._snapshot: SentBatch | None = None
         self._is_stopping = False
@@ -330,11 +382,11 @@ class ReplayServer:
 
     def _iter_answer(self, reader: ReplayReader, start: int) -> Iterator[Reply | None]:
         """Yield the replies to one request, created on demand; None while a snapshot has to wait."""
-        number, last = start, self._buffer.last_sequence
+        number, last = start, self.buffer.last_sequence
         state = self._state
         leaves_gaps = state is None
         while number <= last:
-            batches = self._buffer.list_from(number, REPLAY_HWM)
+            batches = self.buffer.list_from(number, REPLAY_HWM)
             if batches and batches[0][0] == number:
                 for sequence, payload in batches:
                     if sequence != number or sequence > last:
@@ -353,7 +405,7 @@ class ReplayServer:
                 first = number if end - number < MAX_FILLED else end
                 yield self._make_reply(first, snapshot[1], is_snapshot=True)
                 yield from self._iter_empty(first + 1, end)
-                number, last = end + 1, max(last, self._buffer.last_sequence)
+                number, last = end + 1, max(last, self.buffer.last_sequence)
             elif batches and leaves_gaps:
                 number = batches[0][0]
             else:
@@ -366,7 +418,7 @@ class ReplayServer:
 
     def _iter_empty(self, first: int, last: int) -> Iterator[Reply]:
         """Yield empty batches with these sequences, for readers that require every sequence."""
-        payload = self._encode(KVEventBatch(self._clock(), [], self._config.data_parallel_rank))
+        payload = encode_batch(KVEventBatch(self._clock(), [], self._config.data_parallel_rank))
         yield_timer = YieldTimer()
         for sequence in range(first, last + 1):
             yield_timer.yield_if_due()
@@ -395,14 +447,14 @@ class ReplayServer:
         None if the state raises an error: readers then get the batches in the buffer.
         """
         snapshot = self._snapshot
-        if snapshot is None or snapshot[0] < number or not self._buffer.has_all_from(snapshot[0] + 1):
+        if snapshot is None or snapshot[0] < number or not self.buffer.has_all_from(snapshot[0] + 1):
             self._snapshot = None
             ts = self._clock()
             try:
                 sequence, chunks = state.iter_snapshot()
                 chunks = self._until_stopping(chunks)
                 payload, num_left_out = encode_in_pieces(
-                    ts, chunks, self._config.data_parallel_rank, self._encode
+                    ts, chunks, self._config.data_parallel_rank, self._config.positional
                 )
             except Exception:
                 _logger.exception("taking a snapshot failed")

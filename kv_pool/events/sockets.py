@@ -2,16 +2,12 @@
 
 import logging
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
-from kv_pool.errors import EndpointError, InvalidArgumentError
+from kv_pool.errors import EndpointError
 from kv_pool.events.config import PublisherConfig
-from kv_pool.events.curve_keys import load_key_pair
+from kv_pool.events.curve_keys import ServerCurve
 from kv_pool.events.endpoints import check_unused, is_ipv6, is_loopback, should_bind
 from kv_pool.events.zmq_module import zmq
-
-if TYPE_CHECKING:
-    from zmq.auth.thread import ThreadAuthenticator
 
 _logger = logging.getLogger(__name__)
 
@@ -52,16 +48,13 @@ class PublisherSockets:
         endpoints = [endpoint] if replay_endpoint is None else [endpoint, replay_endpoint]
         self._is_shared = any(address.startswith("inproc://") for address in endpoints)
         self.context = zmq.Context.instance() if self._is_shared else zmq.Context()
-        self._authenticator: ThreadAuthenticator | None = None
+        self._curve: ServerCurve | None = None
         with ExitStack() as on_failure:
             on_failure.callback(self.end)
-            self._keys = (
-                None
-                if config.curve_secret_key_file is None
-                else load_key_pair("curve_secret_key_file", config.curve_secret_key_file)
-            )
-            if config.curve_client_keys_dir is not None:
-                self._authenticator = _start_authenticator(self.context, config.curve_client_keys_dir)
+            if config.curve_secret_key_file is not None:
+                self._curve = ServerCurve(config.curve_secret_key_file)
+                if config.curve_client_keys_dir is not None:
+                    self._curve.admit_only(self.context, config.curve_client_keys_dir)
             self.live = self._open(zmq.PUB, endpoints, config, config.hwm, on_failure)
             self.endpoint = attach(
                 self.live, endpoint, should_bind(endpoint) if config.bind is None else config.bind
@@ -74,7 +67,7 @@ class PublisherSockets:
                 # Otherwise ZeroMQ silently drops replies to a slow reader, including the end marker.
                 self.replay.setsockopt(zmq.ROUTER_MANDATORY, 1)
                 self.replay_endpoint = attach(self.replay, replay_endpoint, binds=True)
-            if self._keys is None and not all(map(is_loopback, endpoints)):
+            if self._curve is None and not all(map(is_loopback, endpoints)):
                 _logger.warning(
                     "any reader that can connect to %s can read the token ids of all prompts; use CURVE keys",
                     " or ".join(filter(None, (self.endpoint, self.replay_endpoint))),
@@ -83,9 +76,8 @@ class PublisherSockets:
 
     def end(self) -> None:
         """Wait up to `linger_s` until the closed sockets have sent their messages."""
-        if self._authenticator is not None:
-            self._authenticator.stop()
-            self._authenticator = None
+        if self._curve is not None:
+            self._curve.stop()
         if not self._is_shared:
             self.context.term()
 
@@ -101,11 +93,8 @@ class PublisherSockets:
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_RECEIVED_BYTES)
         socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         socket.setsockopt(zmq.IPV6, any(map(is_ipv6, endpoints)))
-        if self._keys is not None:
-            public_key, secret_key = self._keys
-            socket.curve_server = True
-            socket.curve_publickey = public_key
-            socket.curve_secretkey = secret_key
+        if self._curve is not None:
+            self._curve.encrypt(socket)
         return socket
 
 
@@ -130,22 +119,3 @@ def attach(socket: "zmq.SyncSocket", endpoint: str, binds: bool) -> str:
         )
         raise EndpointError(error.errno, f"cannot {verb} {endpoint}: {error}; {way_out}") from error
     return bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
-
-
-def _start_authenticator(context: "zmq.Context[zmq.SyncSocket]", keys_dir: str) -> "ThreadAuthenticator":
-    """Start an authenticator that admits only the readers whose public keys are in a directory."""
-    from zmq.auth import load_certificates
-    from zmq.auth.thread import ThreadAuthenticator
-
-    try:
-        num_keys = len(load_certificates(keys_dir))
-    except (OSError, ValueError) as error:
-        raise InvalidArgumentError(f"curve_client_keys_dir {keys_dir}: {error}") from error
-    if not num_keys:
-        raise InvalidArgumentError(
-            f"curve_client_keys_dir {keys_dir} has no .key file, so no reader could connect; add public keys"
-        )
-    authenticator = ThreadAuthenticator(context)
-    authenticator.start()
-    authenticator.configure_curve(domain="*", location=keys_dir)
-    return authenticator

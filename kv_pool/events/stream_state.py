@@ -11,10 +11,11 @@ from mypy_extensions import mypyc_attr
 
 from kv_pool.core.kv_events import AllBlocksCleared, BlockRemoved, BlockReported, BlockStored, KVCacheEvent
 from kv_pool.errors import InvalidTypeError
-from kv_pool.events.place_blocks import BlockKind, Place, PlaceBlocks
-from kv_pool.events.stores import announce_with_tails, iter_chunks, slice_positions, slice_ranges
-from kv_pool.events.yield_timer import YieldTimer
+from kv_pool.events.chains import announce_with_tails, iter_chunks
+from kv_pool.events.place_blocks import Place, PlaceBlocks, StoreResult
+from kv_pool.events.spans import BlockKind, find_ranges
 from kv_pool.ids import ExternalBlockHash
+from kv_pool.threads import YieldTimer
 
 NOTHING_APPLIED: Final = -1
 
@@ -23,6 +24,22 @@ LEAST_PACKED_BYTES: Final = 256
 
 NUM_FORGOTTEN_AT_ONCE: Final = 1024
 """Number of dict entries that one call of `drop_some` frees, in 0.1 ms."""
+
+# The positions of a `BlockStored`'s fields; a `BlockRemoved` begins with its hashes, too.
+HASHES: Final = 0
+PARENT: Final = 1
+TOKENS: Final = 2
+BLOCK_SIZE: Final = 3
+LORA_ID: Final = 4
+MEDIUM: Final = 5
+LORA_NAME: Final = 6
+EXTRA_KEYS: Final = 7
+GROUP: Final = 8
+KIND: Final = 9
+WINDOW: Final = 10
+LOCALITY: Final = 11
+OWNERSHIP: Final = 12
+LOOKAHEAD: Final = 14
 
 OWN_CLASSES: Final = (BlockStored, BlockRemoved, AllBlocksCleared)
 _BY_NAME: Final[dict[str, Any]] = {own.__name__: own for own in (*OWN_CLASSES, BlockReported)}
@@ -106,20 +123,21 @@ class StreamState:
         with self._snapshot_lock:
             with self._lock:
                 sequence = self.last_sequence
-                places = list(self.resident.places.values())
-                for blocks in places:
-                    blocks.begin_copy()
+                copies = [(blocks, blocks.begin_copy()) for blocks in self.resident.places.values()]
             try:
-                for blocks in places:
+                for blocks, copy in copies:
                     for shard in blocks.shards:
                         with self._lock:
-                            blocks.copy_spans(shard.values())
+                            for span in shard.values():
+                                copy.add(span)
                         yield_timer.yield_if_due()
             finally:
                 with self._lock:
-                    copies = [(blocks.place, blocks.end_copy()) for blocks in places]
+                    for blocks, _ in copies:
+                        blocks.copy = None
         cleared: list[KVCacheEvent] = [AllBlocksCleared()]
-        return sequence, chain([cleared], iter_chunks(copies, yield_timer))
+        runs = [(blocks.place, copy.runs) for blocks, copy in copies]
+        return sequence, chain([cleared], iter_chunks(runs, yield_timer))
 
     def take_snapshot(self) -> tuple[int, list[KVCacheEvent]]:
         """Return `iter_snapshot` with all events in one list."""
@@ -141,12 +159,6 @@ class ResidentBlocks:
         self.places: dict[Place, PlaceBlocks] = {}
         self._kinds: dict[BlockKind, BlockKind] = {}
         self._forgotten: list[dict[Any, Any]] = []
-        # Of the call of `apply` that runs:
-        self._packs_tokens = False
-        self._sent: list[KVCacheEvent] = []
-        # The pending removals: consecutive ones from one place are applied together and sent as one event.
-        self._place: Any = None
-        self._hashes: list[Any] = []
 
     def __len__(self) -> int:
         return sum(len(blocks.held) for blocks in self.places.values())
@@ -160,76 +172,99 @@ class ResidentBlocks:
     def apply(self, events: list[Any], packs_tokens: bool) -> list[KVCacheEvent]:
         """Record events returned by `adopt_all`; return the events to send instead."""
         sent: list[KVCacheEvent] = []
-        self._sent = sent
-        self._packs_tokens = packs_tokens
-        self._place, self._hashes = None, []  # a call that raised may have left some behind
+        # Consecutive removals from one place are applied together and sent as one event.
+        hashes: list[Any] = []
+        place: Any = None
         # Reading a local name is faster than reading a module's, for each event.
         stored: Any = BlockStored
         removed: Any = BlockRemoved
         for event in events:
             kind = type(event)
             if kind is removed or isinstance(event, BlockRemoved):
-                self._add_removal(event)
+                fields: tuple[Any, ...] = astuple(event)
+                its_place: Any = fields[1:5]  # equal to a `Place`
+                if its_place != place:
+                    if hashes:
+                        self._remove(place, hashes, sent)
+                        hashes = []
+                    place = its_place
+                hashes.extend(fields[HASHES])
                 continue
-            self._end_removals()
+            if hashes:
+                self._remove(place, hashes, sent)
+                hashes = []
             if kind is stored:
-                self._store(event)
+                self._store(event, sent, packs_tokens)
             elif isinstance(event, AllBlocksCleared):
                 self._clear()
                 sent.append(event)
             elif not isinstance(event, BlockReported):
-                self._store(event)
-        self._end_removals()
-        self._sent = []
+                self._store(event, sent, packs_tokens)
+        if hashes:
+            self._remove(place, hashes, sent)
         return sent
 
-    # ---- stores ------------------------------------------------------------------------------------
-
-    def _store(self, event: Any) -> None:
+    def _store(self, event: Any, sent: list[KVCacheEvent], packs_tokens: bool) -> None:
         """Add one copy of each hash of a `BlockStored`, and send what readers do not know. O(hashes)."""
-        # In compiled code this call takes as long as reading two fields by name.
+        # In compiled code this call takes as long as reading two fields by name, and unpacking takes longer.
         fields: tuple[Any, ...] = astuple(event)
-        hashes: list[Any] = fields[0]
+        hashes: list[Any] = fields[HASHES]
         if not hashes:
             return
-        blocks = self._get_or_add_place((fields[5], fields[8], fields[11], fields[12]))
-        first_copies = self._add_copies(blocks, fields)
-        if first_copies is not None and not first_copies:
+        blocks = self._get_or_add_place((fields[MEDIUM], fields[GROUP], fields[LOCALITY], fields[OWNERSHIP]))
+        has_tokens = len(fields[TOKENS]) == len(hashes) * fields[BLOCK_SIZE]
+        stored = self._add_copies(blocks, fields, has_tokens)
+        positions = stored.positions
+        if positions is not None and not positions:
             return
-        if blocks.has_tails and self.keeps_token_ids:
-            fresh = hashes if first_copies is None else [hashes[position] for position in first_copies]
+        if stored.has_tails and self.keeps_token_ids:
+            fresh = hashes if positions is None else [hashes[position] for position in positions]
             announced = announce_with_tails(blocks, fresh)
             if announced:
-                self._sent.extend(announced)
+                sent.extend(announced)
                 return
-        if first_copies is not None:
-            self._sent.extend(slice_positions(event, first_copies))
-        elif len(fields[2]) != len(hashes) * fields[3] or hashes[0] == fields[1]:
-            self._sent.extend(slice_ranges(event, [(0, len(hashes))]))
+        if positions is not None:
+            sent.extend(slice_positions(event, positions))
+        elif not has_tokens or hashes[0] == fields[PARENT]:
+            sent.extend(slice_ranges(event, [(0, len(hashes))]))
         else:
             # The path of most stores: they have their tokens, and are sent unchanged.
-            packed = blocks.packed
-            if self._packs_tokens and packed is not None and len(packed) >= LEAST_PACKED_BYTES:
+            packed = stored.packed
+            if packs_tokens and packed is not None and len(packed) >= LEAST_PACKED_BYTES:
                 event = replace(event, token_ids=Raw(packed))
-            self._sent.append(event)
+            sent.append(event)
 
-    def _add_copies(self, blocks: PlaceBlocks, fields: tuple[Any, ...]) -> list[int] | None:
-        """Add one copy of each hash of a store, given as its fields; return as `PlaceBlocks.store` does."""
-        # By index: unpacking the fields takes longer.
-        token_ids, block_size, extra_keys, lookahead = fields[2], fields[3], fields[7], fields[14]
-        kind_key: Any = (block_size, fields[4], fields[6], fields[9], fields[10], extra_keys is not None)
-        num_blocks = len(fields[0])
-        kind = self._kinds.get(kind_key)  # equal to a `BlockKind`, and created faster
+    def _add_copies(self, blocks: PlaceBlocks, fields: tuple[Any, ...], has_tokens: bool) -> StoreResult:
+        """Add one copy of each hash of a store, given as its fields."""
+        token_ids, block_size, extra_keys = fields[TOKENS], fields[BLOCK_SIZE], fields[EXTRA_KEYS]
+        lookahead = fields[LOOKAHEAD]
+        # Equal to a `BlockKind`, and created faster.
+        kind_key: Any = (
+            block_size,
+            fields[LORA_ID],
+            fields[LORA_NAME],
+            fields[KIND],
+            fields[WINDOW],
+            extra_keys is not None,
+        )
+        num_blocks = len(fields[HASHES])
+        kind = self._kinds.get(kind_key)
         if kind is None:
             kind = BlockKind(*kind_key)
             self._kinds[kind] = kind
-        if not self.keeps_token_ids or not block_size or len(token_ids) != num_blocks * block_size:
+        if not self.keeps_token_ids or not block_size or not has_tokens:
             token_ids = None
         if lookahead is not None:
             lookahead = one_each(lookahead, num_blocks) if self.keeps_token_ids else None
         if extra_keys is not None:
             extra_keys = one_each(extra_keys, num_blocks)
-        return blocks.store(fields[0], fields[1], kind, token_ids, extra_keys, lookahead)
+        return blocks.store(fields[HASHES], fields[PARENT], kind, token_ids, extra_keys, lookahead)
+
+    def _remove(self, place: Any, hashes: list[Any], sent: list[KVCacheEvent]) -> None:
+        """Remove one copy of each hash, and send the removal of those that are not resident afterwards."""
+        gone = self._get_or_add_place(place).remove(hashes)
+        if gone:
+            sent.append(BlockRemoved(gone, *place))
 
     def _get_or_add_place(self, place: Any) -> PlaceBlocks:
         """Return the blocks of a place, given as a tuple equal to a `Place`; a new place is added."""
@@ -238,25 +273,6 @@ class ResidentBlocks:
             blocks = PlaceBlocks(Place(*place))
             self.places[blocks.place] = blocks
         return blocks
-
-    # ---- removals ----------------------------------------------------------------------------------
-
-    def _add_removal(self, event: Any) -> None:
-        fields: tuple[Any, ...] = astuple(event)
-        place = fields[1:5]
-        if place != self._place:
-            self._end_removals()
-            self._place = place
-        self._hashes.extend(fields[0])
-
-    def _end_removals(self) -> None:
-        """Apply the pending removals, and send those of hashes that are not resident afterwards."""
-        hashes = self._hashes
-        if hashes:
-            self._hashes = []
-            gone = self._get_or_add_place(self._place).remove(hashes)
-            if gone:
-                self._sent.append(BlockRemoved(gone, *self._place))
 
     def _clear(self) -> None:
         """Remove all hashes in all places. `drop_some` frees the memory in pieces."""
@@ -276,6 +292,48 @@ class ResidentBlocks:
             if not last:
                 del self._forgotten[-1]
             num_left -= num_taken + 1
+
+
+def is_dense(event: BlockStored) -> bool:
+    """Return True if the event has exactly the tokens of its blocks."""
+    return len(event.token_ids) == len(event.block_hashes) * event.block_size
+
+
+def slice_event(event: BlockStored, first: int, end: int, parent: ExternalBlockHash | None) -> BlockStored:
+    """Return an event for blocks `[first, end)`, after `parent`; without tokens if the event is not dense."""
+    size = event.block_size
+    return replace(
+        event,
+        block_hashes=event.block_hashes[first:end],
+        parent_block_hash=parent,
+        token_ids=event.token_ids[first * size : end * size] if is_dense(event) else [],
+        extra_keys=event.extra_keys and event.extra_keys[first:end],
+        lookahead_token_ids=event.lookahead_token_ids and event.lookahead_token_ids[first:end],
+    )
+
+
+def slice_ranges(event: BlockStored, ranges: list[tuple[int, int]]) -> list[BlockStored]:
+    """Return one event per range `[first, end)` of an event's blocks.
+
+    The parent of a part is the preceding block of the event, even if that block is in no range; None instead
+    of its own first hash.
+    """
+    hashes = event.block_hashes
+    parts: list[BlockStored] = []
+    for first, end in ranges:
+        parent = hashes[first - 1] if first else event.parent_block_hash
+        parts.append(slice_event(event, first, end, None if parent == hashes[first] else parent))
+    return parts
+
+
+def slice_positions(event: BlockStored, positions: list[int]) -> list[BlockStored]:
+    """Return one event per run of consecutive positions; `positions` are ascending.
+
+    The event itself if all its positions are given.
+    """
+    if len(positions) == len(event.block_hashes):
+        return [event]
+    return slice_ranges(event, find_ranges(positions, len(positions)))
 
 
 def one_each(entries: list[Any] | None, num_hashes: int) -> tuple[Any, ...] | None:

@@ -9,9 +9,9 @@ from typing import Any
 
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.events.batch import pack_sequence
+from kv_pool.events.continuity import GrowingPause
 from kv_pool.events.curve_keys import CurveKeys
 from kv_pool.events.endpoints import is_ipv6
-from kv_pool.events.growing_pause import GrowingPause
 from kv_pool.events.sockets import attach
 from kv_pool.events.zmq_module import zmq
 

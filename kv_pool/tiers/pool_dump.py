@@ -19,8 +19,7 @@ from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.core.stored_events import make_external_hash
 from kv_pool.core.taking import take_listed
 from kv_pool.errors import InvalidArgumentError, LayoutMismatchError, PoolDumpError
-from kv_pool.events.stores import slice_positions
-from kv_pool.events.stream_state import StreamState
+from kv_pool.events.stream_state import StreamState, slice_positions
 from kv_pool.ids import BlockHashWithGroupId, BlockId, ExternalBlockHash, GroupId
 from kv_pool.storage.block_layout import BlockLayout, check_alike, describe_root
 from kv_pool.storage.block_storage import BlockStorage

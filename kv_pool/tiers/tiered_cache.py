@@ -16,7 +16,7 @@ from kv_pool.core.kv_events import BlockRemoved, BlockStored
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.core.stored_events import hashes_of, make_external_hash, make_stored
 from kv_pool.errors import CopyFailedError, InvalidArgumentError, TierError
-from kv_pool.events.stores import slice_positions
+from kv_pool.events.stream_state import slice_positions
 from kv_pool.ids import BlockHash, BlockHashWithGroupId, BlockId, ExternalBlockHash, GroupId, RequestId
 from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.tiers.disk_tier import DiskTier, Prefetcher

@@ -18,7 +18,6 @@ from kv_pool.events.batch import (
     decode_batch,
     decode_lazily,
     encode_batch,
-    encode_batch_positional,
     encode_in_pieces,
     is_snapshot,
     pack_sequence,
@@ -89,7 +88,7 @@ def test_batches_match_vllm_byte_for_byte_both_ways(name):
 
 def test_array_form_has_tag_first_and_omits_trailing_defaults():
     events = [stored([7], [1, 2], block_size=2), BlockRemoved([7], "GPU"), AllBlocksCleared(), EVERY_FIELD]
-    raw = msgspec.msgpack.decode(encode_batch_positional(KVEventBatch(TS, events, 0)))
+    raw = msgspec.msgpack.decode(encode_batch(KVEventBatch(TS, events, 0), positional=True))
     assert raw == [
         TS,
         [
@@ -104,7 +103,7 @@ def test_array_form_has_tag_first_and_omits_trailing_defaults():
 
 def test_event_without_array_form_is_rejected():
     with pytest.raises(InvalidTypeError, match="int has no array form"):
-        encode_batch_positional(KVEventBatch(TS, [3], 0))
+        encode_batch(KVEventBatch(TS, [3], 0), positional=True)
 
 
 TEXT_HASHES = ["12345678901234567890", "84b146b151d55111", "1", ""]
@@ -233,7 +232,7 @@ def test_batch_of_snapshot_size_is_decoded_like_a_small_one():
     payload = encode_batch(KVEventBatch(TS, [AllBlocksCleared(), *stores], 3))
     assert len(payload) > 2 * _LARGE_BYTES
     assert decode_batch(payload) == DecodedBatch(TS, [AllBlocksCleared(), *stores], 3)
-    assert decode_batch(encode_batch_positional(KVEventBatch(TS, stores, 3))).events == stores
+    assert decode_batch(encode_batch(KVEventBatch(TS, stores, 3), positional=True)).events == stores
     nonsense = {"type": "BlockMoved"}
     batch = decode_batch(pack(TS, [nonsense, *[STORED_MAP] * 2000], 0))
     assert (len(batch.events), batch.num_dropped) == (2000, 1)
@@ -314,13 +313,13 @@ def test_frame_of_another_length_is_rejected(frame):
 
 
 @pytest.mark.parametrize("num_events", [0, 1, 15, 16, 300, 70_000])
-@pytest.mark.parametrize("encode", [encode_batch, encode_batch_positional])
+@pytest.mark.parametrize("positional", [False, True])
 @pytest.mark.parametrize("rank", [0, 200])
-def test_pieces_give_the_same_bytes_as_one_call(num_events, encode, rank):
+def test_pieces_give_the_same_bytes_as_one_call(num_events, positional, rank):
     events = [BlockRemoved([number], "GPU") for number in range(num_events)]
     chunks = [events[first : first + 17] for first in range(0, num_events, 17)]
-    payload, num_left_out = encode_in_pieces(2.5, chunks, rank, encode)
-    assert payload == encode(KVEventBatch(2.5, events, rank))
+    payload, num_left_out = encode_in_pieces(2.5, chunks, rank, positional)
+    assert payload == encode_batch(KVEventBatch(2.5, events, rank), positional)
     assert num_left_out == 0
 
 
@@ -336,7 +335,7 @@ def test_header_of_a_large_array_is_made_without_its_elements():
 
 def test_event_that_cannot_be_encoded_is_omitted_and_counted():
     good = [AllBlocksCleared(), BlockRemoved([1], None)]
-    payload, num_left_out = encode_in_pieces(2.5, [[good[0]], [object(), good[1]], []], 0, encode_batch)
+    payload, num_left_out = encode_in_pieces(2.5, [[good[0]], [object(), good[1]], []], 0, False)
     assert payload == encode_batch(KVEventBatch(2.5, good, 0))
     assert num_left_out == 1
 
@@ -352,6 +351,6 @@ def test_event_that_cannot_be_encoded_is_omitted_and_counted():
         ([BlockRemoved([1], "GPU")], False),
     ],
 )
-@pytest.mark.parametrize("encode", [encode_batch, encode_batch_positional])
-def test_snapshot_is_recognized_by_its_first_bytes(events, expected, encode):
-    assert is_snapshot(encode(KVEventBatch(1.5, events, 0))) is expected
+@pytest.mark.parametrize("positional", [False, True])
+def test_snapshot_is_recognized_by_its_first_bytes(events, expected, positional):
+    assert is_snapshot(encode_batch(KVEventBatch(1.5, events, 0), positional)) is expected

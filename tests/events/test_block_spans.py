@@ -6,7 +6,7 @@ import pytest
 from events.made_events import made, removed, snap, stored
 
 from kv_pool.events.invariants import Reader, check_knowledge
-from kv_pool.events.place_blocks import (
+from kv_pool.events.spans import (
     MAX_GROWN_BLOCKS,
     MIN_TRIMMED_BLOCKS,
     join_tokens,

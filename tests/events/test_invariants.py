@@ -6,7 +6,7 @@ from events.made_events import removed, stored
 
 from kv_pool import CorruptedPoolError
 from kv_pool.events.invariants import Reader, check_events, check_knowledge, check_resident
-from kv_pool.events.place_blocks import pack_tokens
+from kv_pool.events.spans import pack_tokens
 from kv_pool.events.stream_state import StreamState
 
 REQUEST = make_request([hash_of(number) for number in (11, 12, 13)])

@@ -24,7 +24,7 @@ from kv_pool.errors import (
     OutOfThreadsError,
     PublisherClosedError,
 )
-from kv_pool.events.batch import KVEventBatch, decode_batch, encode_batch, encode_batch_positional
+from kv_pool.events.batch import KVEventBatch, decode_batch, encode_batch
 from kv_pool.events.config import GroupSpec, PublisherConfig
 from kv_pool.events.event_publisher import NullEventPublisher, PublisherStatistics
 from kv_pool.events.publisher import ZMQEventPublisher
@@ -88,7 +88,7 @@ def test_array_form_is_sent_if_configured():
     with make_publisher(positional=True) as publisher, subscribed(publisher) as (subscriber, _):
         publisher.publish([removed(1)])
         payload = subscriber.receive_frames()[2]
-    assert payload == encode_batch_positional(KVEventBatch(1700000000.5, [removed(1)], 0))
+    assert payload == encode_batch(KVEventBatch(1700000000.5, [removed(1)], 0), positional=True)
 
 
 def test_stores_carry_the_kind_of_their_group():
@@ -176,7 +176,7 @@ def test_full_queue_drops_batches_and_leaves_a_hole(when_full, sent):
         wait_until(lambda: publisher.get_statistics().num_queued == 0, "taken")
         publisher.publish([removed(6)])
         wait_until(lambda: publisher.get_statistics().last_sequence == 6, "sent")
-        batches = publisher._buffer.list_from(0, 9)
+        batches = publisher._replay_server.buffer.list_from(0, 9)
     assert (dropped.num_batches_dropped, dropped.num_events_dropped, dropped.num_queued) == (2, 2, 3)
     assert {sequence: draw(decode_batch(payload).events) for sequence, payload in batches} == sent
 
@@ -186,7 +186,7 @@ def test_batch_that_the_state_rejects_is_followed_by_a_clear():
         for events in ([removed(1)], [removed(2), object()], [removed(3)], [removed(4)]):
             publisher.publish(events)
         wait_until(lambda: publisher.get_statistics().last_sequence == 3, "sent")
-        batches = publisher._buffer.list_from(0, 9)
+        batches = publisher._replay_server.buffer.list_from(0, 9)
     drawn = {sequence: draw(decode_batch(payload).events) for sequence, payload in batches}
     assert drawn == {0: ["- 1"], 2: ["clear", "- 3"], 3: ["- 4"]}
 
@@ -196,7 +196,7 @@ def test_batch_that_cannot_be_encoded_is_followed_by_a_clear():
         for events in ([removed(1)], [removed(2), removed(2**64)], [removed(3)], [removed(4)]):
             publisher.publish(events)
         wait_until(lambda: publisher.get_statistics().last_sequence == 3, "sent")
-        batches = publisher._buffer.list_from(0, 9)
+        batches = publisher._replay_server.buffer.list_from(0, 9)
     drawn = {sequence: draw(decode_batch(payload).events) for sequence, payload in batches}
     assert drawn == {0: ["- 1"], 2: ["clear", "- 3"], 3: ["- 4"]}
 
@@ -210,8 +210,8 @@ def test_heartbeat_shows_a_loss_that_no_batch_follows():
         publisher.publish([removed(1)])
         publisher.publish([removed(2)])
         gate.set()
-        wait_until(lambda: publisher._buffer.last_sequence >= 3, "sent")
-        ((sequence, payload),) = publisher._buffer.list_from(3, 1)
+        wait_until(lambda: publisher.get_statistics().num_batches_sent >= 3, "sent")
+        ((sequence, payload),) = publisher._replay_server.buffer.list_from(3, 1)
     assert publisher.get_statistics().num_batches_dropped == 1
     assert (sequence, decode_batch(payload).events) == (3, [AllBlocksCleared()])
 
@@ -386,6 +386,19 @@ def test_publisher_that_gets_no_thread_frees_its_ports(name, monkeypatch):
     assert set(threading.enumerate()) <= before
     with make_publisher(**places) as publisher:
         assert publisher.endpoint == places["endpoint"]
+
+
+def test_failure_to_read_client_keys_ends_the_authenticator(keys, monkeypatch):
+    """Its thread kept a socket open, and the publisher waited for it forever."""
+
+    def refuse(*arguments, **options):
+        raise OSError("the directory is gone")
+
+    monkeypatch.setattr("zmq.auth.thread.ThreadAuthenticator.configure_curve", refuse)
+    before = set(threading.enumerate())
+    with pytest.raises(InvalidArgumentError, match=r"curve_client_keys_dir .*the directory is gone"):
+        make_publisher(curve_secret_key_file=keys["server"], curve_client_keys_dir=keys["admitted"])
+    assert set(threading.enumerate()) <= before
 
 
 def test_invalid_keys_are_rejected_with_a_message(keys, tmp_path):

@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from kv_pool.events.event_publisher import ReplayBuffer
+from kv_pool.events.replay_server import ReplayBuffer
 
 
 @pytest.mark.parametrize("seed", range(5))

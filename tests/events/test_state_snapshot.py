@@ -9,7 +9,7 @@ from events.made_events import draw, made, removed, snap, stored
 from kv_pool import AllBlocksCleared
 from kv_pool.events.invariants import Reader
 from kv_pool.events.stream_state import StreamState
-from kv_pool.events.yield_timer import YieldTimer
+from kv_pool.threads import YieldTimer
 
 
 def test_chain_becomes_one_event_however_it_was_stored():

@@ -8,9 +8,9 @@ from events.made_events import removed, send, stored
 from kv_pool import BlockHasher, BlockPool, KVCacheManager, Request
 from kv_pool.core.kv_events import BlockRemoved, BlockStored
 from kv_pool.events import invariants
+from kv_pool.events.chains import MAX_TAIL_BLOCKS
 from kv_pool.events.invariants import Reader
 from kv_pool.events.mirror import PrefixMirror
-from kv_pool.events.stores import MAX_TAIL_BLOCKS
 from kv_pool.events.stream_state import StreamState
 
 BLOCK_SIZE = 4
