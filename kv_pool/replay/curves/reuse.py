@@ -15,6 +15,7 @@ Tarjan, 1983), whatever the number of blocks.
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice, pairwise
 
 import numpy as np
@@ -22,6 +23,7 @@ import numpy as np
 from kv_pool.errors import TraceError
 from kv_pool.replay.settings import ReplaySettings
 from kv_pool.replay.trace import Trace, TraceRequest
+from kv_pool.threads import Workers
 
 _ID_BYTES = 8
 _HASH_BYTES = 16
@@ -293,10 +295,15 @@ class ReuseRecorder:
 
         Raises:
             TraceError: a block occurs after two different prefixes, so its key does not identify a prefix.
+            OutOfThreadsError: the system cannot start another thread.
         """
         reuse = self._reuse
         reuse.num_distinct = sum(map(len, self._new_keys)) // self._key_bytes
-        if _count_distinct(self._new_keys, self._key_bytes) != reuse.num_distinct:
+        # In another thread: a signal such as Ctrl-C would wait for the sort, of seconds for a long trace.
+        counted = Workers("kv_pool curve", 1).submit(
+            partial(_count_distinct, self._new_keys, self._key_bytes)
+        )
+        if counted.result() != reuse.num_distinct:
             raise TraceError(f"a block occurs after two different prefixes, or twice in a prompt; {_NEEDED}")
         return reuse
 
@@ -320,6 +327,7 @@ def _count_distinct(new_keys: list[bytes], key_bytes: int) -> int:
     words = np.frombuffer(b"".join(new_keys), dtype=np.uint64)
     if key_bytes > words.itemsize:
         pairs = words.reshape(-1, key_bytes // words.itemsize)
-        words = pairs[np.lexsort(pairs.T)]
-        return len(pairs) and 1 + int(np.count_nonzero((words[1:] != words[:-1]).any(axis=1)))
-    return len(np.unique(words))
+        pairs = pairs[np.lexsort(pairs.T)]
+        return len(pairs) and 1 + int(np.count_nonzero((pairs[1:] != pairs[:-1]).any(axis=1)))
+    words = np.sort(words)  # np.unique, which hashes since NumPy 2.3, takes ten times as long
+    return len(words) and 1 + int(np.count_nonzero(words[1:] != words[:-1]))
