@@ -203,7 +203,7 @@ def _list_signals() -> set[signal.Signals]:
     return {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 
-CONNECT_S = 30
+CONNECT_S = 5
 """Seconds to wait for an answer of a cluster."""
 
 
