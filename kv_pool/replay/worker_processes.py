@@ -7,6 +7,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import socket
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -229,8 +230,17 @@ def open_executor(address: str | None, num_processes: int) -> Iterator[Executor]
         raise InvalidArgumentError(
             f"{address!r} is not an address such as dask://HOST:8786 or ray://HOST:10001"
         )
-    with _connect_to_dask(place) if kind == "dask" else _connect_to_ray(address) as executor:
+    with (_connect_to_dask if kind == "dask" else _connect_to_ray)(place) as executor:
         yield executor
+
+
+def _check_listens(what: str, place: str) -> None:
+    """Raise WorkerLostError at once if nothing listens: the clusters' clients would try again and again."""
+    host, _, port = place.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), port), CONNECT_S).close()
+    except (OSError, ValueError) as error:
+        raise WorkerLostError(f"no {what} answers at {place}: {error}") from error
 
 
 @contextmanager
@@ -239,25 +249,27 @@ def _connect_to_dask(place: str) -> Iterator[Executor]:
         from distributed import Client
     except ImportError as error:
         raise MissingDependencyError(f"dask:// needs distributed: {describe_install('dask')}") from error
+    _check_listens("Dask scheduler", place)
     try:
         client = Client(f"tcp://{place}", timeout=CONNECT_S, set_as_default=False)
-    except (OSError, ValueError) as error:  # a timeout is an OSError
+    except Exception as error:  # another server may answer anything
         raise WorkerLostError(f"no Dask scheduler answers at {place}: {error}") from error
     with client:
         yield client.get_executor(pure=False)
 
 
 @contextmanager
-def _connect_to_ray(address: str) -> Iterator[Executor]:
+def _connect_to_ray(place: str) -> Iterator[Executor]:
     try:
         import ray
     except ImportError as error:
         raise MissingDependencyError(f"ray:// needs Ray: {describe_install('ray')}") from error
+    _check_listens("Ray cluster", place)
     try:
-        connection = ray.init(address, log_to_driver=False, logging_level="ERROR")
+        connection = ray.init(f"ray://{place}", log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise WorkerLostError(
-            f"no Ray cluster answers at {address}: {error}. A cluster with token authentication also needs "
+            f"no Ray cluster answers at {place}: {error}. A cluster with token authentication also needs "
             "its token in RAY_AUTH_TOKEN"
         ) from error
     with connection:
