@@ -9,9 +9,10 @@ import os
 import signal
 import socket
 import traceback
-from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
@@ -34,6 +35,8 @@ _Arguments = ParamSpec("_Arguments")
 _Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 _NAME = "kv_pool replays"
+
+_LOOK_S = 0.2
 
 
 class WorkerProcesses(Executor):
@@ -62,6 +65,7 @@ class WorkerProcesses(Executor):
         # A thread for each worker passes jobs to any idle one.
         self._threads = ThreadPoolExecutor(num_processes)
         self._idle: SimpleQueue[Connection] = SimpleQueue()
+        self._shares: dict[Connection, float] = {}  # of running jobs, as far as they report them
         self._lock = Lock()
         self._num_left = num_processes
         self._is_closed = False
@@ -132,7 +136,8 @@ class WorkerProcesses(Executor):
         pipe = self._idle.get()
         try:
             pipe.send(call)
-            result = pipe.recv()
+            while isinstance(result := pipe.recv(), _Share):
+                self._shares[pipe] = result.share
         except (EOFError, OSError) as error:
             with self._lock:
                 self._num_left -= 1
@@ -146,6 +151,8 @@ class WorkerProcesses(Executor):
         except Exception:  # the call or its result cannot be pickled
             self._idle.put(pipe)
             raise
+        finally:
+            self._shares.pop(pipe, None)
         self._idle.put(pipe)
         if isinstance(result, Exception):
             raise result
@@ -168,6 +175,39 @@ class WorkerProcesses(Executor):
             pipe.close()
 
 
+@dataclass(frozen=True)
+class _Share:
+    """A message of a worker before its result: the share of the job that is done."""
+
+    share: float
+
+
+_caller: Connection | None = None
+
+
+def report_share(doing: str, share: float | None) -> None:
+    """Report progress of the job that this process runs; no-op in other processes than `WorkerProcesses`."""
+    if _caller is not None and share is not None:
+        _caller.send(_Share(share))
+
+
+def count_running(executor: Executor) -> float:
+    """Return the running jobs of `WorkerProcesses`, each by the share of it that it has reported."""
+    return sum(list(executor._shares.values())) if isinstance(executor, WorkerProcesses) else 0.0
+
+
+def list_ended(
+    futures: Iterable["Future[_Result]"], on_wait: Callable[[], object]
+) -> Iterator["Future[_Result]"]:
+    """Yield each future when it ends. `on_wait` is called a few times per second meanwhile."""
+    pending = set(futures)
+    while pending:
+        ended, pending = wait(pending, _LOOK_S, FIRST_COMPLETED)
+        if not ended:
+            on_wait()
+        yield from ended
+
+
 def work(pipe: Connection) -> None:
     """Run the calls that arrive, in order, and send back each result or exception, until the pipe closes.
 
@@ -178,6 +218,8 @@ def work(pipe: Connection) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _list_signals() - {signal.SIGINT})
     logging.getLogger("kv_pool.replay.trace").setLevel(logging.ERROR)  # the caller has opened the trace
     logging.getLogger("kv_pool.core.policy_host").setLevel(logging.CRITICAL)  # the replay raises the error
+    global _caller
+    _caller = pipe
     watcher: Thread | None = None
     while True:
         try:

@@ -13,7 +13,7 @@ Tarjan, 1983), whatever the number of blocks.
 """
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, pairwise
@@ -154,10 +154,12 @@ class Reuse:
         num_distinct: number of distinct cacheable blocks.
         num_recomputed: number of times that a request uses a known block beyond its `max_hit`, and so
             computes a block that may be cached.
+        on_share: called about a thousand times in each `list_pieces`, with the share of the requests so far.
     """
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
+        self.on_share: Callable[[float], object] = lambda share: None
         self.num_cacheable = array("q")
         self.num_blocks = array("q")
         self.max_hit = array("q")
@@ -179,7 +181,10 @@ class Reuse:
     def list_pieces(self) -> Iterator[tuple[list[int], list[int]]]:
         """Yield the owners and the ends of each request's pieces."""
         owner, end = self.owner.tolist(), self.end.tolist()
-        for first, last in pairwise(self.first_piece):
+        step = max(1, len(self) // 1000)
+        for number, (first, last) in enumerate(pairwise(self.first_piece)):
+            if number % step == 0:
+                self.on_share(number / len(self))
             yield owner[first:last], end[first:last]
 
 
@@ -191,6 +196,7 @@ def admit(reuse: Reuse, capacity: int) -> Reuse:
     if capacity >= reuse.largest_request:
         return reuse
     admitted = Reuse(reuse.block_size)
+    admitted.on_share = reuse.on_share
     number_of: list[int] = []  # -1 for a refused request
     pieces_of_refused: dict[int, list[tuple[int, int]]] = {}
     for number, (owners, ends) in enumerate(reuse.list_pieces()):
