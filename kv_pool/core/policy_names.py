@@ -20,6 +20,9 @@ FLAT: Final = "flat:"
 
 POLICY_FOLDER: Final = "kv_pool.policies"
 
+_LIBRARY: Final = os.path.dirname(os.__file__)
+_CORE: Final = os.path.join("kv_pool", "core", "")
+
 
 class PolicyChoice(NamedTuple):
     """A cache policy as a pool opens it.
@@ -166,13 +169,9 @@ def describe_raised(error: Exception) -> str:
     The line is the innermost one outside of Python's library and of this package; none if there is no such.
     """
     where = ""
-    for frame in traceback.extract_tb(error.__traceback__, limit=None):
+    for frame in traceback.extract_tb(error.__traceback__):
         name = frame.filename
         is_library = name.startswith(_LIBRARY) and "-packages" not in name
         if not is_library and not name.startswith("<") and _CORE not in name:
             where = f" ({name}:{frame.lineno})"
     return f"raised {type(error).__name__}: {error}{where}"
-
-
-_LIBRARY: Final = os.path.dirname(os.__file__)
-_CORE: Final = os.path.join("kv_pool", "core", "")

@@ -11,7 +11,7 @@ import socket
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
@@ -188,7 +188,8 @@ _caller: Connection | None = None
 def report_share(doing: str, share: float | None) -> None:
     """Report progress of the job that this process runs; no-op in other processes than `WorkerProcesses`."""
     if _caller is not None and share is not None:
-        _caller.send(_Share(share))
+        with suppress(OSError):  # the caller is gone, and this process ends, too
+            _caller.send(_Share(share))
 
 
 def count_running(executor: Executor) -> float:

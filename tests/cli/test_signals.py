@@ -88,6 +88,7 @@ def test_workers_of_a_killed_sweep_end(folder):
         wait_until(lambda: is_computing(process, 2), process)
         process.kill()
         wait_for_all(process)
+        assert process.communicate(timeout=BOUND_S)[1] == ""
 
 
 def test_killed_worker_is_reported_in_one_line(folder):
