@@ -122,7 +122,7 @@ def declare(value_type: Any, option: Option, *flags: str) -> Any:
     shared: dict[str, Any] = {
         "help": option.help,
         "metavar": option.metavar or ("N" if is_count else None),
-        "parser": partial(_parse_whole, least=option.min) if is_count else None,
+        "parser": _make_parser(option.min) if is_count else None,
         "autocompletion": complete(option.known or (lambda: option.choices)),
     }
     if option.is_argument:
@@ -132,17 +132,22 @@ def declare(value_type: Any, option: Option, *flags: str) -> Any:
     return Annotated[value_type, typer.Option(*flags, rich_help_panel=option.panel, **shared)]
 
 
-def _parse_whole(text: str | int, least: float | None) -> int:
-    try:
-        number = int(text)
-    except ValueError:
+def _make_parser(least: float | None) -> Callable[[str | int], int]:
+    """Return a function that parses a whole number, at least `least`."""
+
+    def parse(text: str | int) -> int:
         try:
-            number = parse_count(str(text))
-        except InvalidArgumentError as error:
-            raise typer.BadParameter(str(error)) from error
-    if least is not None and number < least:
-        raise typer.BadParameter(f"{number} is too small; it must be {least:g} or more")
-    return number
+            number = int(text)
+        except ValueError:
+            try:
+                number = parse_count(str(text))
+            except InvalidArgumentError as error:
+                raise typer.BadParameter(str(error)) from error
+        if least is not None and number < least:
+            raise typer.BadParameter(f"{number} is too small; it must be {least:g} or more")
+        return number
+
+    return parse
 
 
 def complete(list_names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
