@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
-from threading import Lock, Thread
+from threading import Lock, Thread, get_ident
 from typing import Any, ParamSpec, TypeVar
 
 from kv_pool.core.arguments import as_count
@@ -65,7 +65,7 @@ class WorkerProcesses(Executor):
         # A thread for each worker passes jobs to any idle one.
         self._threads = ThreadPoolExecutor(num_processes)
         self._idle: SimpleQueue[Connection] = SimpleQueue()
-        self._shares: dict[Connection, float] = {}  # of running jobs, as far as they report them
+        self._shares: dict[int, float] = {}  # of running jobs that report them, by thread
         self._lock = Lock()
         self._num_left = num_processes
         self._is_closed = False
@@ -137,7 +137,7 @@ class WorkerProcesses(Executor):
         try:
             pipe.send(call)
             while isinstance(result := pipe.recv(), _Share):
-                self._shares[pipe] = result.share
+                self._shares[get_ident()] = result.share
         except (EOFError, OSError) as error:
             with self._lock:
                 self._num_left -= 1
@@ -152,7 +152,7 @@ class WorkerProcesses(Executor):
             self._idle.put(pipe)
             raise
         finally:
-            self._shares.pop(pipe, None)
+            self._shares.pop(get_ident(), None)
         self._idle.put(pipe)
         if isinstance(result, Exception):
             raise result
