@@ -224,6 +224,7 @@ class ReplaySettings:
         f"Also show the hit rate by each of these, separated by commas: {', '.join(BREAKDOWNS)}.",
         default=None,
         metavar="LIST",
+        known=lambda: BREAKDOWNS,
     )
 
     @property
