@@ -49,6 +49,8 @@ Some errors have several bases because vLLM v1 asserts in some of these situatio
 others.
 """
 
+from collections.abc import Iterable
+
 
 class KVPoolError(Exception):
     """Base class of all errors of this library."""
@@ -240,6 +242,16 @@ def describe_install(extra: str) -> str:
     kv_pool is not on a package index yet, so it is installed from a checkout.
     """
     return f"pip install '.[{extra}]' in a checkout of kv_pool"
+
+
+def describe_known(name: str, known: Iterable[str], are: str = "known are") -> str:
+    """Return the known names, the one first that a wrong name may stand for, as the end of a message."""
+    import difflib  # when it is needed: most programs name nothing wrong
+
+    names = list(known)
+    meant = difflib.get_close_matches(name.lower(), names, 1)
+    asked = f"did you mean {meant[0]!r}? " if meant else ""
+    return f"{asked}{are} {', '.join(names)}"
 
 
 class MissingDependencyError(KVPoolError, ImportError):

@@ -16,7 +16,7 @@ from kv_pool.cli import options
 from kv_pool.cli.console import Column, fit_table, make_table, print_error, print_table, show_progress
 from kv_pool.cli.foreign_text import escape_text
 from kv_pool.cli.options import choose_files, write_report
-from kv_pool.cli.setting_options import takes
+from kv_pool.cli.setting_options import complete, takes
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.compare.compare import compare_policies
 from kv_pool.replay.compare.comparison import (
@@ -34,7 +34,7 @@ from kv_pool.replay.compare.comparison import (
 )
 from kv_pool.replay.curves.curve_report import describe_bound
 from kv_pool.replay.pictures.hit_rates import draw_comparison
-from kv_pool.replay.settings import OPTIMUM, ReplaySettings
+from kv_pool.replay.settings import OPTIMUM, ReplaySettings, list_known_policies
 from kv_pool.replay.trace import BUNDLED_TRACES
 from kv_pool.replay.worker_processes import open_executor
 
@@ -56,13 +56,17 @@ def compare(
         list[str] | None,
         typer.Argument(
             metavar="TRACE...",
+            autocompletion=complete(lambda: BUNDLED_TRACES),
             help=f"Trace files (.jsonl, .gz, .xz, .zst), or of: {', '.join(BUNDLED_TRACES)}.",
         ),
     ] = None,
     policies: Annotated[
         str | None,
         typer.Option(
+            "--policies",
+            "--policy",
             metavar="LIST",
+            autocompletion=complete(list_known_policies),
             help="Cache policies, separated by commas: names of kv_pool/policies such as s3fifo, entry "
             "points, module:Class, file.py:Class, flat:NAME. LRU and the optimum are always compared.",
         ),

@@ -52,7 +52,11 @@ class ModelOptions:
 
     model: Annotated[
         str | None,
-        Option(f"The path of a model's config.json, or one of: {', '.join(MODELS)}.", panel=MODEL_PANEL),
+        Option(
+            f"The path of a model's config.json, or one of: {', '.join(MODELS)}.",
+            panel=MODEL_PANEL,
+            known=lambda: MODELS,
+        ),
     ] = None
     num_layers: Annotated[int, Option("Number of layers, instead of --model.", min=0, panel=MODEL_PANEL)] = 0
     num_kv_heads: Annotated[

@@ -5,14 +5,16 @@ Commands to a running pool have no settings: they share `Socket`, `Node` and `Js
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, fields, is_dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar, get_origin
 
 import typer
 
+from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import NodeName
+from kv_pool.replay.capacity import parse_count
 from kv_pool.replay.option import Option, list_options
 
 Socket = Annotated[
@@ -49,16 +51,22 @@ def takes_given(settings_class: type, order: str) -> _Decorator:
     """Decorate a command whose first argument is a dict of these settings, with None for absent options."""
     defaults = settings_class()
     parameters = {}
+    parsers = {name: option.parse for name, _, option in list_options(settings_class) if option.parse}
+
+    def parse(given: dict[str, Any]) -> dict[str, Any]:
+        texts = {name: given[name] for name in parsers if given.get(name) is not None}
+        return given | {name: parsers[name](text) for name, text in texts.items()}
+
     for name, value_type, option in list_options(settings_class):
         default = getattr(defaults, name)
-        if get_origin(value_type) is Literal:
+        if get_origin(value_type) is Literal or name in parsers:
             value_type = str  # the settings reject other values with their own message
         text = f"{option.help} Default: {default}." if default else option.help
         parameters[name] = _make_parameter(name, value_type | None, None, replace(option, help=text))
         for alias in option.aliases:
             other = replace(option, help=f"Another name of --{name.replace('_', '-')}.")
             parameters[alias] = _make_parameter(alias, value_type | None, None, other)
-    return _decorate(dict, parameters, order)
+    return _decorate(parse, parameters, order)
 
 
 def _decorate(
@@ -109,15 +117,47 @@ def _make_parameter(name: str, value_type: Any, default: object, option: Option)
 
 
 def declare(value_type: Any, option: Option, *flags: str) -> Any:
-    """Return the annotation of a command's parameter for an option."""
+    """Return the annotation of a command's parameter for an option. A whole number may be written as 10k."""
+    is_count = value_type in (int, int | None)
+    shared: dict[str, Any] = {
+        "help": option.help,
+        "metavar": option.metavar or ("N" if is_count else None),
+        "parser": _make_parser(option.min) if is_count else None,
+        "autocompletion": complete(option.known or (lambda: option.choices)),
+    }
     if option.is_argument:
-        return Annotated[value_type, typer.Argument(metavar=option.metavar, help=option.help)]
-    return Annotated[
-        value_type,
-        typer.Option(
-            *flags, help=option.help, metavar=option.metavar, min=option.min, rich_help_panel=option.panel
-        ),
-    ]
+        return Annotated[value_type, typer.Argument(**shared)]
+    if not is_count:
+        shared["min"] = option.min
+    return Annotated[value_type, typer.Option(*flags, rich_help_panel=option.panel, **shared)]
+
+
+def _make_parser(least: float | None) -> Callable[[str | int], int]:
+    """Return a function that parses a whole number, at least `least`."""
+
+    def parse(text: str | int) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            try:
+                number = parse_count(str(text))
+            except InvalidArgumentError as error:
+                raise typer.BadParameter(str(error)) from error
+        if least is not None and number < least:
+            raise typer.BadParameter(f"{number} is too small; it must be {least:g} or more")
+        return number
+
+    return parse
+
+
+def complete(list_names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+    """Return a function with which a shell completes one of these names, or the last one of a list."""
+
+    def find(incomplete: str) -> list[str]:
+        before, comma, last = incomplete.rpartition(",")
+        return [f"{before}{comma}{name}" for name in list_names() if name.startswith(last)]
+
+    return find
 
 
 def _make_settings(

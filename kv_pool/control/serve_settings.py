@@ -10,8 +10,9 @@ import msgspec
 from kv_pool.adapter.gpu_kv_pool import GPUKVPool
 from kv_pool.contiguous.defragmenter import Defragmentable, Defragmenter
 from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH
-from kv_pool.errors import InvalidArgumentError
+from kv_pool.errors import InvalidArgumentError, describe_known
 from kv_pool.regular_files import read_toml
+from kv_pool.replay.capacity import parse_memory
 from kv_pool.replay.event_feed import PUBLISH, PUBLISH_CONFIG, PUBLISH_REPLAY
 from kv_pool.replay.option import Option, describe_options, list_options
 from kv_pool.replay.settings import TIME_UNIT, TRACE_BLOCK_SIZE
@@ -37,7 +38,12 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     trace: Annotated[
         str,
-        Option(f"A trace file, or one of: {', '.join(BUNDLED_TRACES)}.", metavar="TRACE", is_argument=True),
+        Option(
+            f"A trace file, or one of: {', '.join(BUNDLED_TRACES)}.",
+            metavar="TRACE",
+            known=lambda: BUNDLED_TRACES,
+            is_argument=True,
+        ),
     ] = "mooncake_conversation"
     blocks: Annotated[_Count, Option("Capacity in blocks.", aliases=("kv_pool_size",))] = 10_000
     block_size: Annotated[_Count, Option("Tokens per block.", aliases=("kv_block_size",))] = 128
@@ -88,7 +94,11 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = None
     block_bytes: Annotated[
         _Count,
-        _of_nodes("Bytes per block of a node, or of a pool with tiers. The contents are made up."),
+        _of_nodes(
+            "Bytes per block of a node, or of a pool with tiers, such as 4KiB. The contents are made up.",
+            metavar="SIZE",
+            parse=parse_memory,
+        ),
     ] = 4096
     listen: Annotated[
         str | None,
@@ -252,7 +262,7 @@ def _resolve(found: dict[str, object], where: str) -> dict[str, object]:
     for key, value in found.items():
         name = _OTHER_NAMES.get(key, key)
         if name not in known:
-            raise InvalidArgumentError(f"{where}unknown key {key!r}; known are {', '.join(known)}")
+            raise InvalidArgumentError(f"{where}unknown key {key!r}; {describe_known(key, known)}")
         if name in values:
             raise InvalidArgumentError(f"{where}{key} is another name of {name}; give one of them")
         values[name] = value

@@ -17,7 +17,7 @@ from kv_pool.core.extra_keys import (
     has_extra_keys,
 )
 from kv_pool.core.token_packing import pack_cbor, pack_fixed
-from kv_pool.errors import InvalidArgumentError, InvalidTypeError
+from kv_pool.errors import InvalidArgumentError, InvalidTypeError, describe_known
 from kv_pool.ids import BlockHash, TokenIds
 
 HASH_ALGORITHMS = ("xxh3_128", "sha256", "sha256_cbor")
@@ -83,7 +83,7 @@ class BlockHasher:
             num_lookahead_tokens = as_int("num_lookahead_tokens", num_lookahead_tokens)
         if algorithm not in HASH_ALGORITHMS:
             raise InvalidArgumentError(
-                f"unknown hash algorithm {algorithm!r}; known are {', '.join(HASH_ALGORITHMS)}"
+                f"unknown hash algorithm {algorithm!r}; {describe_known(algorithm, HASH_ALGORITHMS)}"
             )
         if block_size < 1:
             raise InvalidArgumentError(f"block_size is {block_size}; it counts tokens, at least 1")

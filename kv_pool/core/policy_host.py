@@ -653,14 +653,16 @@ class PolicyHost(PoolPart):
         if isinstance(error, MemoryError):
             raise error
         if error is not None:
-            what = f"{what} raised {type(error).__name__}: {error}"
-        failure = CachePolicyError(
-            f"the cache policy {self.name} is broken: {what}. The pool is intact and goes on with LRU."
-        )
+            from kv_pool.core.policy_names import describe_raised  # as in `open_policy`
+
+            what = f"{what} {describe_raised(error)}"
+        failure = CachePolicyError(f"the cache policy {self.name} is broken: {what}")
         failure.__cause__ = error
         import logging
 
-        logging.getLogger(__name__).error("%s", failure, exc_info=failure)
+        logging.getLogger(__name__).error(
+            "%s. The pool is intact, and goes on with LRU if it is in use.", failure, exc_info=failure
+        )
         self.failure = failure
         self.name = "lru"
         self.policy = LRU()  # for the rest of this call

@@ -4,13 +4,14 @@ import importlib
 import importlib.util
 import os
 import tokenize
+import traceback
 import types
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple, NoReturn, cast
 
 from kv_pool.core.arguments import refuse_type
 from kv_pool.core.cache_policy import LRU, CachePolicy
-from kv_pool.errors import InvalidArgumentError
+from kv_pool.errors import InvalidArgumentError, describe_known
 
 POLICY_GROUP: Final = "kv_pool.policies"
 """The entry point group in which installed packages name their policies."""
@@ -18,6 +19,9 @@ POLICY_GROUP: Final = "kv_pool.policies"
 FLAT: Final = "flat:"
 
 POLICY_FOLDER: Final = "kv_pool.policies"
+
+_LIBRARY: Final = os.path.dirname(os.__file__)
+_CORE: Final = os.path.join("kv_pool", "core", "")
 
 
 class PolicyChoice(NamedTuple):
@@ -79,9 +83,10 @@ def find_policy(policy: Any) -> PolicyChoice:
         try:
             made = entry.load()
         except Exception as error:
-            refuse(policy, f"the entry point {entry.value} raised {type(error).__name__}: {error}", error)
+            refuse(policy, f"the entry point {entry.value} {describe_raised(error)}", error)
         return find_policy(made)._replace(name=policy)
-    refuse(policy, f"known are {', '.join(['lru', *list_policies()])}, module:Class and file.py:Class")
+    known = describe_known(policy, ["lru", *list_policies()])
+    refuse(policy, f"{known}, module:Class and file.py:Class")
 
 
 def find_file(policy: str) -> str | None:
@@ -115,7 +120,7 @@ def load_module(name: str, policy: str) -> Any:
     try:
         return importlib.import_module(name)
     except Exception as error:
-        refuse(policy, f"importing {name} raised {type(error).__name__}: {error}", error)
+        refuse(policy, f"importing {name} {describe_raised(error)}", error)
 
 
 def read_file(path: str, policy: str) -> str:
@@ -126,7 +131,7 @@ def read_file(path: str, policy: str) -> str:
         with tokenize.open(path) as file:  # in the encoding that the file declares
             return file.read()
     except (OSError, SyntaxError, UnicodeError) as error:
-        refuse(policy, f"reading {path} raised {type(error).__name__}: {error}", error)
+        refuse(policy, f"reading {path} {describe_raised(error)}", error)
 
 
 def load_text(text: str, path: str, policy: str) -> Any:
@@ -136,7 +141,7 @@ def load_text(text: str, path: str, policy: str) -> Any:
     try:
         exec(compile(text, path, "exec", dont_inherit=True), vars(module))
     except Exception as error:
-        refuse(policy, f"running {path} raised {type(error).__name__}: {error}", error)
+        refuse(policy, f"running {path} {describe_raised(error)}", error)
     return module
 
 
@@ -156,3 +161,17 @@ def is_policy(found: Any) -> bool:
 def refuse(policy: str, reason: str, error: BaseException | None = None) -> NoReturn:
     """Raise InvalidArgumentError for a policy that cannot be found."""
     raise InvalidArgumentError(f"there is no cache policy {policy!r}: {reason}") from error
+
+
+def describe_raised(error: Exception) -> str:
+    """Return what a policy raised, and the file and line of its own code: `raised KeyError: 3 (mine.py:12)`.
+
+    The line is the innermost one outside of Python's library and of this package; none if there is no such.
+    """
+    where = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        name = frame.filename
+        is_library = name.startswith(_LIBRARY) and "-packages" not in name
+        if not is_library and not name.startswith("<") and _CORE not in name:
+            where = f" ({name}:{frame.lineno})"
+    return f"raised {type(error).__name__}: {error}{where}"

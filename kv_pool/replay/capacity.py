@@ -12,7 +12,7 @@ from typing import Annotated
 
 import msgspec
 
-from kv_pool.errors import InvalidArgumentError
+from kv_pool.errors import InvalidArgumentError, describe_known
 from kv_pool.foreign_bytes import BYTE_ORDER_MARK, UNDECODABLE
 
 RANGE_FORMAT = "1000,3k,10k, or FIRST:LAST:logN or :linN for N values in equal ratios or steps: 1k:100k:log20"
@@ -209,7 +209,7 @@ def find_model(name: str) -> ModelKV:
     if name.endswith(".json") or Path(name, "config.json").is_file():
         return _read_model(name)
     raise InvalidArgumentError(
-        f"unknown model {name!r}; known are {', '.join(MODELS)}. For another model give the path of its "
+        f"unknown model {name!r}; {describe_known(name, MODELS)}. For another model give the path of its "
         "config.json, or --num-layers, --num-kv-heads and --head-size"
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from kv_pool.errors import InvalidArgumentError, TraceError
+from kv_pool.errors import InvalidArgumentError, TraceError, describe_known
 from kv_pool.replay.trace import Trace, TraceRequest
 from kv_pool.replay.trace_writer import MAX_PARTS, choose_unused, open_parts
 
@@ -178,7 +178,7 @@ def _restore_line(request: TraceRequest, text: bytes, path: Path) -> dict[str, A
 
 def _check_parts(by: str, num_parts: int | None, every_s: float | None) -> None:
     if by not in PARTITIONS:
-        raise InvalidArgumentError(f"cannot split by {by!r}; known are {', '.join(PARTITIONS)}")
+        raise InvalidArgumentError(f"cannot split by {by!r}; {describe_known(by, PARTITIONS)}")
     if (num_parts is not None) and by != "session":
         raise InvalidArgumentError("a number of parts is for a split by session")
     if num_parts is not None and not 1 <= num_parts <= MAX_PARTS:

@@ -5,12 +5,12 @@ a default, by `setting` in a dataclass. The field's documentation, its command-l
 and its entry in a report are derived from it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from textwrap import fill
 from typing import Any, TypeVar, get_type_hints
 
-from kv_pool.errors import InvalidArgumentError
+from kv_pool.errors import InvalidArgumentError, describe_known
 
 _Class = TypeVar("_Class", bound=type)
 
@@ -22,12 +22,13 @@ class Option:
     Attributes:
         help: the help text, in full sentences.
         name: the option's name; None for the field's name.
-        flags: all names as typed, for a switch without a negative form.
+        flags: all names as typed: of an option with two names, or of a switch without a negative form.
         aliases: other names; separate options in commands that pick single settings.
         metavar: the name of the value in the help; None for its type.
         min: smallest value; None for any.
         panel: heading under which the help lists it; None for the common options.
         choices: the allowed values; empty for any.
+        known: returns values that completion offers if there are no `choices`; None for none.
         parse: converts the command line's text to the value; None if the text is the value.
         show: converts a value to text that `parse` accepts.
         is_argument: True for a positional argument.
@@ -39,6 +40,7 @@ class Option:
     min: float | None = None
     panel: str | None = None
     choices: tuple[str, ...] = ()
+    known: Callable[[], Iterable[str]] | None = None
     parse: Callable[[str], Any] | None = None
     show: Callable[[Any], str] = str
     is_argument: bool = False
@@ -75,7 +77,9 @@ def check_options(settings: object) -> None:
     for name, _, option in list_options(type(settings)):
         value = getattr(settings, name)
         if option.choices and value not in option.choices:
-            raise InvalidArgumentError(f"unknown {name} {value!r}; known are {', '.join(option.choices)}")
+            raise InvalidArgumentError(
+                f"unknown {name} {value!r}; {describe_known(str(value), option.choices)}"
+            )
         if option.min is not None and value is not None and not value >= option.min:
             raise InvalidArgumentError(f"{name} is {value}; it must be {option.min:g} or more")
 

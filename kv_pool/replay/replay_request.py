@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Self
 import msgspec
 
 from kv_pool.core.block_hash import BlockHasher
-from kv_pool.errors import InvalidArgumentError
+from kv_pool.errors import InvalidArgumentError, describe_known
 from kv_pool.ids import BlockHash, RequestId
 from kv_pool.replay.trace import TraceRequest
 
@@ -95,7 +95,7 @@ class ReplayRequest(msgspec.Struct, array_like=True, eq=False):
         """
         if convention not in CONVENTIONS:
             raise InvalidArgumentError(
-                f"unknown convention {convention!r}; known are {', '.join(CONVENTIONS)}"
+                f"unknown convention {convention!r}; {describe_known(convention, CONVENTIONS)}"
             )
         num_tokens = traced.input_length
         if traced.hash_ids is not None:

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from kv_pool.errors import InvalidArgumentError, TraceError
+from kv_pool.errors import InvalidArgumentError, TraceError, describe_known
 from kv_pool.replay.trace_writer import writing
 
 
@@ -138,7 +138,7 @@ def parse_breakdowns(text: str) -> tuple[str, ...]:
     kinds = tuple(dict.fromkeys(kind.strip() for kind in text.split(",") if kind.strip()))
     for kind in kinds:
         if kind not in BREAKDOWNS:
-            raise InvalidArgumentError(f"unknown --by {kind!r}; known are {', '.join(BREAKDOWNS)}")
+            raise InvalidArgumentError(f"unknown --by {kind!r}; {describe_known(kind, BREAKDOWNS)}")
     return kinds
 
 

@@ -6,7 +6,7 @@ from itertools import islice
 from typing import Annotated
 
 from kv_pool.core.block_hash import BlockHasher
-from kv_pool.core.policy_names import find_policy
+from kv_pool.core.policy_names import find_policy, list_policies
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.capacity import parse_memory
 from kv_pool.replay.groups import FORMAT, STATES
@@ -31,9 +31,16 @@ ENGINE_PANEL = "Simulated engine of the trace clock"
 TIERS_PANEL = "Lower tiers, for cached blocks that the pool reuses"
 
 TIME_UNIT = Option(
-    f"Unit of the trace's timestamps: {', '.join(MS_PER_UNIT)}.", flags=("--time-unit", "--timestamp-unit")
+    f"Unit of the trace's timestamps: {', '.join(MS_PER_UNIT)}.",
+    flags=("--time-unit", "--timestamp-unit"),
+    known=lambda: MS_PER_UNIT,
 )
 TRACE_BLOCK_SIZE = Option("Tokens per hash id. Default: inferred from the trace.", min=1)
+
+
+def list_known_policies() -> list[str]:
+    """Return the names of the policies that a replay knows without a file or a module."""
+    return ["lru", *list_policies(), OPTIMUM]
 
 
 def _show_bytes(num_bytes: float) -> str:
@@ -101,6 +108,7 @@ class ReplaySettings:
         Option(
             f"A trace file (.jsonl, .gz, .xz, .zst), or one of: {', '.join(BUNDLED_TRACES)}.",
             metavar="TRACE",
+            known=lambda: BUNDLED_TRACES,
             is_argument=True,
         ),
     ]
@@ -127,6 +135,8 @@ class ReplaySettings:
         "needs the instant clock, full attention and no lower tiers.",
         default="lru",
         metavar="NAME",
+        flags=("--policy", "--policies"),
+        known=list_known_policies,
     )
     groups: str = setting(
         f"The model's KV cache groups: {FORMAT}. Each group has an equal share of the layers, and its "
@@ -214,6 +224,7 @@ class ReplaySettings:
         f"Also show the hit rate by each of these, separated by commas: {', '.join(BREAKDOWNS)}.",
         default=None,
         metavar="LIST",
+        known=lambda: BREAKDOWNS,
     )
 
     @property
@@ -239,6 +250,10 @@ class ReplaySettings:
             raise InvalidArgumentError(
                 "a host pool, and with the trace clock lower tiers, need the bytes of a block (--model or "
                 "dimensions; block_bytes), to compute the duration of copies"
+            )
+        if "," in self.policy:
+            raise InvalidArgumentError(
+                f"a replay has one cache policy, not {self.policy!r}; kv-pool compare takes several"
             )
         if self.policy != OPTIMUM:
             find_policy(self.policy)

@@ -1,15 +1,16 @@
 """`run_sweep`: replays a trace at many capacities in parallel; `count_infinite_hits`: their upper bound."""
 
 from collections.abc import Sequence
-from concurrent.futures import Future, as_completed
+from concurrent.futures import Future
 from dataclasses import replace
+from typing import Any
 
 from kv_pool.errors import InvalidArgumentError, WorkerLostError
 from kv_pool.ids import BlockHash
 from kv_pool.replay.report import InfiniteCache, OnProgress, ReplayReport
 from kv_pool.replay.settings import ReplaySettings, find_block_size
 from kv_pool.replay.simulator import run_replay
-from kv_pool.replay.worker_processes import WorkerProcesses
+from kv_pool.replay.worker_processes import WorkerProcesses, count_running, list_ended, report_share
 
 
 def run_sweep(
@@ -30,7 +31,7 @@ def run_sweep(
         host_tiers: in blocks; each replaces `settings.host_tier`, for every capacity. The reports of one
             capacity are adjacent. None uses the value of the settings.
         disk_tiers: the same for `settings.disk_tier`, for every capacity and host tier.
-        on_progress: called when a replay is complete.
+        on_progress: called in this thread: when a replay is complete, and a few times per second meanwhile.
     Raises:
         InvalidArgumentError: there are no capacities, or a replay refuses a setting.
         TraceError: as in `run_replay`.
@@ -49,19 +50,25 @@ def run_sweep(
         raise InvalidArgumentError("a sweep needs at least one capacity")
     points[-1].check()  # before processes start; each replay checks its own point
     num_ended = 0
+    found = "no capacity yet"
+
+    def notify() -> None:
+        if on_progress is not None:
+            share = (num_ended + count_running(workers)) / len(points)
+            on_progress(f"{num_ended} of {len(points)}, {found}", share)
+
     with WorkerProcesses(min(num_processes, len(points))) as workers:
-        replays = [workers.submit(run_replay, point) for point in points]
+        replays = [workers.submit(run_replay, point, report_share) for point in points]
         # The last job counts the hits of an infinite cache, for all reports.
         ceiling = workers.submit(count_infinite_hits, settings)
-        futures: list[Future[ReplayReport] | Future[InfiniteCache]] = [*replays, ceiling]
+        futures: list[Future[Any]] = [*replays, ceiling]
         try:
-            for ended in as_completed(futures):
+            for ended in list_ended(futures, notify):
                 result = ended.result()
                 if isinstance(result, ReplayReport):
                     num_ended += 1
-                    if on_progress is not None:
-                        found = f"{result.num_blocks:,} blocks: token hit rate {result.token_hit_rate:.1%}"
-                        on_progress(f"{num_ended} of {len(points)}, {found}", num_ended / len(points))
+                    found = f"{result.num_blocks:,} blocks: token hit rate {result.token_hit_rate:.1%}"
+                    notify()
         except WorkerLostError as error:
             raise WorkerLostError(
                 f"a process of the sweep ended after {num_ended} of {len(points)} replays: {error}"

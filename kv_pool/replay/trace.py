@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from kv_pool.errors import InvalidArgumentError, TraceError
+from kv_pool.errors import InvalidArgumentError, TraceError, describe_known
 from kv_pool.replay.line_reader import MAX_DECOMPRESSED_BYTES, MAX_LINE_BYTES, LineReader
 
 BUNDLED_TRACES = {"mooncake_conversation": "mooncake_conversation.jsonl.gz"}
@@ -281,7 +281,7 @@ def find_trace(path: str | Path) -> Path:
     name = BUNDLED_TRACES.get(str(path))
     if name is not None:
         return Path(str(resources.files("kv_pool.replay") / "traces" / name))
-    shipped = f"bundled traces: {', '.join(BUNDLED_TRACES)}"
+    shipped = describe_known(str(path), BUNDLED_TRACES, "bundled traces:")
     if str(path) == "-" or Path(path).is_fifo() or Path(path).is_char_device():
         raise TraceError(
             f"{path}: a trace is read more than once, so it cannot come from standard input or a "

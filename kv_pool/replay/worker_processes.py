@@ -7,14 +7,16 @@ import logging
 import multiprocessing
 import os
 import signal
+import socket
 import traceback
-from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
-from threading import Lock, Thread
+from threading import Lock, Thread, get_ident
 from typing import Any, ParamSpec, TypeVar
 
 from kv_pool.core.arguments import as_count
@@ -33,6 +35,8 @@ _Arguments = ParamSpec("_Arguments")
 _Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 _NAME = "kv_pool replays"
+
+_LOOK_S = 0.2
 
 
 class WorkerProcesses(Executor):
@@ -61,6 +65,7 @@ class WorkerProcesses(Executor):
         # A thread for each worker passes jobs to any idle one.
         self._threads = ThreadPoolExecutor(num_processes)
         self._idle: SimpleQueue[Connection] = SimpleQueue()
+        self._shares: dict[int, float] = {}  # of running jobs that report them, by thread
         self._lock = Lock()
         self._num_left = num_processes
         self._is_closed = False
@@ -131,7 +136,8 @@ class WorkerProcesses(Executor):
         pipe = self._idle.get()
         try:
             pipe.send(call)
-            result = pipe.recv()
+            while isinstance(result := pipe.recv(), _Share):
+                self._shares[get_ident()] = result.share
         except (EOFError, OSError) as error:
             with self._lock:
                 self._num_left -= 1
@@ -145,6 +151,8 @@ class WorkerProcesses(Executor):
         except Exception:  # the call or its result cannot be pickled
             self._idle.put(pipe)
             raise
+        finally:
+            self._shares.pop(get_ident(), None)
         self._idle.put(pipe)
         if isinstance(result, Exception):
             raise result
@@ -167,6 +175,40 @@ class WorkerProcesses(Executor):
             pipe.close()
 
 
+@dataclass(frozen=True)
+class _Share:
+    """A message of a worker before its result: the share of the job that is done."""
+
+    share: float
+
+
+_caller: Connection | None = None
+
+
+def report_share(doing: str, share: float | None) -> None:
+    """Report progress of the job that this process runs; no-op in other processes than `WorkerProcesses`."""
+    if _caller is not None and share is not None:
+        with suppress(OSError):  # the caller is gone, and this process ends, too
+            _caller.send(_Share(share))
+
+
+def count_running(executor: Executor) -> float:
+    """Return the running jobs of `WorkerProcesses`, each by the share of it that it has reported."""
+    return sum(list(executor._shares.values())) if isinstance(executor, WorkerProcesses) else 0.0
+
+
+def list_ended(
+    futures: Iterable["Future[_Result]"], on_wait: Callable[[], object]
+) -> Iterator["Future[_Result]"]:
+    """Yield each future when it ends. `on_wait` is called a few times per second meanwhile."""
+    pending = set(futures)
+    while pending:
+        ended, pending = wait(pending, _LOOK_S, FIRST_COMPLETED)
+        if not ended:
+            on_wait()
+        yield from ended
+
+
 def work(pipe: Connection) -> None:
     """Run the calls that arrive, in order, and send back each result or exception, until the pipe closes.
 
@@ -177,6 +219,8 @@ def work(pipe: Connection) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _list_signals() - {signal.SIGINT})
     logging.getLogger("kv_pool.replay.trace").setLevel(logging.ERROR)  # the caller has opened the trace
     logging.getLogger("kv_pool.core.policy_host").setLevel(logging.CRITICAL)  # the replay raises the error
+    global _caller
+    _caller = pipe
     watcher: Thread | None = None
     while True:
         try:
@@ -203,7 +247,7 @@ def _list_signals() -> set[signal.Signals]:
     return {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 
-CONNECT_S = 30
+CONNECT_S = 5
 """Seconds to wait for an answer of a cluster."""
 
 
@@ -229,8 +273,17 @@ def open_executor(address: str | None, num_processes: int) -> Iterator[Executor]
         raise InvalidArgumentError(
             f"{address!r} is not an address such as dask://HOST:8786 or ray://HOST:10001"
         )
-    with _connect_to_dask(place) if kind == "dask" else _connect_to_ray(address) as executor:
+    with (_connect_to_dask if kind == "dask" else _connect_to_ray)(place) as executor:
         yield executor
+
+
+def _check_listens(what: str, place: str) -> None:
+    """Raise WorkerLostError at once if nothing listens: the clusters' clients would try again and again."""
+    host, _, port = place.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), port), CONNECT_S).close()
+    except (OSError, ValueError) as error:
+        raise WorkerLostError(f"no {what} answers at {place}: {error}") from error
 
 
 @contextmanager
@@ -239,25 +292,27 @@ def _connect_to_dask(place: str) -> Iterator[Executor]:
         from distributed import Client
     except ImportError as error:
         raise MissingDependencyError(f"dask:// needs distributed: {describe_install('dask')}") from error
+    _check_listens("Dask scheduler", place)
     try:
         client = Client(f"tcp://{place}", timeout=CONNECT_S, set_as_default=False)
-    except (OSError, ValueError) as error:  # a timeout is an OSError
+    except Exception as error:  # another server may answer anything
         raise WorkerLostError(f"no Dask scheduler answers at {place}: {error}") from error
     with client:
         yield client.get_executor(pure=False)
 
 
 @contextmanager
-def _connect_to_ray(address: str) -> Iterator[Executor]:
+def _connect_to_ray(place: str) -> Iterator[Executor]:
     try:
         import ray
     except ImportError as error:
         raise MissingDependencyError(f"ray:// needs Ray: {describe_install('ray')}") from error
+    _check_listens("Ray cluster", place)
     try:
-        connection = ray.init(address, log_to_driver=False, logging_level="ERROR")
+        connection = ray.init(f"ray://{place}", log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise WorkerLostError(
-            f"no Ray cluster answers at {address}: {error}. A cluster with token authentication also needs "
+            f"no Ray cluster answers at {place}: {error}. A cluster with token authentication also needs "
             "its token in RAY_AUTH_TOKEN"
         ) from error
     with connection:

@@ -14,22 +14,33 @@ BOUND_S = 30
 @contextmanager
 def running(folder, *arguments, **options):
     """Run the command in its own session; kill what remains of the session at the end."""
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "kv_pool", *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONIOENCODING": "utf-8", "XDG_RUNTIME_DIR": str(folder)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        encoding="utf-8",
-        start_new_session=True,
-        **options,
-    )
+    with hearing_sighup():
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "kv_pool", *arguments],
+            cwd=folder,
+            env={**os.environ, "PYTHONIOENCODING": "utf-8", "XDG_RUNTIME_DIR": str(folder)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+            start_new_session=True,
+            **options,
+        )
     try:
         yield process
     finally:
         for pid in list_session(process.pid):
             os.kill(pid, signal.SIGKILL)
         process.communicate(timeout=BOUND_S)
+
+
+@contextmanager
+def hearing_sighup():
+    """Start children in this block: where nohup runs the tests, they would inherit that SIGHUP is ignored."""
+    earlier = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, earlier)
 
 
 def list_session(session):

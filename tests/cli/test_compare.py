@@ -87,7 +87,7 @@ def test_broken_policy_is_named_and_others_go_on(folder):
     assert done.returncode == 2
     assert done.stderr == (
         "error: mine.py:Broken at 12 blocks, a.jsonl: CachePolicyError: the cache policy mine.py:Broken is "
-        "broken: freed() raised ValueError: a bug in two lines. The pool is intact and goes on with LRU.\n"
+        "broken: freed() raised ValueError: a bug in two lines (mine.py:18)\n"
     )
     cells = {cell[1]: cell for cell in list_rows(done.stdout)}
     assert cells["mine.py:Broken"][2] == "CachePolicyError"

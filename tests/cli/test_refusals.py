@@ -74,7 +74,7 @@ REFUSED = {
     f"{EVENTS} --curve-server-key none.key": "server key none.key: ",
     f"{EVENTS} --curve-server-key a --curve-server-key b": "1 endpoints and 2 times --curve-server-key; pass",
     "serve --config nowhere.toml": "nowhere.toml: cannot read the settings",
-    "serve --config wrong.toml": "wrong.toml: unknown key 'publisher'; known are trace, blocks, ",
+    "serve --config wrong.toml": "wrong.toml: unknown key 'publisher'; did you mean 'publish'? known are ",
     "serve --blocks 0": "blocks: Expected `int` >= 1",
     f"{SERVE} --blocks 2": "the smallest request needs 4",
     f"{SERVE} --blocks 10000000000 --socket here.sock": "GB are available",

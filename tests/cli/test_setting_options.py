@@ -10,6 +10,7 @@ from kv_pool import InvalidArgumentError
 from kv_pool.cli.replay import replay
 from kv_pool.cli.serve import serve
 from kv_pool.cli.setting_options import takes, takes_given
+from kv_pool.cli.sub_commands import make_command
 from kv_pool.cli.sweep import sweep
 from kv_pool.control.serve_settings import ServeSettings
 from kv_pool.replay.option import Option, describe_options, list_options
@@ -70,6 +71,10 @@ def call(order, *, found=(), **given):
 
 def offered(command):
     return set(inspect.signature(command).parameters)
+
+
+def find_command(name):
+    return make_command("0", [name]).commands[name]
 
 
 def names_of(settings_class):
@@ -136,3 +141,40 @@ def test_every_option_of_the_settings_is_offered():
 
 def test_the_help_of_options_documents_the_fields():
     assert inspect.getdoc(Described) == "Something.\n\nAttributes:\n    size: of it.\n    limit: At most."
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("replay", "--limit 1k --host-tier 10k --block-size 1_024"),
+        ("serve", "--blocks 20k --block-bytes 4KiB --host-tier 1.5k"),
+    ],
+)
+def test_counts_and_sizes_may_have_units(command, words):
+    found = find_command(command).make_context(command, words.split(), resilient_parsing=True).params
+    wanted = {"replay": {"limit": 1000, "host_tier": 10_000, "block_size": 1024}}
+    wanted["serve"] = {"blocks": 20_000, "block_bytes": "4KiB", "host_tier": 1500}
+    assert {name: found[name] for name in wanted[command]} == wanted[command]
+
+
+def test_sizes_of_a_served_pool_are_read():
+    called = []
+    takes_given(ServeSettings, "block_bytes blocks")(called.append)(block_bytes="4KiB", blocks=3)
+    assert called == [{"block_bytes": 4096, "blocks": 3}]
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "typed", "offered"),
+    [
+        ("replay", "policy", "s3", ["s3fifo"]),
+        ("replay", "clock", "", ["instant", "trace"]),
+        ("sweep", "trace", "moon", ["mooncake_conversation"]),
+        ("plan", "model", "deep", ["deepseek-v3"]),
+        ("compare", "policies", "lru,si", ["lru,sieve"]),
+    ],
+)
+def test_completion_offers_values(command, option, typed, offered):
+    found = find_command(command)
+    (parameter,) = (each for each in found.params if each.name == option)
+    context = found.make_context(command, [], resilient_parsing=True)
+    assert [one.value for one in parameter.shell_complete(context, typed)] == offered

@@ -10,7 +10,15 @@ import time
 from pathlib import Path
 
 import pytest
-from cli.running_commands import BOUND_S, list_session, running, serving, wait_for_all, wait_until
+from cli.running_commands import (
+    BOUND_S,
+    hearing_sighup,
+    list_session,
+    running,
+    serving,
+    wait_for_all,
+    wait_until,
+)
 from replay.made_trace import record, write_trace
 
 from kv_pool.cli.signals import GRACE_S
@@ -80,6 +88,7 @@ def test_workers_of_a_killed_sweep_end(folder):
         wait_until(lambda: is_computing(process, 2), process)
         process.kill()
         wait_for_all(process)
+        assert process.communicate(timeout=BOUND_S)[1] == ""
 
 
 def test_killed_worker_is_reported_in_one_line(folder):
@@ -163,7 +172,9 @@ finally:
 def test_stuck_command_is_terminated_within_a_second(name):
     """`GRACE_S` after the signal the process ends, whatever its cleanup and threads do."""
     command = [sys.executable, "-c", WILL_NOT_END]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, encoding="utf-8") as process:
+    with hearing_sighup():
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, encoding="utf-8")
+    with process:
         assert process.stdout.readline() == "ready\n"
         sent = time.monotonic()
         process.send_signal(getattr(signal, name))

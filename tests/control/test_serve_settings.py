@@ -83,7 +83,10 @@ def test_every_option_can_be_in_the_file(config):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("block = 5", r"serve.toml: unknown key 'block'; known are trace, blocks, block_size, .*socket"),
+        (
+            "block = 5",
+            r"serve.toml: unknown key 'block'; did you mean 'blocks'\? known are trace, blocks, .*socket",
+        ),
         ("[pool]\nblocks = 5", "serve.toml: unknown key 'pool'"),
         ("blocks = 0", "serve.toml: blocks: Expected `int` >= 1"),
         ('blocks = "many"', "serve.toml: blocks: Expected `int`, got `str`"),

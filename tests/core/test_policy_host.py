@@ -1,5 +1,8 @@
 """Cache policies in a pool: what they see, what they decide, and what a broken one leaves behind."""
 
+import inspect
+import random
+
 import pytest
 from core.policy_pool import (
     BLOCK_SIZE,
@@ -177,6 +180,18 @@ BROKEN = [
 def run_several(manager):
     for number in range(6):
         run(manager, f"a{number}", [*range(8), *range(50 * number, 50 * number + 8)])
+
+
+class RaisesInLibrary(CachePolicy):
+    def freed(self, run):
+        return random.choice([])
+
+
+def test_the_line_of_a_broken_policy_is_its_own():
+    manager = make_manager(6, RaisesInLibrary)
+    run_several(manager)
+    line = inspect.getsourcelines(RaisesInLibrary)[1] + 2
+    assert str(manager.block_pool.policy_host.failure).endswith(f"({__file__}:{line})")
 
 
 @pytest.mark.parametrize("pool_type", [BlockPool, RunBlockPool])

@@ -105,7 +105,9 @@ def test_a_policy_runs_in_a_pool_of_sequences(trace, policy):
 
 
 def test_policies_that_cannot_run_are_refused(trace):
-    with pytest.raises(InvalidArgumentError, match="no cache policy 'mru': known are lru"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"no cache policy 'mru': did you mean 'lru'\? known are lru"
+    ):
         run_replay(ReplaySettings(trace, 40, policy="mru"))
 
 

@@ -44,7 +44,9 @@ def test_sweep_equals_single_replays_in_order(settings, num_processes):
         run_replay(ReplaySettings(settings.trace, capacity, trace_block_size=8)) for capacity in capacities
     ]
     assert [without_times(report) for report in reports] == [without_times(report) for report in singles]
-    assert [share for _, share in finished] == [1 / 3, 2 / 3, 1.0]
+    assert {text[:6] for text, _ in finished} >= {"1 of 3", "2 of 3", "3 of 3"}
+    assert all(0 <= share <= 1 for _, share in finished)
+    assert finished[-1][1] == 1.0
     assert reports[1].tokens_hit < reports[0].tokens_hit < reports[2].tokens_hit
 
 

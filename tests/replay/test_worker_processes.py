@@ -8,10 +8,17 @@ from types import ModuleType
 
 import pytest
 from made_threads import call_without_threads
+from replay.compare.made_comparison import CountingExecutor
 
 from kv_pool import InvalidArgumentError
 from kv_pool.errors import OutOfThreadsError, WorkerLostError
-from kv_pool.replay.worker_processes import WorkerProcesses, work
+from kv_pool.replay.worker_processes import (
+    WorkerProcesses,
+    count_running,
+    list_ended,
+    report_share,
+    work,
+)
 
 
 def test_results_and_errors_are_those_of_the_calls():
@@ -102,6 +109,31 @@ def test_shutdown_may_meet_the_end_of_the_block(capfd):
             workers.shutdown(wait=False)
         assert done.result() == 1
     assert "Traceback" not in capfd.readouterr().err
+
+
+def report_and_wait(path):
+    report_share("halfway", 0.5)
+    while not path.exists():
+        pass
+    return "done"
+
+
+def test_shares_of_running_jobs_arrive_before_their_results(tmp_path):
+    with WorkerProcesses(2) as workers:
+        jobs = [workers.submit(report_and_wait, tmp_path / name) for name in ("a", "b")]
+        seen = []
+
+        def end_when_halfway():
+            seen.append(count_running(workers))
+            if seen[-1] == 1.0:
+                (tmp_path / "a").touch()
+                (tmp_path / "b").touch()
+
+        assert [job.result() for job in list_ended(jobs, end_when_halfway)] == ["done", "done"]
+        assert max(seen) == 1.0
+        assert count_running(workers) == 0
+    report_share("outside of a worker", 0.5)
+    assert count_running(CountingExecutor()) == 0
 
 
 def test_number_of_processes_is_checked():

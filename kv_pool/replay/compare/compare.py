@@ -3,7 +3,7 @@
 import hashlib
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future, as_completed
+from concurrent.futures import Executor, Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,6 +26,7 @@ from kv_pool.replay.compare.policy_run import (
 from kv_pool.replay.compare.references import References, measure_references
 from kv_pool.replay.report import OnProgress, make_provenance
 from kv_pool.replay.trace_writer import writing
+from kv_pool.replay.worker_processes import count_running, list_ended
 from kv_pool.threads import submit
 from kv_pool.version import __version__
 
@@ -95,7 +96,8 @@ def compare_policies(
         finished: a file to which each finished run is appended. A later call reads it and goes on; changed
             traces, policies, settings and versions of kv_pool are run again. Deleted when all runs are
             finished.
-        on_progress: called in this thread, for each run that ends, with its error if it fails.
+        on_progress: called in this thread, for each run that ends, with its error if it fails; with
+            `WorkerProcesses` a few times per second meanwhile.
     Returns:
         The results. A run that fails, for example because its policy is broken, has a row with its error.
     Raises:
@@ -169,9 +171,12 @@ def _run_all(
     results: dict[tuple[int, str, int], Any] = {}
     pending: dict[Future[Any], _Job] = {}
 
-    def notify(what: str) -> None:
+    last = "no run yet"
+
+    def notify() -> None:
         if on_progress is not None:
-            on_progress(f"{len(results)} of {len(jobs)}, {what}", len(results) / len(jobs))
+            share = (len(results) + count_running(executor)) / len(jobs)
+            on_progress(f"{len(results)} of {len(jobs)}, {last}", share)
 
     try:
         for job in jobs:
@@ -182,17 +187,18 @@ def _run_all(
             else:
                 results[job.place] = result
         if results:
-            notify("finished before")
-        for future in as_completed(pending):
+            last = "finished before"
+            notify()
+        for future in list_ended(pending, notify):
             job = pending[future]
-            label = job.label
+            last = job.label
             ended = attempt(future.result)  # the executor may fail, too
             results[job.place] = ended
             if isinstance(ended, Failure):
-                label += f": {ended.describe()}"
+                last += f": {ended.describe()}"
             elif finished is not None:
                 _append_finished(finished, job.key, ended)
-            notify(label)
+            notify()
     finally:
         for future in pending:
             future.cancel()  # no-op after the end of its job

@@ -18,6 +18,7 @@ from kv_pool.replay.compare.comparison import LRU
 from kv_pool.replay.request_outcomes import RequestOutcome
 from kv_pool.replay.settings import ReplaySettings
 from kv_pool.replay.simulator import run_replay
+from kv_pool.replay.worker_processes import report_share
 from kv_pool.version import __version__
 
 _Result = TypeVar("_Result")
@@ -173,7 +174,7 @@ def run_policy(settings: ReplaySettings, source: PolicySource, origin: Origin) -
         if outcome.outcome != "refused":
             admitted += outcome.blocks_looked_up - outcome.blocks_hit
 
-    report = run_replay(replace(settings, policy=LRU), on_outcome=note, policy=policy)
+    report = run_replay(replace(settings, policy=LRU), report_share, on_outcome=note, policy=policy)
     assert report.provenance is not None
     origin.check_trace(settings.trace, report.provenance.trace_sha256)
     outcomes.sort()  # requests end in another order than they arrive (trace clock)

@@ -6,7 +6,7 @@ from time import perf_counter
 import numpy as np
 
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.replay.curves.curve_report import CurvePoint, CurveReport, CurveSample, locate_knee
+from kv_pool.replay.curves.curve_report import CurveCounts, CurvePoint, CurveReport, CurveSample, locate_knee
 from kv_pool.replay.curves.estimates import Estimates
 from kv_pool.replay.curves.sampling import Sampler, read_prompts
 from kv_pool.replay.report import OnProgress, make_provenance
@@ -58,7 +58,7 @@ def measure_curves(
     sampler = None if sample_rate is None else Sampler(settings, trace, block_size, sample_rate)
     read = read_prompts(settings, trace, block_size, sampler, lambda share: notify("reading", share))
     read_at = perf_counter()
-    notify("LRU", 0.0)
+    read.reuse.on_share = lambda share: notify("LRU", share)
     estimates = Estimates(read.reuse, read.groups, sample_rate or 1.0)
     largest = max(read.num_blocks, default=1)
     if capacities is None:
@@ -66,9 +66,9 @@ def measure_curves(
     capacities = sorted(set(capacities))
     of_lru = [estimates.count_lru(capacity) for capacity in capacities]
     lru_at = perf_counter()
-    of_optimum = []
-    for number, capacity in enumerate(capacities):
-        notify("optimum", number / len(capacities))
+    of_optimum: list[CurveCounts] = []
+    read.reuse.on_share = lambda share: notify("optimum", (len(of_optimum) + share) / len(capacities))
+    for capacity in capacities:
         of_optimum.append(estimates.count_optimum(capacity))
     optimum_at = perf_counter()
     sizes = np.sort(np.array(read.num_blocks))

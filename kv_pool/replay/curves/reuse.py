@@ -13,8 +13,9 @@ Tarjan, 1983), whatever the number of blocks.
 """
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice, pairwise
 
 import numpy as np
@@ -22,6 +23,7 @@ import numpy as np
 from kv_pool.errors import TraceError
 from kv_pool.replay.settings import ReplaySettings
 from kv_pool.replay.trace import Trace, TraceRequest
+from kv_pool.threads import Workers
 
 _ID_BYTES = 8
 _HASH_BYTES = 16
@@ -152,10 +154,12 @@ class Reuse:
         num_distinct: number of distinct cacheable blocks.
         num_recomputed: number of times that a request uses a known block beyond its `max_hit`, and so
             computes a block that may be cached.
+        on_share: called about a thousand times in each `list_pieces`, with the share of the requests so far.
     """
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
+        self.on_share: Callable[[float], object] = lambda share: None
         self.num_cacheable = array("q")
         self.num_blocks = array("q")
         self.max_hit = array("q")
@@ -177,7 +181,10 @@ class Reuse:
     def list_pieces(self) -> Iterator[tuple[list[int], list[int]]]:
         """Yield the owners and the ends of each request's pieces."""
         owner, end = self.owner.tolist(), self.end.tolist()
-        for first, last in pairwise(self.first_piece):
+        step = max(1, len(self) // 1000)
+        for number, (first, last) in enumerate(pairwise(self.first_piece)):
+            if number % step == 0:
+                self.on_share(number / len(self))
             yield owner[first:last], end[first:last]
 
 
@@ -189,6 +196,7 @@ def admit(reuse: Reuse, capacity: int) -> Reuse:
     if capacity >= reuse.largest_request:
         return reuse
     admitted = Reuse(reuse.block_size)
+    admitted.on_share = reuse.on_share
     number_of: list[int] = []  # -1 for a refused request
     pieces_of_refused: dict[int, list[tuple[int, int]]] = {}
     for number, (owners, ends) in enumerate(reuse.list_pieces()):
@@ -293,10 +301,15 @@ class ReuseRecorder:
 
         Raises:
             TraceError: a block occurs after two different prefixes, so its key does not identify a prefix.
+            OutOfThreadsError: the system cannot start another thread.
         """
         reuse = self._reuse
         reuse.num_distinct = sum(map(len, self._new_keys)) // self._key_bytes
-        if _count_distinct(self._new_keys, self._key_bytes) != reuse.num_distinct:
+        # In another thread: a signal such as Ctrl-C would wait for the sort, of seconds for a long trace.
+        counted = Workers("kv_pool curve", 1).submit(
+            partial(_count_distinct, self._new_keys, self._key_bytes)
+        )
+        if counted.result() != reuse.num_distinct:
             raise TraceError(f"a block occurs after two different prefixes, or twice in a prompt; {_NEEDED}")
         return reuse
 
@@ -320,6 +333,7 @@ def _count_distinct(new_keys: list[bytes], key_bytes: int) -> int:
     words = np.frombuffer(b"".join(new_keys), dtype=np.uint64)
     if key_bytes > words.itemsize:
         pairs = words.reshape(-1, key_bytes // words.itemsize)
-        words = pairs[np.lexsort(pairs.T)]
-        return len(pairs) and 1 + int(np.count_nonzero((words[1:] != words[:-1]).any(axis=1)))
-    return len(np.unique(words))
+        pairs = pairs[np.lexsort(pairs.T)]
+        return len(pairs) and 1 + int(np.count_nonzero((pairs[1:] != pairs[:-1]).any(axis=1)))
+    words = np.sort(words)  # np.unique, which hashes since NumPy 2.3, takes ten times as long
+    return len(words) and 1 + int(np.count_nonzero(words[1:] != words[:-1]))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 from kv_pool.core.block_hash import BlockHasher
-from kv_pool.errors import InvalidArgumentError, TraceError
+from kv_pool.errors import InvalidArgumentError, TraceError, describe_known
 from kv_pool.replay.formats.csv_lengths import CsvReader
 from kv_pool.replay.formats.dynamo import DynamoReader
 from kv_pool.replay.formats.event_lines import EventLineReader
@@ -56,13 +56,17 @@ class ConvertSettings:
 
     source: Annotated[str, Option("The file or folder to read.", metavar="INPUT", is_argument=True)]
     source_format: Annotated[
-        str, Option(f"Format of the input: {', '.join(READ_LOSSES)}.", flags=("--from",))
+        str,
+        Option(
+            f"Format of the input: {', '.join(READ_LOSSES)}.", flags=("--from",), known=lambda: READ_LOSSES
+        ),
     ]
     target_format: str = setting(
         f"Format of the output: {', '.join(WRITE_LOSSES)}.",
         default="mooncake",
         name="target_format",
         flags=("--to",),
+        known=lambda: WRITE_LOSSES,
     )
     trace_block_size: int | None = setting(TRACE_BLOCK_SIZE, default=None)
     block_size: int | None = setting(
@@ -94,7 +98,7 @@ class ConvertSettings:
             )
         for name, known in ((self.source_format, READ_LOSSES), (self.target_format, WRITE_LOSSES)):
             if name not in known:
-                raise InvalidArgumentError(f"unknown format {name!r}; known are {', '.join(known)}")
+                raise InvalidArgumentError(f"unknown format {name!r}; {describe_known(name, known)}")
         if self.timestamp_unit is not None:
             find_ms_per_unit(self.timestamp_unit)
             if self.source_format in ("vllm", "events"):

@@ -37,7 +37,7 @@ class PlanCurve:
         trace: the opened trace.
         block_size: tokens per block.
         model: for the bytes of blocks.
-        on_progress: called with the share of the trace that is read, after every 100 requests.
+        on_progress: called with the share of the work: first the reading, then the pass over the requests.
     Raises:
         TraceError: the trace cannot be read, or its ids do not identify prefixes.
 
@@ -61,10 +61,12 @@ class PlanCurve:
         on_progress: Callable[[float], None] | None = None,
     ) -> None:
         has_output = settings.clock == "trace"
+        notify = on_progress or (lambda share: None)
         read = read_prompts(
-            settings, trace, block_size, None, on_progress or (lambda share: None), has_output=has_output
+            settings, trace, block_size, None, lambda share: notify(share / 2), has_output=has_output
         )
         reuse = read.reuse
+        reuse.on_share = lambda share: notify((1 + share) / 2)
         self.requests, self.tokens_in = len(reuse), read.tokens_in
         self.block_size = block_size
         self.block_bytes = model.count_block_bytes(block_size)
@@ -78,6 +80,7 @@ class PlanCurve:
         self.full_capacity = self._lru.find_least_full_capacity()
         self.capacities = choose_capacities(self.largest_request, self.full_capacity)
         self.knee = locate_knee(self.capacities, [self.find_rate(capacity) for capacity in self.capacities])
+        reuse.on_share = lambda share: None  # other passes are for single numbers
 
     def count_tokens(self, capacity: int) -> int:
         """Return the prompt tokens that are hits in `capacity` blocks."""

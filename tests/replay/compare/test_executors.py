@@ -7,13 +7,13 @@ import subprocess
 import sys
 import tempfile
 from contextlib import contextmanager
+from types import ModuleType
 
 import pytest
 from replay.compare.made_comparison import MINE, write_random_trace
 
 from kv_pool import InvalidArgumentError
 from kv_pool.errors import MissingDependencyError, WorkerLostError
-from kv_pool.replay import worker_processes
 from kv_pool.replay.worker_processes import WorkerProcesses, open_executor
 
 TIMEOUT_S = 200
@@ -107,11 +107,17 @@ def check_cluster(folder, kind):
     assert len(expected[1]) == 11
 
 
-@pytest.mark.dask
-def test_without_a_scheduler_there_is_one_error(monkeypatch):
-    monkeypatch.setattr(worker_processes, "CONNECT_S", 0.2)
-    with pytest.raises(WorkerLostError, match=r"no Dask scheduler answers at 127\.0\.0\.1:1"):
-        open_executor("dask://127.0.0.1:1", 1).__enter__()
+@pytest.mark.parametrize(("kind", "module"), [("dask", "distributed"), ("ray", "ray")])
+@pytest.mark.parametrize("port", ["1", "http"], ids=["nothing listens", "no number"])
+def test_without_a_cluster_there_is_one_error(monkeypatch, kind, module, port):
+    """The client of the cluster, which would try again for seconds, is not asked."""
+    package = ModuleType(module)
+    package.Client = package.init = None
+    monkeypatch.setitem(sys.modules, module, package)
+    with pytest.raises(
+        WorkerLostError, match=rf"no (Dask scheduler|Ray cluster) answers at 127\.0\.0\.1:{port}"
+    ):
+        open_executor(f"{kind}://127.0.0.1:{port}", 1).__enter__()
 
 
 @pytest.mark.parametrize("address", ["", "dask", "dask://host", "tcp://host:1", "ray:host:1"])

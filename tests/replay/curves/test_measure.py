@@ -93,6 +93,8 @@ def test_progress_is_reported(settings):
     measure_curves(settings, [9, 20], lambda doing, share: told.append((doing, share)))
     assert list(dict.fromkeys(doing for doing, share in told)) == ["reading", "LRU", "optimum"]
     assert all(0 <= share <= 1 for doing, share in told)
+    assert len({share for doing, share in told if doing == "LRU"}) > 2
+    assert len({share for doing, share in told if doing == "optimum"}) > 4, "it does not move in a capacity"
 
 
 def test_report_matches_its_schema(settings, tmp_path):

@@ -1,10 +1,13 @@
 """Prompts from which no curve can be computed are refused."""
 
+import threading
+
 import pytest
 from replay.curves.made_reuse import read_reuse
 from replay.made_trace import record, write_trace
 
 from kv_pool import TraceError
+from kv_pool.replay.curves import reuse
 from kv_pool.replay.settings import ReplaySettings
 
 SIZE = 8
@@ -31,3 +34,17 @@ def test_mixed_kinds_of_ids_are_refused(tmp_path):
     settings = settings_for(tmp_path, [record(16, [1, 2]), {"token_ids": list(range(16))}])
     with pytest.raises(TraceError, match="line 2 has token ids in a trace of hash ids; a curve needs one"):
         read_reuse(settings)
+
+
+def test_signals_do_not_wait_for_the_count_of_blocks(tmp_path, monkeypatch):
+    """Regression: Ctrl-C waited 17 s for the end of one call of NumPy in the main thread."""
+    callers = []
+    count = reuse._count_distinct
+
+    def note_thread(*arguments):
+        callers.append(threading.current_thread())
+        return count(*arguments)
+
+    monkeypatch.setattr(reuse, "_count_distinct", note_thread)
+    assert read_reuse(settings_for(tmp_path, [record(SIZE * 2, [1, 2])])).num_distinct == 2
+    assert callers != [threading.main_thread()]

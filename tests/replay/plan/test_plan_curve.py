@@ -29,6 +29,18 @@ def test_capacity_for_a_rate_is_the_least_one(tmp_path):
     assert curve.find_capacity(ceiling + 1e-9) is None
 
 
+def test_progress_goes_on_from_the_reading_to_the_pass(tmp_path):
+    settings = make_settings(tmp_path, make_random_records(random.Random(1), 200, 8, True))
+    trace, shares = settings.open_trace(), []
+    curve = PlanCurve(settings, trace, trace.block_size, ModelKV(1, 1, 1), shares.append)
+    assert shares == sorted(shares)
+    assert len({share for share in shares if share > 0.5}) > 2
+    assert shares[-1] <= 1
+    num_notes = len(shares)
+    curve.find_rate(curve.largest_request - 1)
+    assert len(shares) == num_notes
+
+
 def test_generated_blocks_are_part_of_the_trace_clock_only(tmp_path):
     records = [record(16, [1, 2], 9, 0), record(20, [1, 2, 3], 12, 500), record(16, [4, 5], 0, 700)]
     instant = read_curve(make_settings(tmp_path, records, clock="instant"))
