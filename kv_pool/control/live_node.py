@@ -181,12 +181,14 @@ class LiveNode:
             UnknownSequenceError: the sequence has no blocks; the message names some that have.
             PoolExhaustedError: the target, or each known node, has too few free blocks or cannot take the
                 sequence; the message says why.
-            InvalidArgumentError: this node does not offer the backend, or the target's pool is of another
-                kind (`GPUKVPool` or `KVCacheManager`).
+            InvalidArgumentError: the target is this node, this node does not offer the backend, or the
+                target's pool is of another kind (`GPUKVPool` or `KVCacheManager`).
             PeerUnavailableError, PeerAuthenticationError, LayoutMismatchError: the target cannot take it.
             In all cases nothing has changed.
         Blocks until the target has answered.
         """
+        if target is not None:
+            self.migrator.check_is_other(target)
         held = {one.sequence_id: one.num_blocks for one in self.pool.describe_sequences().sequences}
         ids = list(held)
         if sequence_id is None:

@@ -41,7 +41,7 @@ HANDSHAKE_S = 5.0
 """The time limit of a client's handshake."""
 
 _MAX_THREADS = 64
-_TICK_MS = 1000
+_TICK_MS = 250
 _GONE_S = 3.0
 _TICKET_BYTES = 16
 _KEY_BYTES = 32

@@ -350,6 +350,14 @@ class Migrator(Running):
         """
         return self._book.find(migration_id)
 
+    def check_is_other(self, name: NodeName) -> None:
+        """Raise InvalidArgumentError, which lists the other nodes, if this is the node's own name."""
+        if name == self.name:
+            others = ", ".join(self.list_node_names()) or "none; add one to its peers"
+            raise InvalidArgumentError(
+                f"node {name!r} cannot migrate to itself; name another node. It knows: {others}"
+            )
+
     def check_invariants(self) -> None:
         """Verify the invariants of `migration/invariants.py`. Raises CorruptedPoolError; changes nothing."""
         pulls = self._book.list_pulls()
@@ -409,8 +417,7 @@ class Migrator(Running):
     def _check_can_start(self, subject: Subject, peer: NodeName, is_move: bool) -> None:
         if not self._is_running:
             raise MigrationError(f"node {self.name!r} is not running; call start()")
-        if peer == self.name:
-            raise InvalidArgumentError(f"node {self.name!r} cannot migrate to itself; name another node")
+        self.check_is_other(peer)
         if is_move and isinstance(subject, PrefixSubject):
             raise InvalidArgumentError("a prefix cannot be moved, only copied: pass is_move=False")
 

@@ -419,7 +419,7 @@ class PoolSite:
 
     def _decode(self, subject: Subject, offered: Sequence[OfferedBlock], state: bytes) -> SubjectState:
         """Return the decoded state. Raises InvalidArgumentError if it does not fit the offer."""
-        decoded = SubjectState()
+        decoded = SubjectState([], None, b"")
         try:
             if state:
                 decoded = _decoder.decode(state)

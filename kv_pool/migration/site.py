@@ -46,8 +46,10 @@ class Selection:
     state: bytes = b""
 
 
-class SubjectState(msgspec.Struct, array_like=True):
+class SubjectState(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """The decoded form of `Selection.state`: the state that accompanies the blocks of an offer.
+
+    No field has a default, so that a truncated state is not decoded.
 
     Attributes:
         sequence_ids: of a `BlocksSubject`, for each block the sequence that it joins at the target, or None;
@@ -56,9 +58,9 @@ class SubjectState(msgspec.Struct, array_like=True):
         owner: the result of the source's `SequenceOwner.describe`.
     """
 
-    sequence_ids: list[SequenceId | RequestId | None] = []
-    details: Any = None
-    owner: bytes = b""
+    sequence_ids: list[SequenceId | RequestId | None]
+    details: Any
+    owner: bytes
 
 
 @dataclass(eq=False)
@@ -193,7 +195,7 @@ class Selector:
         offered: dict[KVCacheBlock, OfferedBlock] = {}
         for sequence_id in sequence_ids:
             offered |= self._offer_sequence(sequence_id, self._sequences.list_rows(sequence_id))
-        state = SubjectState(holders, self._sequences.describe(sequence_ids) if sequence_ids else None)
+        state = SubjectState(holders, self._sequences.describe(sequence_ids) if sequence_ids else None, b"")
         return Selection(
             blocks,
             [offered[block] if block in offered else self._offer(block, None, ()) for block in blocks],

@@ -238,7 +238,15 @@ def test_invalid_subjects_are_refused():
 
 
 @pytest.mark.parametrize(
-    "said", [b"\xff", b"\x93\x01\x02\x03", b"\x93\x91\x01\x81\x01\x09\xc4\x00", b"\x91\x91\x01"]
+    "said",
+    [
+        b"\xff",
+        b"\x93\x01\x02\x03",
+        b"\x93\x91\x01\x81\x01\x09\xc4\x00",
+        b"\x91\x91\x01",
+        b"\x90",
+        b"\x93\x90\xc0\xc4\x00",
+    ],
 )
 def test_invalid_source_details_are_refused(said):
     here, there = make_sites()
