@@ -33,7 +33,7 @@ from kv_pool.migration.verified_reads import PullSettings, RateLimit
 from kv_pool.threads import Workers
 
 if TYPE_CHECKING:
-    from kv_pool.migration.call_server import CallServer
+    from kv_pool.migration.remote_calls import CallServer
 
 _logger = logging.getLogger(__name__)
 
@@ -145,7 +145,8 @@ class Migrator(Running):
         for backend in backends:
             backend.attach(self._source.check_leased, self._links.connect_bulk)
         if listen is not None and secret is not None:
-            from kv_pool.migration.call_server import BulkListener, CallServer
+            from kv_pool.migration.channel import BulkListener
+            from kv_pool.migration.remote_calls import CallServer
 
             handlers = {backend.name: backend.get_bulk_handler() for backend in backends}
             bulk = BulkListener(handlers, bulk_port)

@@ -15,9 +15,9 @@ from kv_pool.errors import (
     TransferFailedError,
 )
 from kv_pool.migration.backends.tcp import PieceHeader, ReadRuns, Rows, TcpBackend
-from kv_pool.migration.call_server import BulkListener, CallServer
+from kv_pool.migration.channel import BulkListener
 from kv_pool.migration.messages import DescribeNode, describe_failure
-from kv_pool.migration.remote_calls import RemoteCalls
+from kv_pool.migration.remote_calls import CallServer, RemoteCalls
 
 encode = msgspec.msgpack.encode
 
