@@ -42,7 +42,6 @@ from kv_pool.migration.secret import load_secret, write_secret_file
 from kv_pool.migration.sequences import SequenceOwner, Sequences
 from kv_pool.migration.topology import (
     Topology,
-    describe_other_kind,
     find_nearness,
     read_peers,
     read_topology,
@@ -208,41 +207,22 @@ class LiveNode:
                 f"node {self.migrator.name} has no backend {backend!r}; it offers "
                 f"{', '.join(self.migrator.describe().backends)}"
             )
-        if target is None:
-            target = self._choose_target(sequence_id, num_blocks)
-        [(_, there, _)] = self._ask([target])
-        if isinstance(there, KVPoolError):
-            raise there
-        self.migrator.site.layout.check_same(there.layout, f"node {target!r}")
-        other_kind = describe_other_kind(self._site.sequences.kind, there)
-        if other_kind:
-            raise InvalidArgumentError(f"node {target} cannot take sequence {sequence_id}: {other_kind}")
-        if there.num_free_blocks < num_blocks:
-            raise PoolExhaustedError(
-                f"node {target} has too few free blocks for sequence {sequence_id}: {num_blocks} are needed, "
-                f"{there.num_free_blocks} of {there.num_blocks} are free"
-            )
+        answers = self._ask(self.migrator.list_node_names() if target is None else [target])
+        ranking = rank_nodes(self.topology, self.migrator, num_blocks, num_blocks, answers)
+        if not ranking.targets and target is not None:
+            [refusing] = ranking.excluded
+            raise type(refusing.error)(f"node {target} cannot take sequence {sequence_id}: {refusing.reason}")
+        if not ranking.targets:
+            why = "; ".join(ranking.describe().splitlines())
+            raise PoolExhaustedError(f"no node can take sequence {sequence_id}: {why}")
         migration = self.migrator.migrate(
             SequenceSubject(sequence_id),
-            target,
+            ranking.targets[0].name,
             is_move=is_move,
             max_bytes_per_s=max_bytes_per_s or None,
             backend=backend,
         )
         return migration.get_status()
-
-    def _choose_target(self, sequence_id: SequenceId | RequestId, num_blocks: int) -> NodeName:
-        """Return the cheapest known node that can take the sequence.
-
-        Raises:
-            PoolExhaustedError: no node can; the message gives the reason for each.
-        """
-        answers = self._ask(self.migrator.list_node_names())
-        ranking = rank_nodes(self.topology, self.migrator, num_blocks, num_blocks, answers)
-        if not ranking.targets:
-            why = "; ".join(ranking.describe().splitlines())
-            raise PoolExhaustedError(f"no node can take sequence {sequence_id}: {why}")
-        return ranking.targets[0].name
 
     def list_migrations(self, migration_id: str | None = None) -> MigrationList:
         """Return all known migrations, or one. Raises InvalidArgumentError if the id is unknown."""
