@@ -99,9 +99,7 @@ class LiveNode:
         name = NodeName(settings.name)
         self.pool = pool
         self.topology = Topology() if settings.nodes is None else read_topology(settings.nodes)
-        peers = Peers(clock)
-        for known in [] if settings.nodes is None else read_peers(settings.nodes).list_nodes():
-            peers.add(known.name, known.address, known.location)
+        peers = Peers(clock) if settings.nodes is None else read_peers(settings.nodes, clock)
         for text in settings.peer:
             known = parse_peer(text)
             peers.add(known.name, known.address)

@@ -313,7 +313,7 @@ class SourceTransfers:
         self._prepared[message.transfer_id] = transfer
         try:
             if message.is_move:
-                site.freeze(message.subject)
+                site.freeze(message.subject, selection.rows)
         except Exception:
             del self._prepared[message.transfer_id]
             if lease is not None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from os import PathLike
@@ -286,7 +287,7 @@ def read_topology(path: str | PathLike[str]) -> Topology:
     return Topology({Nearness(name): link for name, link in links.items() if link is not None})
 
 
-def read_peers(path: str | PathLike[str]) -> Peers:
+def read_peers(path: str | PathLike[str], clock: Callable[[], float] = time.monotonic) -> Peers:
     """Return the peers of the same file.
 
         [[peers]]
@@ -298,7 +299,7 @@ def read_peers(path: str | PathLike[str]) -> Peers:
         InvalidArgumentError: as `read_topology`; also if a name or an address is invalid, or a name is used
             twice.
     """
-    peers = Peers()
+    peers = Peers(clock)
     for peer in _read_nodes(path).peers:
         if peer.name in peers:
             raise InvalidArgumentError(f"{path}: two peers are named {peer.name!r}")

@@ -133,7 +133,7 @@ def test_suspended_request_generates_nothing(make_pair):
     site = pair.nodes["a"].site
     held = list_ids(pair.replays["a"], ONE)
     with site.lock:
-        site.freeze(SequenceSubject(ONE))
+        site.freeze(SequenceSubject(ONE), site.select(SequenceSubject(ONE), True).rows)
     pair.run_for(3.0)
     with site.lock:
         site.thaw(SequenceSubject(ONE))
