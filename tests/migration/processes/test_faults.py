@@ -65,6 +65,8 @@ def test_a_killed_target_is_noticed_before_its_lease_ends(is_push):
         assert source.events.poll(noticed_by - time.monotonic()), "it was not noticed"
         _, phase, found_id, _ = source.events.recv()
         assert found_id == migration_id
+    [status] = source.ask("list_statuses")
+    assert "node 'b' has closed its connections" in status[-1]
     assert source.ask("check", [list(range(40))]) == ["r"]
     rig.start_node("b")
     rig.close()
