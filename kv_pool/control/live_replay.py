@@ -21,7 +21,7 @@ from kv_pool.foreign_bytes import UNDECODABLE
 from kv_pool.ids import BlockHash, BlockId, NodeName, RequestId, SequenceId
 from kv_pool.replay.replay_request import ReplayRequest
 from kv_pool.replay.settings import EngineRates
-from kv_pool.replay.trace import Trace
+from kv_pool.replay.trace import Trace, check_blocks
 from kv_pool.storage.block_storage import BlockStorage
 
 STEP_S = 0.05
@@ -289,6 +289,7 @@ class LiveReplay:
         try:
             num_fields = len(msgspec.msgpack.decode(state, type=list[msgspec.Raw]))
             request = msgspec.msgpack.decode(state, type=_LiveRequest)
+            check_blocks(request.num_prompt_tokens, len(request.prompt_ids), request.tokens_per_id)
         except UNDECODABLE as error:
             raise InvalidArgumentError(
                 f"this is not the state of a live replay's request: {error}"

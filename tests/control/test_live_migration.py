@@ -189,6 +189,8 @@ def test_request_that_the_target_cannot_continue_stays(make_pair):
         with pytest.raises(InvalidArgumentError, match=r"fields|state of a live replay"):
             there.expect(ONE + 1, 3, msgspec.msgpack.encode(fields[:num_fields]))
     for name, value in (
+        ("prompt_ids", [4]),
+        ("tokens_per_id", 2**62),
         ("block_hashes", fields[names.index("block_hashes")][:1]),
         ("num_prompt_tokens", 18),
         ("num_generated", 2),
@@ -197,7 +199,7 @@ def test_request_that_the_target_cannot_continue_stays(make_pair):
     ):
         wrong = list(fields)
         wrong[names.index(name)] = value
-        with pytest.raises(InvalidArgumentError, match="contradicts itself"):
+        with pytest.raises(InvalidArgumentError, match=r"contradicts itself|ids of blocks"):
             there.expect(ONE + 1, 3, msgspec.msgpack.encode(wrong))
     there.expect(ONE + 1, 3, state)
     there._waiting.append(pair.replays["a"]._running[str(ONE + 1)])
