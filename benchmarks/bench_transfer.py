@@ -33,10 +33,9 @@ from kv_pool.ids import BlockId, NodeName, TransferId
 from kv_pool.migration.addresses import bind_listener, connect_to, format_address, tune
 from kv_pool.migration.backends.in_process import InProcessBackend
 from kv_pool.migration.backends.tcp import TcpBackend
-from kv_pool.migration.call_server import BulkListener, CallServer
-from kv_pool.migration.channel import Channel
+from kv_pool.migration.channel import BulkListener, Channel
 from kv_pool.migration.messages import Cancelled
-from kv_pool.migration.remote_calls import RemoteCalls
+from kv_pool.migration.remote_calls import CallServer, RemoteCalls
 from kv_pool.migration.transfer_backend import BlockReader, ConnectBulk, TransferBackend
 from kv_pool.storage import KVStorage
 from kv_pool.storage.checksums import checksum_blocks

@@ -120,7 +120,9 @@ class MigrationRoutes:
 
     def _check_connected(self, device_id: int, devices: Container[int]) -> None:
         if device_id not in devices:
+            own_id = self._pool.device_id
+            what = "the pool's own" if device_id == own_id else f"not connected to device {own_id}"
             raise UnknownDeviceError(
-                f"device {device_id!r} is not connected to device {self._pool.device_id}; the connected "
-                f"devices are {sorted({*self._peers, *self._nodes})}. See connect() and attach()."
+                f"device {device_id!r} is {what}; the connected devices are "
+                f"{sorted({*self._peers, *self._nodes})}. See connect() and attach()."
             )

@@ -42,7 +42,6 @@ from kv_pool.migration.secret import load_secret, write_secret_file
 from kv_pool.migration.sequences import SequenceOwner, Sequences
 from kv_pool.migration.topology import (
     Topology,
-    describe_other_kind,
     find_nearness,
     read_peers,
     read_topology,
@@ -100,9 +99,7 @@ class LiveNode:
         name = NodeName(settings.name)
         self.pool = pool
         self.topology = Topology() if settings.nodes is None else read_topology(settings.nodes)
-        peers = Peers(clock)
-        for known in [] if settings.nodes is None else read_peers(settings.nodes).list_nodes():
-            peers.add(known.name, known.address, known.location)
+        peers = Peers(clock) if settings.nodes is None else read_peers(settings.nodes, clock)
         for text in settings.peer:
             known = parse_peer(text)
             peers.add(known.name, known.address)
@@ -181,12 +178,14 @@ class LiveNode:
             UnknownSequenceError: the sequence has no blocks; the message names some that have.
             PoolExhaustedError: the target, or each known node, has too few free blocks or cannot take the
                 sequence; the message says why.
-            InvalidArgumentError: this node does not offer the backend, or the target's pool is of another
-                kind (`GPUKVPool` or `KVCacheManager`).
+            InvalidArgumentError: the target is this node, this node does not offer the backend, or the
+                target's pool is of another kind (`GPUKVPool` or `KVCacheManager`).
             PeerUnavailableError, PeerAuthenticationError, LayoutMismatchError: the target cannot take it.
             In all cases nothing has changed.
         Blocks until the target has answered.
         """
+        if target is not None:
+            self.migrator.check_is_other(target)
         held = {one.sequence_id: one.num_blocks for one in self.pool.describe_sequences().sequences}
         ids = list(held)
         if sequence_id is None:
@@ -206,41 +205,22 @@ class LiveNode:
                 f"node {self.migrator.name} has no backend {backend!r}; it offers "
                 f"{', '.join(self.migrator.describe().backends)}"
             )
-        if target is None:
-            target = self._choose_target(sequence_id, num_blocks)
-        [(_, there, _)] = self._ask([target])
-        if isinstance(there, KVPoolError):
-            raise there
-        self.migrator.site.layout.check_same(there.layout, f"node {target!r}")
-        other_kind = describe_other_kind(self._site.sequences.kind, there)
-        if other_kind:
-            raise InvalidArgumentError(f"node {target} cannot take sequence {sequence_id}: {other_kind}")
-        if there.num_free_blocks < num_blocks:
-            raise PoolExhaustedError(
-                f"node {target} has too few free blocks for sequence {sequence_id}: {num_blocks} are needed, "
-                f"{there.num_free_blocks} of {there.num_blocks} are free"
-            )
+        answers = self._ask(self.migrator.list_node_names() if target is None else [target])
+        ranking = rank_nodes(self.topology, self.migrator, num_blocks, num_blocks, answers)
+        if not ranking.targets and target is not None:
+            [refusing] = ranking.excluded
+            raise type(refusing.error)(f"node {target} cannot take sequence {sequence_id}: {refusing.reason}")
+        if not ranking.targets:
+            why = "; ".join(ranking.describe().splitlines())
+            raise PoolExhaustedError(f"no node can take sequence {sequence_id}: {why}")
         migration = self.migrator.migrate(
             SequenceSubject(sequence_id),
-            target,
+            ranking.targets[0].name,
             is_move=is_move,
             max_bytes_per_s=max_bytes_per_s or None,
             backend=backend,
         )
         return migration.get_status()
-
-    def _choose_target(self, sequence_id: SequenceId | RequestId, num_blocks: int) -> NodeName:
-        """Return the cheapest known node that can take the sequence.
-
-        Raises:
-            PoolExhaustedError: no node can; the message gives the reason for each.
-        """
-        answers = self._ask(self.migrator.list_node_names())
-        ranking = rank_nodes(self.topology, self.migrator, num_blocks, num_blocks, answers)
-        if not ranking.targets:
-            why = "; ".join(ranking.describe().splitlines())
-            raise PoolExhaustedError(f"no node can take sequence {sequence_id}: {why}")
-        return ranking.targets[0].name
 
     def list_migrations(self, migration_id: str | None = None) -> MigrationList:
         """Return all known migrations, or one. Raises InvalidArgumentError if the id is unknown."""

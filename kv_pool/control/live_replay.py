@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from math import isfinite
 from threading import Event
 from zlib import crc32
 
@@ -20,7 +21,7 @@ from kv_pool.foreign_bytes import UNDECODABLE
 from kv_pool.ids import BlockHash, BlockId, NodeName, RequestId, SequenceId
 from kv_pool.replay.replay_request import ReplayRequest
 from kv_pool.replay.settings import EngineRates
-from kv_pool.replay.trace import Trace
+from kv_pool.replay.trace import Trace, check_blocks
 from kv_pool.storage.block_storage import BlockStorage
 
 STEP_S = 0.05
@@ -284,12 +285,34 @@ class LiveReplay:
         self._note_wrong(request.request_id)
 
     def _decode(self, state: bytes) -> _LiveRequest:
+        """Return the request that `describe` encoded. Raises InvalidArgumentError for other bytes."""
         try:
-            return msgspec.msgpack.decode(state, type=_LiveRequest)
+            num_fields = len(msgspec.msgpack.decode(state, type=list[msgspec.Raw]))
+            request = msgspec.msgpack.decode(state, type=_LiveRequest)
+            check_blocks(request.num_prompt_tokens, len(request.prompt_ids), request.tokens_per_id)
         except UNDECODABLE as error:
             raise InvalidArgumentError(
                 f"this is not the state of a live replay's request: {error}"
             ) from error
+        # Fields that are missing at the end would get their defaults.
+        if num_fields != len(request.__struct_fields__):
+            raise InvalidArgumentError(
+                f"the state of request {request.number} has {num_fields} fields, not the "
+                f"{len(request.__struct_fields__)} of this version; run the same version on both nodes"
+            )
+        num_generated = request.num_tokens - request.num_prompt_tokens
+        if (
+            not 0 <= request.num_generated <= num_generated
+            or len(request.block_hashes) != request.num_tokens // request.block_size
+            or not isfinite(request.computed_s)
+        ):
+            raise InvalidArgumentError(
+                f"the state of request {request.number} contradicts itself: {request.num_tokens} tokens, "
+                f"{request.num_prompt_tokens} of the prompt, {request.num_generated} generated since "
+                f"{request.computed_s} s, and hashes of {len(request.block_hashes)} blocks of "
+                f"{request.block_size} tokens"
+            )
+        return request
 
     # ---- bytes -----------------------------------------------------------------------------------
 

@@ -90,8 +90,8 @@ def find_path(path: str | Path | None, node: NodeName | None, not_node: NodeName
         node: name of the node to connect to.
         not_node: a node never chosen by default.
     Raises:
-        ControlError: both `path` and `node` are given, or neither and several nodes are served; also as
-            `resolve_path`.
+        ControlError: both `path` and `node` are given, or neither and several nodes are served, or none but
+            `not_node`; also as `resolve_path`.
     """
     if path is not None and node is not None:
         raise ControlError("pass either --socket or --node, not both")
@@ -100,7 +100,13 @@ def find_path(path: str | Path | None, node: NodeName | None, not_node: NodeName
     default = resolve_path(None)
     if default.exists():
         return default
-    names = [name for name in list_nodes() if name != not_node]
+    served = list_nodes()
+    names = [name for name in served if name != not_node]
+    if served and not names:
+        raise ControlError(
+            f"node {not_node} is the target and the only pool that is served here, and a node cannot migrate "
+            "to itself; name another target, or the source with --node"
+        )
     if len(names) > 1:
         raise ControlError(f"several pools are served: {', '.join(names)}; choose one with --node")
     return resolve_path(None, names[0]) if names else default

@@ -22,7 +22,7 @@ from kv_pool.migration.sequences import Sequences
 from kv_pool.storage.block_storage import BlockStorage
 
 
-class _TableState(msgspec.Struct, array_like=True):
+class _TableState(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """A block table as positions in the offer, -1 for the null block."""
 
     places: list[int]

@@ -28,6 +28,8 @@ _MAX_PAUSE_S: Final = 30.0
 class MigrationBook:
     """The migrations of a node by transfer id: the running ones and the last 1000 that ended. Thread-safe.
 
+    A pull that holds arrived blocks stays until the hold has ended.
+
     Args:
         on_phase: called with a status at each change, synchronously by the thread that made the change.
     """
@@ -37,9 +39,7 @@ class MigrationBook:
         self._on_phase = on_phase
         self._lock = threading.Lock()
         self._migrations: OrderedDict[TransferId, Migration] = OrderedDict()
-        self._ended: deque[TransferId] = deque()
-        # Pulls that hold arrived blocks; their migrations may be forgotten before the hold ends.
-        self._holding: list[Pull] = []
+        self._ended: deque[Migration] = deque()
 
     # ---- looking ---------------------------------------------------------------------------------
 
@@ -58,10 +58,8 @@ class MigrationBook:
         return [migration for migration in self.list_all() if not migration.phase.is_ended]
 
     def list_pulls(self) -> list[Pull]:
-        """Return the pulls of all migrations, and other pulls that still hold arrived blocks."""
-        with self._lock:
-            pulls = [one for one in self._migrations.values() if isinstance(one, Pull)]
-            return pulls + [pull for pull in self._holding if pull.transfer_id not in self._migrations]
+        """Return the pulls of all migrations."""
+        return [one for one in self.list_all() if isinstance(one, Pull)]
 
     def find(self, migration_id: str) -> Migration:
         """See `Migrator.find_migration`."""
@@ -87,7 +85,7 @@ class MigrationBook:
 
     def release_held(self) -> None:
         """Release the blocks that pulls hold."""
-        for pull in self._holding:
+        for pull in self.list_pulls():
             pull.release()
 
     def note_transfer(self, transfer: Transfer, source: SourceTransfers) -> None:
@@ -103,10 +101,6 @@ class MigrationBook:
 
     def note(self, migration: Migration) -> None:
         """Notify `on_phase` and waiting threads of a changed migration."""
-        if isinstance(migration, Pull) and migration.is_holding():
-            with self._lock:
-                self._holding = [one for one in self._holding if one.is_holding()]
-                self._holding.append(migration)
         is_ended = migration.phase.is_ended
         if self._on_phase is not None:
             try:
@@ -115,13 +109,18 @@ class MigrationBook:
                 _logger.exception("on_phase of node %s failed; the migration continues", self._name)
         migration.note_change()
         if is_ended:
-            self._forget_oldest(migration.transfer_id)
+            self._forget_oldest(migration)
 
-    def _forget_oldest(self, transfer_id: TransferId) -> None:
+    def _forget_oldest(self, ended: Migration) -> None:
+        """Forget the oldest ended migrations, except those that still hold blocks."""
         with self._lock:
-            self._ended.append(transfer_id)
-            if len(self._ended) > MAX_ENDED:
-                self._migrations.pop(self._ended.popleft(), None)
+            self._ended.append(ended)
+            for _ in range(len(self._ended) - MAX_ENDED):
+                oldest = self._ended.popleft()
+                if isinstance(oldest, Pull) and oldest.is_holding():
+                    self._ended.append(oldest)
+                else:
+                    self._migrations.pop(oldest.transfer_id, None)
 
 
 class Housekeeping:

@@ -260,6 +260,6 @@ def rank_nodes(
         sequence_kind=site.sequences.kind,
     )
     ranking.excluded.extend(
-        ExcludedNode(one.name, str(one.there)) for one in answers if isinstance(one.there, KVPoolError)
+        ExcludedNode(one.name, one.there) for one in answers if isinstance(one.there, KVPoolError)
     )
     return ranking

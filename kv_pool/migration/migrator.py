@@ -33,7 +33,7 @@ from kv_pool.migration.verified_reads import PullSettings, RateLimit
 from kv_pool.threads import Workers
 
 if TYPE_CHECKING:
-    from kv_pool.migration.call_server import CallServer
+    from kv_pool.migration.remote_calls import CallServer
 
 _logger = logging.getLogger(__name__)
 
@@ -145,7 +145,8 @@ class Migrator(Running):
         for backend in backends:
             backend.attach(self._source.check_leased, self._links.connect_bulk)
         if listen is not None and secret is not None:
-            from kv_pool.migration.call_server import BulkListener, CallServer
+            from kv_pool.migration.channel import BulkListener
+            from kv_pool.migration.remote_calls import CallServer
 
             handlers = {backend.name: backend.get_bulk_handler() for backend in backends}
             bulk = BulkListener(handlers, bulk_port)
@@ -350,6 +351,14 @@ class Migrator(Running):
         """
         return self._book.find(migration_id)
 
+    def check_is_other(self, name: NodeName) -> None:
+        """Raise InvalidArgumentError, which lists the other nodes, if this is the node's own name."""
+        if name == self.name:
+            others = ", ".join(self.list_node_names()) or "none; add one to its peers"
+            raise InvalidArgumentError(
+                f"node {name!r} cannot migrate to itself; name another node. It knows: {others}"
+            )
+
     def check_invariants(self) -> None:
         """Verify the invariants of `migration/invariants.py`. Raises CorruptedPoolError; changes nothing."""
         pulls = self._book.list_pulls()
@@ -409,8 +418,7 @@ class Migrator(Running):
     def _check_can_start(self, subject: Subject, peer: NodeName, is_move: bool) -> None:
         if not self._is_running:
             raise MigrationError(f"node {self.name!r} is not running; call start()")
-        if peer == self.name:
-            raise InvalidArgumentError(f"node {self.name!r} cannot migrate to itself; name another node")
+        self.check_is_other(peer)
         if is_move and isinstance(subject, PrefixSubject):
             raise InvalidArgumentError("a prefix cannot be moved, only copied: pass is_move=False")
 

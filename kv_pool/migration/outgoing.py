@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import ClassVar
@@ -93,7 +92,6 @@ class Push(OutgoingMigration):
         self._calls = PeerCalls(settings, target)
         self._wanted = wanted
         self._poll_s = min(_POLL_S, settings.lease_s / 10)
-        self._woken = threading.Event()  # it is acknowledged or has ended
 
     def run(self) -> None:
         try:
@@ -121,19 +119,18 @@ class Push(OutgoingMigration):
         elif outcome.state is TransferState.ACKNOWLEDGED:
             self._enter(MigrationPhase.ACKNOWLEDGING, list(outcome.new_ids))
 
-    def _enter(self, phase: MigrationPhase, new_ids: list[BlockId], error: Exception | None = None) -> bool:
-        has_entered = super()._enter(phase, new_ids, error)
-        if phase is not MigrationPhase.READING:
-            self._woken.set()
-        return has_entered
-
     def _ask_until_ended(self) -> None:
         """Poll the target until it reports the end, or until it stops answering after its acknowledgement."""
         num_failures = 0
         while True:
-            is_acknowledged = self.phase is MigrationPhase.ACKNOWLEDGING
-            self._woken.wait(_ADOPTION_S if is_acknowledged else self._poll_s)
-            self._woken.clear()
+            with self._changed:
+                if self.phase is MigrationPhase.ACKNOWLEDGING:
+                    self._changed.wait_for(lambda: self.phase.is_ended, _ADOPTION_S)
+                else:
+                    self._changed.wait_for(
+                        lambda: self.phase.is_ended or self.phase is MigrationPhase.ACKNOWLEDGING,
+                        self._poll_s,
+                    )
             if self.phase.is_ended:
                 return
             is_acknowledged = self.phase is MigrationPhase.ACKNOWLEDGING

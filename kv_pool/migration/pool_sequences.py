@@ -107,6 +107,11 @@ class PoolSequences(Sequences):
         is_whole: bool,
     ) -> None:
         priorities = (details or {}).values()
+        if set(details or {}) != set(sequence_ids):
+            raise InvalidArgumentError(
+                f"the source states the priorities of sequences {list(details or {})[:10]}; expected "
+                f"those of {list(sequence_ids)[:10]}"
+            )
         if not all(NORMAL <= priority <= URGENT for priority in priorities):
             raise InvalidArgumentError(f"the priorities {sorted(priorities)[:10]} are not 0 to 2")
         if is_whole and sequence_ids[0] in self._holdings.holders:

@@ -144,15 +144,16 @@ class PoolSite:
         self._check_whole()
         return self._selector.select(subject, for_move)
 
-    def freeze(self, subject: Subject) -> None:
+    def freeze(self, subject: Subject, rows: dict[Any, Rows]) -> None:
         """Freeze a subject for a move: it cannot be extended, freed or moved until `thaw` or `release`.
 
+        Args:
+            rows: of its selection for the move; the lock was held since.
         Raises:
             FrozenSequenceError: the subject is already frozen. Nothing has changed.
             Errors of the owner. Nothing has changed.
         """
         self._check_whole()
-        rows = self._selector.find_rows(subject)
         check_usable(self.sequences, rows)
         before = self._frozen.get(subject)
         if before is not None and before.state is not _State.OVER:  # a subject without blocks, twice
@@ -419,7 +420,7 @@ class PoolSite:
 
     def _decode(self, subject: Subject, offered: Sequence[OfferedBlock], state: bytes) -> SubjectState:
         """Return the decoded state. Raises InvalidArgumentError if it does not fit the offer."""
-        decoded = SubjectState()
+        decoded = SubjectState([], None, b"")
         try:
             if state:
                 decoded = _decoder.decode(state)
@@ -530,7 +531,7 @@ class LocalMove:
         source.storage.copy_to(target.storage, moves)
         # The old blocks may be reused as soon as this returns, by work on other streams.
         target.storage.synchronize()
-        source.freeze(self.subject)
+        source.freeze(self.subject, selection.rows)
         target.insert(reservation)
         target.adopt(reservation)
         return old_ids, new_ids

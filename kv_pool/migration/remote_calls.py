@@ -1,29 +1,54 @@
-"""`RemoteCalls`: calls to another node over ZeroMQ."""
+"""Calls between nodes over ZeroMQ: `RemoteCalls` makes them, `CallServer` has a node answer them."""
 
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from functools import partial
 
-from kv_pool.closing import Closing
-from kv_pool.errors import PeerAuthenticationError, PeerUnavailableError
+from kv_pool.closing import Closing, Running
+from kv_pool.errors import (
+    InvalidArgumentError,
+    KVPoolError,
+    OutOfThreadsError,
+    PeerAuthenticationError,
+    PeerUnavailableError,
+)
 from kv_pool.events.zmq_module import zmq
 from kv_pool.ids import NodeName
 from kv_pool.migration import messages
-from kv_pool.migration.addresses import connect_to, format_address, parse_address, resolve
-from kv_pool.migration.channel import MAX_MESSAGE_BYTES, Channel
+from kv_pool.migration.addresses import (
+    bind_listener,
+    connect_to,
+    format_address,
+    is_loopback,
+    parse_address,
+    resolve,
+)
+from kv_pool.migration.channel import MAX_MESSAGE_BYTES, BulkListener, Channel
 from kv_pool.migration.secret import derive_curve_pair
+from kv_pool.threads import Workers, start_thread
 
-HANDSHAKE_FAILED = (
+_logger = logging.getLogger(__name__)
+
+HANDSHAKE_S = 5.0
+"""The time limit of a client's handshake."""
+
+_HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
 """The events of a socket monitor that report another secret or protocol at the other end."""
 
+_MAX_THREADS = 64
+_TICK_MS = 250
+_GONE_S = 3.0
 _MAX_IDLE = 4
 _MAX_SOCKETS = 16_384
 _CLOSED_CHECK_S = 0.1  # how soon a call in progress notices `close`
@@ -142,7 +167,7 @@ class _Connection(Closing):
         socket.curve_serverkey = keys[0]
         # Only what ends a connection is reported.
         self._failures = socket.get_monitor_socket(
-            zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILED
+            zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILED
         )
         self._opened.callback(self._failures.close)
         self._opened.callback(socket.disable_monitor)
@@ -192,3 +217,196 @@ def _get_context(process_id: int) -> zmq.Context[zmq.SyncSocket]:
     context = zmq.Context()
     context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
     return context
+
+
+class CallServer(Running):
+    """The listening side of calls, and of the connections over which backends send bytes of blocks.
+
+        with CallServer("127.0.0.1:0", load_secret("secret"), node.answer) as server:
+            print(server.address)
+
+    Args:
+        listen: host:port; port 0 selects a free port.
+        secret: shared by the nodes. A client with another one fails the CURVE handshake.
+        answer: called by several threads. A KVPoolError is sent to the caller; any other error is logged, and
+            its description is sent.
+        bulk: the connections of readers, at the same host; stopped with this server.
+        on_gone: called with the name of a node that has had no connection for three seconds, as when its
+            process has ended. A suspended node keeps its connections.
+    Raises:
+        MissingDependencyError: pyzmq is not installed.
+
+    One thread receives and sends; up to 64 threads answer, and further calls wait. If the system cannot start
+    a thread, the caller gets an error, and the server continues.
+
+    Attributes:
+        address: the listening address, host:port with the actual port; "" while stopped.
+    """
+
+    def __init__(
+        self,
+        listen: str,
+        secret: bytes,
+        answer: messages.Answer,
+        *,
+        bulk: BulkListener | None = None,
+        on_gone: Callable[[NodeName], object] = lambda caller: None,
+    ) -> None:
+        self.listen = listen
+        self.address = ""
+        self.bulk = BulkListener({}) if bulk is None else bulk
+        self._public_key, self._secret_key = derive_curve_pair(secret)
+        self._answer = answer
+        self._on_gone = on_gone
+        self._callers: dict[int, NodeName] = {}  # by the descriptor of the connection
+        self._gone: dict[NodeName, float] = {}  # since when they have no connection
+        self._open = ExitStack()
+        self._answering = threading.Lock()
+        self._receiving: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start listening; nodes can connect on return.
+
+        Raises:
+            InvalidArgumentError: the server is already listening, or `listen` is not a valid address.
+            EndpointError: the address cannot be used, such as a port in use. Nothing is open.
+            OutOfThreadsError: the system cannot start a thread. Nothing is open.
+        """
+        if self.address:
+            raise InvalidArgumentError(f"this server is already listening at {self.address}")
+        with ExitStack() as on_failure:
+            listener = on_failure.enter_context(bind_listener(self.listen))
+            place = listener.getsockname()
+            on_failure.callback(self.bulk.stop)
+            self.bulk.start(parse_address(self.listen)[0])
+            context = zmq.Context()
+            on_failure.callback(context.destroy, linger=0)
+            self._admitting = context.socket(zmq.REP)
+            self._admitting.bind("inproc://zeromq.zap.01")  # asked by ZeroMQ about each client's key
+            self._answers = context.socket(zmq.PULL)
+            self._answers.bind("inproc://answers")
+            self._answered = context.socket(zmq.PUSH)
+            self._answered.sndhwm = 0  # a worker never waits
+            self._answered.connect("inproc://answers")
+            self._router = router = context.socket(zmq.ROUTER)
+            router.linger = 0
+            router.ipv6 = ":" in place[0]
+            router.maxmsgsize = MAX_MESSAGE_BYTES
+            router.handshake_ivl = int(HANDSHAKE_S * 1000)
+            router.tcp_keepalive = 1
+            router.curve_server = True
+            router.curve_secretkey = self._secret_key
+            self._ends = router.get_monitor_socket(zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILED)
+            on_failure.callback(router.disable_monitor)
+            router.use_fd = listener.detach()
+            router.bind(f"tcp://{format_address(*place[:2])}")
+            self._workers = Workers("kv_pool node answers", _MAX_THREADS)
+            self._receiving = start_thread("kv_pool node", self._run)
+            self._open = on_failure.pop_all()
+        self.address = format_address(*place[:2])
+        if not is_loopback(place[0]):
+            _logger.warning(
+                "listening at %s, which other machines may reach: every client that knows the shared secret "
+                "is served. Blocks are sent over the network unencrypted",
+                self.address,
+            )
+
+    def stop(self) -> None:
+        """Close all connections and wait for the answers in progress.
+
+        Do not call it while holding a lock that an answer may need.
+        """
+        if self._receiving is None:
+            return
+        self._send_answer([b""])
+        self._receiving.join()
+        with self._answering:
+            self._open.close()
+        self._workers.stop()
+        self._workers.join()
+        self._receiving = None
+        self.address = ""
+
+    # ---- in the receiving thread -----------------------------------------------------------------
+
+    def _run(self) -> None:
+        answer: list[bytes] = []
+        while answer != [b""]:
+            bulk = self.bulk.list_sockets()
+            poller = zmq.Poller()
+            for one in (self._router, self._admitting, self._ends, self._answers, *bulk):
+                poller.register(one, zmq.POLLIN)
+            ready = dict(poller.poll(_TICK_MS if len(bulk) > 1 or self._gone else None))
+            try:
+                if self._admitting in ready:
+                    self._admit()
+                self._note_ends()  # before a request: a new connection may reuse a descriptor
+                if self._router in ready:
+                    self._receive(self._router.recv_multipart(copy=False))
+                if self._answers in ready:
+                    answer = self._answers.recv_multipart()
+                    self._router.send_multipart(answer)
+                self.bulk.go_on([one for one in bulk if one.fileno() in ready])
+            except Exception:
+                _logger.exception("failed to serve a client of %s", self.address)
+
+    def _admit(self) -> None:
+        """Admit the clients that have the key of this secret (ZeroMQ's authentication protocol, RFC 27)."""
+        version, request_id, *_, key = self._admitting.recv_multipart()
+        code = b"200" if zmq.utils.z85.encode(key) == self._public_key else b"400"
+        self._admitting.send_multipart([version, request_id, code, b"", b"", b""])
+
+    def _note_ends(self) -> None:
+        """Note the connections that have ended, and report the nodes without one."""
+        while self._ends.poll(0):
+            event = zmq.utils.monitor.recv_monitor_message(self._ends)
+            if event["event"] != zmq.EVENT_DISCONNECTED:
+                _logger.info(
+                    "a client of %s was not authenticated: another secret, or not a kv_pool node",
+                    self.address,
+                )
+                continue
+            caller = self._callers.pop(event["value"], None)
+            if caller is not None and caller not in self._callers.values():
+                self._gone[caller] = time.monotonic()
+        for caller, since in list(self._gone.items()):
+            if time.monotonic() - since > _GONE_S:
+                del self._gone[caller]
+                self._workers.submit(partial(self._on_gone, caller))
+
+    def _receive(self, frames: list[zmq.Frame]) -> None:
+        if len(frames) != 3:
+            return
+        client, name, data = (frame.bytes for frame in frames)
+        caller = NodeName(name.decode(errors="replace"))
+        connection = frames[2].get(zmq.SRCFD)
+        assert isinstance(connection, int)
+        self._callers[connection] = caller
+        self._gone.pop(caller, None)
+        try:
+            self._workers.submit(partial(self._reply, client, caller, data))
+        except OutOfThreadsError as error:
+            _logger.warning("refused a call from %s: %s", caller, error)
+            failed = messages.describe_failure(PeerUnavailableError(str(error)))
+            self._router.send_multipart([client, messages.encode_message(failed)])
+
+    # ---- in a thread for answers -----------------------------------------------------------------
+
+    def _reply(self, client: bytes, caller: NodeName, data: bytes) -> None:
+        try:
+            message = messages.decode_message(data)
+            if isinstance(message, messages.OpenBulk):
+                reply: messages.Message = self.bulk.admit(message.backend, caller)
+            else:
+                reply = self._answer(message, caller)
+            encoded = messages.encode_message(reply)
+        except Exception as error:
+            if not isinstance(error, KVPoolError):
+                _logger.exception("failed to answer node %s", caller)
+            encoded = messages.encode_message(messages.describe_failure(error))
+        self._send_answer([client, encoded])
+
+    def _send_answer(self, answer: list[bytes]) -> None:
+        """Pass an answer to the receiving thread; `[b""]` ends it."""
+        with self._answering, suppress(zmq.ZMQError):  # the server has stopped
+            self._answered.send_multipart(answer)

@@ -38,16 +38,20 @@ class Selection:
     Attributes:
         blocks: distinct blocks with content, in the order of the sequence.
         offered: the description of the same blocks for the target.
+        rows: the blocks that a move takes from each sequence; {} for a prefix.
         state: encoded `SubjectState`, read only by a site of the same kind. At most 16 MiB.
     """
 
     blocks: list[KVCacheBlock]
     offered: list[OfferedBlock]
+    rows: dict[Any, Rows] = field(default_factory=dict)
     state: bytes = b""
 
 
-class SubjectState(msgspec.Struct, array_like=True):
+class SubjectState(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """The decoded form of `Selection.state`: the state that accompanies the blocks of an offer.
+
+    No field has a default, so that a truncated state is not decoded.
 
     Attributes:
         sequence_ids: of a `BlocksSubject`, for each block the sequence that it joins at the target, or None;
@@ -56,9 +60,9 @@ class SubjectState(msgspec.Struct, array_like=True):
         owner: the result of the source's `SequenceOwner.describe`.
     """
 
-    sequence_ids: list[SequenceId | RequestId | None] = []
-    details: Any = None
-    owner: bytes = b""
+    sequence_ids: list[SequenceId | RequestId | None]
+    details: Any
+    owner: bytes
 
 
 @dataclass(eq=False)
@@ -159,19 +163,6 @@ class Selector:
             raise InvalidArgumentError("a prefix cannot be moved, only copied: pass is_move=False")
         return self._select_prefix(subject)
 
-    def find_rows(self, subject: Subject) -> dict[Any, Rows]:
-        """Return the blocks that a move of the subject takes from each sequence."""
-        if isinstance(subject, PrefixSubject):
-            raise InvalidArgumentError("a prefix cannot be moved, only copied: pass is_move=False")
-        if isinstance(subject, SequenceSubject):
-            sequence_id = self._sequences.as_id(subject.sequence_id)
-            check_usable(self._sequences, [sequence_id])
-            return {sequence_id: self._sequences.list_rows(sequence_id)}
-        rows: dict[Any, Rows] = {}
-        for block, holder in zip(*self._find_holders(subject, True), strict=True):
-            rows.setdefault(holder, [[]])[0].append(block)
-        return rows
-
     def _select_sequence(self, subject: SequenceSubject, for_move: bool) -> Selection:
         sequence_id = self._sequences.as_id(subject.sequence_id)
         if for_move:
@@ -182,21 +173,30 @@ class Selector:
             self._sequences.check_movable(blocks)
         state = SubjectState([], self._sequences.describe([sequence_id]), self._owner.describe(sequence_id))
         offered = self._offer_sequence(sequence_id, rows)
-        return Selection(blocks, [offered[block] for block in blocks], msgspec.msgpack.encode(state))
+        return Selection(
+            blocks,
+            [offered[block] for block in blocks],
+            {sequence_id: rows},
+            msgspec.msgpack.encode(state),
+        )
 
     def _select_blocks(self, subject: BlocksSubject, for_move: bool) -> Selection:
         blocks, holders = self._find_holders(subject, for_move)
-        sequence_ids = [holder for holder in dict.fromkeys(holders) if holder is not None]
+        rows: dict[Any, Rows] = {}
+        for block, holder in zip(blocks, holders, strict=True):
+            if holder is not None:
+                rows.setdefault(holder, [[]])[0].append(block)
         if for_move:
-            check_usable(self._sequences, sequence_ids)
+            check_usable(self._sequences, rows)
             self._sequences.check_movable(blocks)
         offered: dict[KVCacheBlock, OfferedBlock] = {}
-        for sequence_id in sequence_ids:
+        for sequence_id in rows:
             offered |= self._offer_sequence(sequence_id, self._sequences.list_rows(sequence_id))
-        state = SubjectState(holders, self._sequences.describe(sequence_ids) if sequence_ids else None)
+        state = SubjectState(holders, self._sequences.describe(list(rows)) if rows else None, b"")
         return Selection(
             blocks,
             [offered[block] if block in offered else self._offer(block, None, ()) for block in blocks],
+            rows,
             msgspec.msgpack.encode(state),
         )
 

@@ -234,23 +234,22 @@ class SourceTransfers:
 
     def expire_target(self, target: NodeName) -> None:
         """End the leases of a target whose process has ended, as if they had expired."""
-        with self._site.lock:
-            for transfer in self._prepared.values():
-                if transfer.message.target == target:
-                    transfer.deadline = self._clock()
-        self.expire()
+        self._expire(
+            lambda transfer: transfer.message.target == target,
+            "has closed its connections: its process has ended, or it cannot be reached",
+        )
 
     def expire(self) -> None:
         """End the transfers whose lease has expired (M4); their subjects stay here."""
+        self._expire(self._is_overdue, f"did not renew its lease for {self._lease_s:g} s")
+
+    def _expire(self, is_over: Callable[[Transfer], bool], why: str) -> None:
         with self._site.lock:
-            overdue = [transfer for transfer in self._prepared.values() if self._is_overdue(transfer)]
-            for transfer in overdue:
-                reason = (
-                    f"node {transfer.message.target!r} did not renew its lease for {self._lease_s:g} s, or "
-                    "has ended; the source keeps its blocks"
-                )
+            over = [transfer for transfer in self._prepared.values() if is_over(transfer)]
+            for transfer in over:
+                reason = f"node {transfer.message.target!r} {why}; the source keeps its blocks"
                 self._end(transfer, transfer.outcome or Outcome(TransferState.EXPIRED, reason=reason))
-        for transfer in overdue:
+        for transfer in over:
             self._on_change(transfer)
 
     def find_outcome(self, transfer_id: TransferId) -> Outcome | None:
@@ -313,7 +312,7 @@ class SourceTransfers:
         self._prepared[message.transfer_id] = transfer
         try:
             if message.is_move:
-                site.freeze(message.subject)
+                site.freeze(message.subject, selection.rows)
         except Exception:
             del self._prepared[message.transfer_id]
             if lease is not None:
@@ -347,7 +346,8 @@ class SourceTransfers:
     def _is_overdue(self, transfer: Transfer) -> bool:
         # Another caller of the leases' expire() may have ended the lease already.
         is_taken_back = transfer.lease is not None and transfer.lease.state is not LeaseState.ACTIVE
-        return is_taken_back or transfer.deadline <= self._clock()
+        is_interrupted = transfer.outcome is not None
+        return is_interrupted or is_taken_back or transfer.deadline <= self._clock()
 
     def _extend(self, transfer: Transfer) -> None:
         deadline = self._clock() + self._lease_s

@@ -68,9 +68,8 @@ class Pull(Migration):
     # ---- from other threads ----------------------------------------------------------------------
 
     def cancel(self) -> bool:
-        return self._calls.stop(
-            MigrationCancelledError("the migration was cancelled; the source keeps the blocks")
-        )
+        error = MigrationCancelledError("the migration was cancelled; the source keeps the blocks")
+        return not self.phase.is_ended and self._calls.stop(error)
 
     def renew(self) -> None:
         """Renew the read lease at the source and the write lease here.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from os import PathLike
@@ -11,7 +12,7 @@ from typing import Annotated
 
 import msgspec
 
-from kv_pool.errors import InvalidArgumentError
+from kv_pool.errors import InvalidArgumentError, KVPoolError, LayoutMismatchError, PoolExhaustedError
 from kv_pool.ids import NodeName
 from kv_pool.migration.messages import NodeDescription, NodeLocation
 from kv_pool.migration.peers import Peers
@@ -80,10 +81,14 @@ class Target:
 
 @dataclass(frozen=True)
 class ExcludedNode:
-    """A node that cannot receive the blocks, and the reason."""
+    """A node that cannot receive the blocks, and the error of a migration to it."""
 
     name: NodeName
-    reason: str
+    error: KVPoolError
+
+    @property
+    def reason(self) -> str:
+        return str(self.error)
 
 
 @dataclass(frozen=True)
@@ -179,14 +184,9 @@ class Topology:
         targets = []
         excluded = []
         for node in nodes:
-            reason = describe_other_kind(sequence_kind, node)
-            if layout is not None and node.layout != layout:
-                reason = f"its blocks have another layout: {layout.describe_differences(node.layout)}"
-            elif not reason and node.num_free_blocks < num_blocks:
-                num_free = f"{node.num_free_blocks:,} of {node.num_blocks:,} blocks are free"
-                reason = f"{num_free}, {num_blocks:,} are needed"
-            if reason:
-                excluded.append(ExcludedNode(node.name, reason))
+            error = _find_refusal(node, num_blocks, layout, sequence_kind)
+            if error is not None:
+                excluded.append(ExcludedNode(node.name, error))
                 continue
             nearness = find_nearness(here, node.location)
             link, origin = self._find_link(nearness)
@@ -207,11 +207,20 @@ class Topology:
             return Link(self._moved_bytes[nearness] / self._moving_s[nearness], latency_s), "measured"
 
 
-def describe_other_kind(sequence_kind: str, node: NodeDescription) -> str:
-    """Return why a node cannot receive a sequence of this kind (`Sequences.kind`); "" if it can or may."""
-    if not sequence_kind or node.sequence_kind in ("", sequence_kind):
-        return ""
-    return f"it takes {node.sequence_kind}, and these are {sequence_kind}"
+def _find_refusal(
+    node: NodeDescription, num_blocks: int, layout: BlockLayout | None, sequence_kind: str
+) -> KVPoolError | None:
+    """Return why a node cannot receive these blocks; None if it can. Arguments as for `Topology.rank`."""
+    if layout is not None and node.layout != layout:
+        return LayoutMismatchError(
+            f"its blocks have another layout: {layout.describe_differences(node.layout)}"
+        )
+    if sequence_kind and node.sequence_kind not in ("", sequence_kind):
+        return InvalidArgumentError(f"it takes {node.sequence_kind}, and these are {sequence_kind}")
+    if node.num_free_blocks < num_blocks:
+        num_free = f"{node.num_free_blocks:,} of {node.num_blocks:,} blocks are free"
+        return PoolExhaustedError(f"{num_free}, {num_blocks:,} are needed")
+    return None
 
 
 def find_nearness(here: NodeLocation, there: NodeLocation) -> Nearness:
@@ -278,7 +287,7 @@ def read_topology(path: str | PathLike[str]) -> Topology:
     return Topology({Nearness(name): link for name, link in links.items() if link is not None})
 
 
-def read_peers(path: str | PathLike[str]) -> Peers:
+def read_peers(path: str | PathLike[str], clock: Callable[[], float] = time.monotonic) -> Peers:
     """Return the peers of the same file.
 
         [[peers]]
@@ -290,7 +299,7 @@ def read_peers(path: str | PathLike[str]) -> Peers:
         InvalidArgumentError: as `read_topology`; also if a name or an address is invalid, or a name is used
             twice.
     """
-    peers = Peers()
+    peers = Peers(clock)
     for peer in _read_nodes(path).peers:
         if peer.name in peers:
             raise InvalidArgumentError(f"{path}: two peers are named {peer.name!r}")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -122,36 +123,31 @@ class PeerCalls:
     def __init__(self, settings: PullSettings, peer: NodeName) -> None:
         self._settings = settings
         self._peer = peer
-        self._lock = threading.Lock()
-        self._is_too_late = False
-        self._stopped_by: MigrationError | None = None
+        # Done once it is decided: with the reason to stop, or without one if it is too late to stop.
+        self._decided: Future[None] = Future()
         self._woken = threading.Event()
 
     def stop(self, reason: MigrationError) -> bool:
         """Make `check_wanted` raise `reason` from now on. Return False if it is too late to stop."""
-        with self._lock:
-            if self._is_too_late:
-                return False
-            if self._stopped_by is None:
-                self._stopped_by = reason
-        self._woken.set()
-        return True
+        with suppress(InvalidStateError):
+            self._decided.set_exception(reason)
+            self._woken.set()
+        return self._decided.exception() is not None
 
     def check_wanted(self) -> None:
         """Raise the reason for which the migration was stopped, if any."""
-        if self._stopped_by is not None:
-            raise self._stopped_by
+        if self._decided.done():
+            self._decided.result()
 
     def refuse_stop(self) -> None:
         """Refuse `stop` from now on."""
-        with self._lock:
-            self._is_too_late = True
+        with suppress(InvalidStateError):
+            self._decided.set_result(None)
 
     def commit(self) -> None:
         """Refuse `stop` from now on; raise the reason if the migration was already stopped."""
-        with self._lock:
-            self.check_wanted()
-            self._is_too_late = True
+        self.refuse_stop()
+        self.check_wanted()
 
     def wait(self, seconds: float) -> None:
         """Wait for `seconds` or until the migration is stopped."""

@@ -134,6 +134,9 @@ def test_unknown_devices_and_mismatched_pools_are_refused():
         UnknownDeviceError, match=r"device 7 is not connected to device 0; the connected devices are \[1\]"
     ):
         here.migrate_blocks(here.blocks_of(1), 7)
+    for migrate in (here.migrate_blocks, here.migrate_sequence):
+        with pytest.raises(UnknownDeviceError, match="device 0 is the pool's own; the connected devices are"):
+            migrate([1] if migrate == here.migrate_blocks else 1, 0)
     with pytest.raises(InvalidArgumentError, match="device 1 is already connected"):
         here.connect(make(device_id=1))
     with pytest.raises(InvalidArgumentError, match="device 0 is already connected"):

@@ -42,7 +42,7 @@ def arrive(source, target, subject, is_move):
     """Run until the target has the blocks and the source does not know it."""
     selection = source.select(subject, is_move)
     if is_move:
-        source.freeze(subject)
+        source.freeze(subject, selection.rows)
     reservation = target.reserve(subject, selection.offered, selection.state)
     copy_bytes(source, target, selection, reservation)
     target.insert(reservation)
@@ -106,8 +106,6 @@ def test_a_copied_prefix_is_cached_and_announced():
     assert here.select(PrefixSubject((hash_of(9),)), for_move=False).blocks == []
     with pytest.raises(InvalidArgumentError, match="cannot be moved, only copied"):
         here.select(PrefixSubject(tuple(hashes)), for_move=True)
-    with pytest.raises(InvalidArgumentError, match="cannot be moved, only copied"):
-        here.freeze(PrefixSubject(tuple(hashes)))
 
 
 def test_free_cached_blocks_can_only_be_copied():
@@ -189,7 +187,9 @@ def test_a_migrating_sequence_is_not_evicted_or_moved():
     with pytest.raises(InvalidBlockError):
         here.gpu_pool.shrink(9)
     with pytest.raises(FrozenSequenceError):
-        here.freeze(SequenceSubject(1))
+        here.select(SequenceSubject(1), for_move=True)
+    with pytest.raises(FrozenSequenceError):
+        here.freeze(SequenceSubject(1), here.select(SequenceSubject(1), for_move=False).rows)
     with pytest.raises(FrozenSequenceError):
         here.select(BlocksSubject((1,)), for_move=True)
     with pytest.raises(FrozenSequenceError):
@@ -238,7 +238,15 @@ def test_invalid_subjects_are_refused():
 
 
 @pytest.mark.parametrize(
-    "said", [b"\xff", b"\x93\x01\x02\x03", b"\x93\x91\x01\x81\x01\x09\xc4\x00", b"\x91\x91\x01"]
+    "said",
+    [
+        b"\xff",
+        b"\x93\x01\x02\x03",
+        b"\x93\x91\x01\x81\x01\x09\xc4\x00",
+        b"\x91\x91\x01",
+        b"\x90",
+        b"\x93\x90\xc0\xc4\x00",
+    ],
 )
 def test_invalid_source_details_are_refused(said):
     here, there = make_sites()
@@ -297,7 +305,7 @@ def test_the_sequence_owner_is_called_and_its_details_migrate():
         [],
     ]
     owner.calls.clear()
-    here.freeze(SequenceSubject(2))
+    here.freeze(SequenceSubject(2), here.select(SequenceSubject(2), for_move=True).rows)
     here.thaw(SequenceSubject(2))
     assert owner.calls == [("suspend", 2), ("resume", 2)]
 

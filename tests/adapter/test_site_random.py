@@ -60,7 +60,7 @@ class Moving:
         selection = source.site.select(subject, is_move)
         self.selection = selection
         if is_move:
-            source.site.freeze(subject)
+            source.site.freeze(subject, selection.rows)
         self.lease = None
         if selection.blocks:
             self.lease = source.site.leases.acquire(selection.blocks, FOREVER, "the target")

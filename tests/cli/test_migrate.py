@@ -117,6 +117,7 @@ def test_impossible_migration_is_one_line_and_status_2(folder):
         sequence_id, _ = wait_for_sequence("a")
         for arguments, message in (
             (f"{sequence_id} gone", "127.0.0.1:1: cannot connect"),
+            (f"{sequence_id} a", "node 'a' cannot migrate to itself; name another node. It knows: gone"),
             ("7 gone", f"sequence 7 has no blocks on node a; these have: {sequence_id}"),
             ("x gone", "'x' is not a sequence id of a GPUKVPool; give a number, or newest"),
             (f"{sequence_id} gone --max-rate fast", "'fast' is not a rate; write it as 100MB/s"),

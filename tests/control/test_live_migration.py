@@ -1,5 +1,6 @@
 """Running requests of a live replay that migrate to another one, and their bytes."""
 
+import math
 import random
 from contextlib import ExitStack
 from dataclasses import replace
@@ -20,7 +21,7 @@ from control.live_checks import (
 from replay.made_trace import make_random_records, record
 
 from kv_pool import CorruptedPoolError, InvalidArgumentError, PoolExhaustedError
-from kv_pool.control.live_replay import STEP_S, find_first_number
+from kv_pool.control.live_replay import STEP_S, _LiveRequest, find_first_number
 from kv_pool.events.event_publisher import NullEventPublisher
 from kv_pool.migration.backends.in_process import InProcessBackend
 from kv_pool.migration.messages import SequenceSubject
@@ -132,7 +133,7 @@ def test_suspended_request_generates_nothing(make_pair):
     site = pair.nodes["a"].site
     held = list_ids(pair.replays["a"], ONE)
     with site.lock:
-        site.freeze(SequenceSubject(ONE))
+        site.freeze(SequenceSubject(ONE), site.select(SequenceSubject(ONE), True).rows)
     pair.run_for(3.0)
     with site.lock:
         site.thaw(SequenceSubject(ONE))
@@ -182,6 +183,25 @@ def test_request_that_the_target_cannot_continue_stays(make_pair):
     ):
         with pytest.raises(InvalidArgumentError):
             there.expect(sequence_id, num_blocks, said)
+    fields = msgspec.msgpack.decode(state)
+    names = list(_LiveRequest.__struct_fields__)
+    for num_fields in range(len(fields)):
+        with pytest.raises(InvalidArgumentError, match=r"fields|state of a live replay"):
+            there.expect(ONE + 1, 3, msgspec.msgpack.encode(fields[:num_fields]))
+    for name, value in (
+        ("prompt_ids", [4]),
+        ("tokens_per_id", 2**62),
+        ("block_hashes", fields[names.index("block_hashes")][:1]),
+        ("num_prompt_tokens", 18),
+        ("num_generated", 2),
+        ("num_generated", -1),
+        ("computed_s", math.nan),
+    ):
+        wrong = list(fields)
+        wrong[names.index(name)] = value
+        with pytest.raises(InvalidArgumentError, match=r"contradicts itself|ids of blocks"):
+            there.expect(ONE + 1, 3, msgspec.msgpack.encode(wrong))
+    there.expect(ONE + 1, 3, state)
     there._waiting.append(pair.replays["a"]._running[str(ONE + 1)])
     with pytest.raises(InvalidArgumentError, match="is here already: it waits for blocks"):
         pair.migrate(ONE + 1)

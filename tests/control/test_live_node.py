@@ -121,7 +121,8 @@ def test_impossible_migration_is_refused_before_it_starts(folder):
         for sequence_id, target, error, message in (
             (7, "b", UnknownSequenceError, "sequence 7 has no blocks on node a; these have: 1, 2"),
             (1, "z", PeerUnavailableError, "node 'z' is unknown; known nodes: b"),
-            (1, "b", PoolExhaustedError, "3 are needed, 1 of 10 are free"),
+            (1, "b", PoolExhaustedError, "b cannot take sequence 1: 1 of 10 blocks are free, 3"),
+            (1, "a", InvalidArgumentError, "'a' cannot migrate to itself; name another node. It knows: b"),
         ):
             with pytest.raises(error, match=message):
                 client.migrate(sequence_id, target)

@@ -96,7 +96,8 @@ def test_default_is_the_plain_socket_or_that_of_the_only_node(runtime):
     with listening(runtime / "control-a.sock"):
         assert list_nodes() == ["a"]
         assert find_path(None, None) == runtime / "control-a.sock"
-        assert find_path(None, None, not_node="a") == runtime / "control.sock"
+        with pytest.raises(ControlError, match="node a is the target and the only pool that is served"):
+            find_path(None, None, not_node="a")
         with listening(runtime / "control-b.sock"):
             with pytest.raises(ControlError, match="several pools are served: a, b; choose one with"):
                 find_path(None, None)

@@ -106,7 +106,7 @@ class Departure(Node):
         self.is_restarted = is_restarted
 
     def freeze(self):
-        self.site.freeze(MOVING)
+        self.site.freeze(MOVING, self.site.select(MOVING, True).rows)
 
     def thaw(self):
         self.site.thaw(MOVING)

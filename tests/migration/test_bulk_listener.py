@@ -9,12 +9,11 @@ from made_threads import no_new_threads
 from migration.made_channels import LONG, count_node_threads, has_ended, soon
 
 from kv_pool.errors import EndpointError, MigrationError, PeerUnavailableError
-from kv_pool.migration import call_server
+from kv_pool.migration import channel as channel_module
 from kv_pool.migration.addresses import bind_listener, connect_to
-from kv_pool.migration.call_server import BulkListener, CallServer
-from kv_pool.migration.channel import Channel
+from kv_pool.migration.channel import BulkListener, Channel
 from kv_pool.migration.messages import DescribeNode
-from kv_pool.migration.remote_calls import RemoteCalls
+from kv_pool.migration.remote_calls import CallServer, RemoteCalls
 
 SECRET = b"the secret of all nodes"
 
@@ -30,7 +29,7 @@ def listen(handler=send_back, port=0, **limits):
     bulk = BulkListener({"backwards": handler}, port)
     with pytest.MonkeyPatch.context() as patch:
         for name, limit in limits.items():
-            patch.setattr(call_server, name, limit)
+            patch.setattr(channel_module, name, limit)
         with CallServer("127.0.0.1:0", SECRET, lambda *_: DescribeNode(), bulk=bulk):
             yield bulk
 

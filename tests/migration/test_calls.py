@@ -23,9 +23,8 @@ from kv_pool.errors import (
     PeerUnavailableError,
     StaleTransferError,
 )
-from kv_pool.migration import call_server
+from kv_pool.migration import remote_calls
 from kv_pool.migration.addresses import connect_to
-from kv_pool.migration.call_server import CallServer
 from kv_pool.migration.messages import (
     Acknowledged,
     AskPull,
@@ -38,7 +37,7 @@ from kv_pool.migration.messages import (
     decode_message,
     encode_message,
 )
-from kv_pool.migration.remote_calls import RemoteCalls, _Connection
+from kv_pool.migration.remote_calls import CallServer, RemoteCalls, _Connection
 from kv_pool.migration.secret import derive_curve_pair
 
 SECRET = b"the secret of all nodes"
@@ -290,7 +289,7 @@ def test_a_port_in_use_raises_an_endpoint_error():
     "garbage", [b"GET / HTTP/1.1\r\n\r\n" * 20, bytes(100_000), b"\xff" + bytes(8) + b"\x7f\x03" + bytes(500)]
 )
 def test_garbage_does_not_affect_other_clients(garbage, monkeypatch):
-    monkeypatch.setattr(call_server, "HANDSHAKE_S", 0.5)
+    monkeypatch.setattr(remote_calls, "HANDSHAKE_S", 0.5)
     with serve(Node()) as server, closing(RemoteCalls(server.address, SECRET, "caller")) as calls:
         ask(calls)
         for _ in range(5):
@@ -306,7 +305,7 @@ def test_garbage_does_not_affect_other_clients(garbage, monkeypatch):
 
 
 def test_a_silent_stranger_times_out(monkeypatch):
-    monkeypatch.setattr(call_server, "HANDSHAKE_S", 0.05)
+    monkeypatch.setattr(remote_calls, "HANDSHAKE_S", 0.05)
     with serve(Node()) as server, connect_to(server.address, LONG) as stranger:
         stranger.settimeout(LONG)
         while stranger.recv(4096):
@@ -316,7 +315,7 @@ def test_a_silent_stranger_times_out(monkeypatch):
 @pytest.mark.parametrize("num_bytes", [0, 1, 10, 63])
 def test_half_open_connections_take_no_threads(num_bytes, monkeypatch):
     """Regression: with a limit of 30 threads, 64 such connections blocked a node permanently."""
-    monkeypatch.setattr(call_server, "HANDSHAKE_S", LONG)
+    monkeypatch.setattr(remote_calls, "HANDSHAKE_S", LONG)
     with serve(Node()) as server:
         strangers = [connect_to(server.address, LONG) for _ in range(64)]
         for stranger in strangers:

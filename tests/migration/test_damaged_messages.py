@@ -12,7 +12,7 @@ from migration.made_nodes import MadeEngine
 from kv_pool import KVPoolError
 from kv_pool.errors import InvalidArgumentError, TransferFailedError
 from kv_pool.migration import messages
-from kv_pool.migration.backends.tcp import ReadRuns, Rows, TcpBackend, list_rows
+from kv_pool.migration.backends.tcp import ReadBlocks, Rows, TcpBackend, list_rows
 from kv_pool.migration.messages import BlocksSubject, PrefixSubject, SequenceSubject
 from kv_pool.migration.migrator import Migrator
 from kv_pool.migration.remote_calls import RemoteCalls
@@ -66,13 +66,13 @@ def test_a_backend_ends_connections_with_damaged_messages(seed, caplog):
     rng = random.Random(seed)
     engine, node = make_node()
     rows = msgspec.msgpack.encode(Rows(list_rows(engine.storage)))
-    runs = msgspec.msgpack.encode(ReadRuns(ID, [1, 2, 5, 1]))
+    blocks = msgspec.msgpack.encode(ReadBlocks(ID, [1, 2, 5]))
     with node, closing(RemoteCalls(node.address, SECRET, "m")) as calls:
         for _ in range(5):
             channel = calls.connect_bulk("tcp", LONG)
             with suppress(KVPoolError):
                 channel.send(craft_or_damage(rng, rows) if rng.random() < 0.5 else rows, soon())
-                channel.send(craft_or_damage(rng, runs), soon())
+                channel.send(craft_or_damage(rng, blocks), soon())
                 channel.receive(soon())
             channel.close()
         node.check_invariants()

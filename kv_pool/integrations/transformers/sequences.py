@@ -330,6 +330,13 @@ class _RequestOwner(SequenceOwner[RequestId]):
             raise UnknownSequenceError(f"request {sequence_id!r} is not among the requests of this site")
         return dump_request(self._requests[sequence_id])
 
+    def expect(self, sequence_id: RequestId, num_blocks: int, state: bytes, /) -> None:
+        request = load_request(state, self._hasher)
+        if request.request_id != sequence_id:
+            raise InvalidArgumentError(
+                f"the state is that of request {request.request_id!r}, not of {sequence_id!r}"
+            )
+
     def on_arrived(self, sequence_id: RequestId, state: bytes, /) -> None:
         self._requests[sequence_id] = load_request(state, self._hasher)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import ClassVar, TypeVar, cast
+from typing import ClassVar, TypeVar
 
 import msgspec
 import numpy as np
@@ -22,7 +22,15 @@ from kv_pool.errors import (
 from kv_pool.foreign_bytes import UNDECODABLE
 from kv_pool.ids import BlockId, NodeName, TransferId
 from kv_pool.migration.channel import Channel
-from kv_pool.migration.messages import CallFailed, describe_failure, raise_failure
+from kv_pool.migration.messages import (
+    Acknowledged,
+    Message,
+    as_reply,
+    check_reply,
+    decode_message,
+    describe_failure,
+    encode_message,
+)
 from kv_pool.migration.transfer_backend import BlockReader, ReadCount, TransferBackend
 from kv_pool.storage.block_storage import BlockStorage, make_host_buffer
 from kv_pool.storage.segments import HostSpans, IntArray, SegmentTable, find_runs, make_block_ids, split_alike
@@ -46,30 +54,23 @@ class Rows(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     spans: list[int]
 
 
-class ReadRuns(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A request for blocks: `runs` has the first id and the count of each run, alternating."""
+class ReadBlocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A request for blocks, at most as many as the storage has."""
 
     transfer_id: TransferId
-    runs: list[int]
-
-
-class PieceHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The header of `num_blocks` blocks that follow as raw bytes; 0 ends the read, in success or failure."""
-
-    num_blocks: int
-    failed: CallFailed | None = None
+    block_ids: list[BlockId]
 
 
 class TcpBackend(TransferBackend):
     """The reference backend, and the fallback if no faster one is available.
 
-    A reader requests runs of blocks over a connection to the node's own port. The source sends them in pieces
-    of 32 MiB from the storage's memory, and checks before and after each piece that they are leased (M6); the
+    A reader requests blocks over a connection to the node's own port. The source sends them in pieces of 32
+    MiB from the storage's memory, and checks before and after each piece that they are leased (M6); the
     reader receives them into its storage's memory. The bytes are neither encrypted nor authenticated; a
     migration compares checksums, which it gets over an encrypted connection.
 
-        reader   Rows      ReadRuns                                     ReadRuns ...
-        source                       PieceHeader bytes PieceHeader bytes ... PieceHeader(0)
+        reader   Rows      ReadBlocks                                        ReadBlocks ...
+        source                         Acknowledged bytes Acknowledged bytes ... Acknowledged or CallFailed
 
     Args:
         connect_s: time limit for connecting to a peer.
@@ -111,13 +112,13 @@ class TcpBackend(TransferBackend):
         theirs = _decode(channel.receive(time.monotonic() + _SEND_S), Rows).spans
         window = self._make_window(theirs)
         while channel.wait_for_more(_IDLE_S):
-            asked = _decode(channel.receive(time.monotonic() + _SEND_S), ReadRuns)
+            asked = _decode(channel.receive(time.monotonic() + _SEND_S), ReadBlocks)
+            over: Message = Acknowledged()
             try:
                 self._send_blocks(channel, window, asked)
-                over = PieceHeader(0)
             except (StaleTransferError, InvalidBlockError) as error:
-                over = PieceHeader(0, describe_failure(error))
-            channel.send(msgspec.msgpack.encode(over), time.monotonic() + _SEND_S)
+                over = describe_failure(error)
+            channel.send(encode_message(over), time.monotonic() + _SEND_S)
 
     def close(self) -> None:
         self._is_closed = True
@@ -126,14 +127,17 @@ class TcpBackend(TransferBackend):
         rows = choose_rows(list_rows(self.storage), theirs)
         return BlockWindow(self.storage, rows)
 
-    def _send_blocks(self, channel: Channel, window: BlockWindow, asked: ReadRuns) -> None:
-        ids = _expand_runs(asked.runs, self.storage.num_blocks)
+    def _send_blocks(self, channel: Channel, window: BlockWindow, asked: ReadBlocks) -> None:
+        num_blocks = self.storage.num_blocks
+        ids = make_block_ids(asked.block_ids, num_blocks)
+        if len(ids) > num_blocks:
+            raise MigrationError(f"{len(ids)} blocks were requested; the storage has {num_blocks}")
         size = count_piece_blocks(self.storage)
         for start in range(0, len(ids), size):
             some = ids[start : start + size]
             named = some.tolist()
             self._check_leased(asked.transfer_id, named)
-            header = msgspec.msgpack.encode(PieceHeader(len(some)))
+            header = encode_message(Acknowledged())
             channel.send(header, time.monotonic() + _SEND_S, raw=window.read_out(some))
             # The second check confirms that the lease did not end while the bytes were sent.
             self._check_leased(asked.transfer_id, named)
@@ -163,11 +167,9 @@ class TcpReader(BlockReader):
         deadline: float,
     ) -> ReadCount:
         targets = make_block_ids(local_ids, self._storage.num_blocks)
-        sources = np.asarray(remote_ids, np.int64)
-        starts, lengths = find_runs(sources, targets)
-        runs: list[int] = np.stack([sources[starts], lengths], axis=1).reshape(-1).tolist()
+        starts, _ = find_runs(np.asarray(remote_ids, np.int64), targets)
         try:
-            self._channel.send(msgspec.msgpack.encode(ReadRuns(transfer_id, runs)), deadline)
+            self._channel.send(msgspec.msgpack.encode(ReadBlocks(transfer_id, list(remote_ids))), deadline)
             self._receive_blocks(targets, deadline)
         except StaleTransferError:
             raise  # the connection is between two pieces, so it can be reused
@@ -188,41 +190,23 @@ class TcpReader(BlockReader):
         self._channel.close()
 
     def _receive_blocks(self, targets: IntArray, deadline: float) -> None:
-        most = count_piece_blocks(self._storage)
-        num_done = 0
-        while True:
-            header = _decode(self._channel.receive(deadline), PieceHeader)
-            if header.failed is not None:
-                raise_failure(header.failed, self._peer_name)
-            if header.num_blocks == 0 and num_done == len(targets):
-                return
-            if not 0 < header.num_blocks <= min(most, len(targets) - num_done):
-                raise MigrationError(
-                    f"the source sent a piece of {header.num_blocks} blocks after {num_done} of "
-                    f"{len(targets)}; a piece has at most {most}"
-                )
-            some = targets[num_done : num_done + header.num_blocks]
+        size = count_piece_blocks(self._storage)
+        for start in range(0, len(targets), size):
+            self._receive_reply(deadline)
+            some = targets[start : start + size]
             self._channel.receive_raw(self._window.list_target_views(some), deadline)
             self._window.write_in(some)
-            num_done += len(some)
+        self._receive_reply(deadline)
+
+    def _receive_reply(self, deadline: float) -> None:
+        """Receive the message before a piece, or the one that ends the read."""
+        reply = decode_message(self._channel.receive(deadline))
+        as_reply(check_reply(reply, self._peer_name), Acknowledged, self._peer_name)
 
 
 def count_piece_blocks(storage: BlockStorage) -> int:
     """Return the maximum number of blocks of a piece; the same on both sides."""
     return max(1, PIECE_BYTES // storage.block_bytes)
-
-
-def _expand_runs(runs: list[int], num_blocks: int) -> IntArray:
-    """Return the block ids of these runs. Raises MigrationError if the runs are malformed."""
-    if len(runs) % 2 or min(runs[1::2], default=1) < 1 or sum(runs[1::2]) > num_blocks:
-        raise MigrationError(
-            f"malformed request for {len(runs) // 2} runs of {sum(runs[1::2])} blocks; the storage has "
-            f"{num_blocks}"
-        )
-    firsts = make_block_ids(cast("list[BlockId]", runs[::2]), num_blocks)
-    counts = np.array(runs[1::2], np.int64)
-    places_in_runs = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    return make_block_ids(np.repeat(firsts, counts) + places_in_runs, num_blocks)
 
 
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)

@@ -11,9 +11,9 @@ from kv_pool.errors import StaleTransferError
 from kv_pool.migration.backends.in_process import InProcessBackend
 from kv_pool.migration.backends.nixl import NixlBackend
 from kv_pool.migration.backends.tcp import TcpBackend
-from kv_pool.migration.call_server import BulkListener, CallServer
+from kv_pool.migration.channel import BulkListener
 from kv_pool.migration.messages import DescribeNode
-from kv_pool.migration.remote_calls import RemoteCalls
+from kv_pool.migration.remote_calls import CallServer, RemoteCalls
 from kv_pool.storage import BlockStorage, KVStorage, Segment, SegmentTable
 
 SECRET = b"sixteen bytes or more"

@@ -57,8 +57,9 @@ def main():
     sys.path.insert(0, str(Path(__file__).parents[2]))
     from migration.backends.made_links import BACKENDS, SECRET, make_rows
 
-    from kv_pool.migration.call_server import BulkListener, CallServer
+    from kv_pool.migration.channel import BulkListener
     from kv_pool.migration.messages import DescribeNode
+    from kv_pool.migration.remote_calls import CallServer
 
     storage = make_rows(num_blocks, [block_bytes], 0, "x")
     storage.segments.owners[0][:] = make_bytes(num_blocks, block_bytes, seed).reshape(-1)

@@ -14,10 +14,18 @@ from kv_pool.errors import (
     StaleTransferError,
     TransferFailedError,
 )
-from kv_pool.migration.backends.tcp import PieceHeader, ReadRuns, Rows, TcpBackend
-from kv_pool.migration.call_server import BulkListener, CallServer
-from kv_pool.migration.messages import DescribeNode, describe_failure
-from kv_pool.migration.remote_calls import RemoteCalls
+from kv_pool.migration.backends.tcp import ReadBlocks, Rows, TcpBackend
+from kv_pool.migration.channel import BulkListener
+from kv_pool.migration.messages import (
+    Acknowledged,
+    CallFailed,
+    Cancelled,
+    DescribeNode,
+    decode_message,
+    describe_failure,
+    encode_message,
+)
+from kv_pool.migration.remote_calls import CallServer, RemoteCalls
 
 encode = msgspec.msgpack.encode
 
@@ -54,30 +62,26 @@ def test_a_reader_with_other_blocks_is_disconnected(source, rows):
         source.receive(soon())
 
 
-@pytest.mark.parametrize(
-    "runs", [[0], [0, 0], [0, -1], [0, 9], [0, 5, 0, 5], [1, 2**62], [2**62, 1], [1, 2, 3]]
-)
-def test_malformed_runs_get_no_bytes(source, runs):
+@pytest.mark.parametrize("block_ids", [[0] * 9, [2**63], [1.5], "all"])
+def test_malformed_requests_get_no_bytes(source, block_ids):
     source.send(encode(Rows([4096])), soon())
-    source.send(encode(ReadRuns(TRANSFER_ID, runs)), soon())
+    source.send(encode({"transfer_id": TRANSFER_ID, "block_ids": block_ids}), soon())
     try:
-        header = msgspec.msgpack.decode(source.receive(soon()), type=PieceHeader)
+        failed = decode_message(source.receive(soon()))
     except PeerUnavailableError:
         return
-    assert header.num_blocks == 0
-    assert header.failed.error == "InvalidBlockError"
+    assert failed.error == "InvalidBlockError"
 
 
-@pytest.mark.parametrize("runs", [[7, 2], [-1, 1], [8, 1]])
-def test_a_read_of_unknown_blocks_fails_and_the_next_works(source, runs):
+@pytest.mark.parametrize("block_ids", [[7, 8], [-1], [8], [2**62]])
+def test_a_read_of_unknown_blocks_fails_and_the_next_works(source, block_ids):
     source.send(encode(Rows([4096])), soon())
-    source.send(encode(ReadRuns(TRANSFER_ID, runs)), soon())
-    header = msgspec.msgpack.decode(source.receive(soon()), type=PieceHeader)
-    assert (header.num_blocks, header.failed.error) == (0, "InvalidBlockError")
-    source.send(encode(ReadRuns(TRANSFER_ID, [3, 1])), soon())
-    assert msgspec.msgpack.decode(source.receive(soon()), type=PieceHeader) == PieceHeader(1)
+    source.send(encode(ReadBlocks(TRANSFER_ID, block_ids)), soon())
+    assert decode_message(source.receive(soon())).error == "InvalidBlockError"
+    source.send(encode(ReadBlocks(TRANSFER_ID, [3])), soon())
+    assert decode_message(source.receive(soon())) == Acknowledged()
     source.receive_raw([memoryview(bytearray(4096))], soon())
-    assert msgspec.msgpack.decode(source.receive(soon()), type=PieceHeader) == PieceHeader(0)
+    assert decode_message(source.receive(soon())) == Acknowledged()
 
 
 def serve(*said):
@@ -87,8 +91,8 @@ def serve(*said):
         channel.receive(soon())
         channel.receive(soon())
         for one in said:
-            if isinstance(one, PieceHeader):
-                channel.send(encode(one), soon())
+            if isinstance(one, Acknowledged | Cancelled | CallFailed):
+                channel.send(encode_message(one), soon())
             elif isinstance(one, int):
                 channel.send_raw([memoryview(bytes(one))], soon())
             else:
@@ -100,26 +104,17 @@ def serve(*said):
 @pytest.mark.parametrize(
     "said",
     [
-        [PieceHeader(0)],
-        [PieceHeader(3)],
-        [PieceHeader(-1)],
-        [b"what?"],
         [],
-        [PieceHeader(1), 4096, PieceHeader(0)],
-        [PieceHeader(2), 8192, PieceHeader(1)],
-        [PieceHeader(2), 5000],
-        [PieceHeader(0, describe_failure(MigrationError("no reason")))],
-    ],
-    ids=[
-        "nothing",
-        "too much",
-        "less than nothing",
-        "nonsense",
-        "hangs up",
-        "half",
-        "more",
-        "cut off",
-        "fails",
+        [b"what?"],
+        [Cancelled()],
+        [Acknowledged()],
+        [Acknowledged(), 4096],
+        [Acknowledged(), 5000],
+        [Acknowledged(), 8192],
+        [Acknowledged(), 8192, b"what?"],
+        [Acknowledged(), 12288, Acknowledged()],
+        [describe_failure(MigrationError("no reason"))],
+        [Acknowledged(), 8192, describe_failure(MigrationError("no reason"))],
     ],
 )
 def test_a_source_with_a_wrong_answer_fails_the_read(said):
@@ -137,7 +132,7 @@ def test_only_requested_blocks_are_written():
     storage = make_rows(8, [4096], 0, "x")
     fill(storage, 1)
     before = read_all(storage)
-    with serve(PieceHeader(2), 8192, PieceHeader(2), 8192) as server:
+    with serve(Acknowledged(), 12288, Acknowledged()) as server:
         reader = make_backend(server.address, storage).open("source", encode(Rows([4096])))
         with pytest.raises(TransferFailedError):
             reader.read(TRANSFER_ID, [1, 2], [3, 5], time.monotonic() + LONG)
@@ -148,7 +143,7 @@ def test_only_requested_blocks_are_written():
 
 def test_an_ended_lease_raises_a_stale_transfer_error():
     failed = describe_failure(StaleTransferError("it ended"))
-    with serve(PieceHeader(1), 4096, PieceHeader(0, failed)) as server:
+    with serve(Acknowledged(), 8192, failed) as server:
         reader = make_backend(server.address).open("source", encode(Rows([4096])))
         with pytest.raises(StaleTransferError, match="it ended"):
             reader.read(TRANSFER_ID, [1, 2], [3, 4], time.monotonic() + LONG)
