@@ -112,6 +112,6 @@ def test_policies_that_cannot_run_are_refused(trace):
 
 
 def test_kept_prefixes_are_hit_with_any_policy(trace):
-    settings = ReplaySettings(trace, 40, policy="fifo")
+    settings = ReplaySettings(trace, 10, policy="fifo")
     kept = run_replay(replace(settings, keep_prefix_tokens=8))
     assert kept.tokens_hit > run_replay(settings).tokens_hit
