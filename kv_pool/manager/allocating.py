@@ -118,24 +118,6 @@ def cache_written(
         state.block_pool.is_changing = False
 
 
-def check_cacheable(
-    state: ManagerState,
-    request: SchedulableRequest,
-    tables: list[BlockTable] | None,
-    num_prefix_tokens: int,
-    num_tokens: int,
-) -> None:
-    """Raise what caching the first `num_tokens` tokens would raise. Changes nothing.
-
-    Args:
-        tables: None for a request without blocks, whose hits are the first `num_prefix_tokens` tokens.
-    Raises:
-        InvalidArgumentError, InvalidTypeError: the request lacks hashes or fields that this needs.
-    """
-    if state.block_pool.enable_caching:
-        state._caching.find_ends(request, tables, num_prefix_tokens, num_tokens)
-
-
 def start_tables(state: ManagerState, request: SchedulableRequest, step: Step) -> list[BlockTable]:
     """Return a table with the hits for each group; entries before a window are null blocks."""
     pool = state.block_pool

@@ -12,6 +12,7 @@ from kv_pool.core.arguments import as_count
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_keys import make_block_hash_with_group_id
 from kv_pool.core.caching import cache_full
+from kv_pool.core.extra_keys import check_announceable
 from kv_pool.core.freeing import free_listed
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.pool_core import BlockPoolCore
@@ -101,7 +102,9 @@ class SwapPlan(TwoPhasePlan):
         """
         self._check_open()
         self._check_valid()
-        self._check_target(self._target)
+        self._check_absent(self._target)
+        if self._target.block_pool.enable_kv_cache_events:
+            check_announceable(self._request)
         self._plans.begin(self, PlanState.COMMITTED)
         self._cache_copies()
         self._attach()
@@ -188,7 +191,7 @@ class SwapPlan(TwoPhasePlan):
 
     def _attach(self) -> None:
         side = self._source
-        if self.outcome is PlanState.COMMITTED:
+        if self.state is PlanState.COMMITTED:
             side = self._target
             self._change_tables()
         if not side.holds_blocks(self.request_id):
