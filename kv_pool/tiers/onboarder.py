@@ -161,7 +161,7 @@ class OnboardPlan(TwoPhasePlan):
                 "abort the plan and call find_prefix() again"
             )
         self._check_absent(self._manager)
-        caching = self._manager._caching
+        caching = self._manager.caching
         num_tokens = min(self.num_computed_tokens, self._tables[0].num_valid_tokens)
         ends = caching.find_ends(self._request, self._tables, 0, num_tokens)
         self._plans.begin(self, PlanState.COMMITTED)
@@ -382,7 +382,7 @@ class TierOnboarder:
                 self.note_started(prefix)
                 break
             if not delay_cache_blocks:  # now, since this raises what caching would raise at the end
-                self.manager._caching.find_ends(request, None, prefix.num_tokens, num_found + num_new)
+                self.manager.caching.find_ends(request, None, prefix.num_tokens, num_found + num_new)
             plan = self.plan_onboard(request, hit, prefix, num_new_tokens=num_new, **options)
             if plan is None:
                 return None
