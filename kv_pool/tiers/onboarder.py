@@ -363,7 +363,7 @@ class TierOnboarder:
             What `get_computed_blocks`, `plan_onboard` and `allocate_slots` raise; nothing has changed.
         A block that cannot be read is removed from its tier, and the request starts with a shorter prefix.
         """
-        self._plans.check_whole()
+        self._plans.check_none_open(request)
         if "num_external_computed_tokens" in options:
             raise InvalidArgumentError(
                 "num_external_computed_tokens is no option of admit, which takes these tokens from the tiers"
@@ -383,8 +383,9 @@ class TierOnboarder:
                 break
             if not delay_cache_blocks:  # now, since this raises what caching would raise at the end
                 self.manager.caching.find_ends(request, None, prefix.num_tokens, num_found + num_new)
-            plan = self.plan_onboard(request, hit, prefix, num_new_tokens=num_new, **options)
-            if plan is None:
+            rows = self._prefixes.list_blocks(request, prefix.num_tokens, num_found)
+            plan = OnboardPlan(self, request, hit, rows)
+            if not plan.open(prefix, num_new, options):
                 return None
             if plan.apply():
                 break
@@ -420,12 +421,7 @@ class TierOnboarder:
             InvalidBlockError: the tiers no longer have the whole hit; call `find_prefix` again. Nothing has
                 changed.
         """
-        self._plans.check_whole()
-        request_id = request.request_id
-        if request_id in self._plans.by_request:
-            raise InvalidArgumentError(
-                f"request {request_id!r} already has an open plan; commit or abort it first"
-            )
+        request_id = self._plans.check_none_open(request)
         num_device_tokens = 0 if cached_prefix is None else cached_prefix.num_tokens
         if hit.num_tokens < 1 or hit[:2] != (request_id, num_device_tokens):
             raise InvalidArgumentError(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Any, Generic, TypeVar
 
-from kv_pool.core.arguments import refuse_interrupted
+from kv_pool.core.arguments import get_request_id, refuse_interrupted
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.holds import BlockHolds, Hold, HoldState
 from kv_pool.core.pool_core import BlockPoolCore
@@ -116,6 +116,17 @@ class OpenPlans(Generic[P]):
         """Raise PoolInterruptedError if a call of a plan or of one of the pools was interrupted."""
         if self._changing is not None or any(pool.is_changing for pool in self._pools):
             refuse_interrupted()
+
+    def check_none_open(self, request: SchedulableRequest) -> RequestId:
+        """Return the request's id. Raise as `check_whole`, or InvalidArgumentError if it has an open plan."""
+        self.check_whole()
+        request_id = get_request_id("request", request)
+        plan = self.by_request.get(request_id)
+        if plan is not None:
+            raise InvalidArgumentError(
+                f"request {request_id!r} already has an open plan, {plan!r}; commit or abort it first"
+            )
+        return request_id
 
     def begin(self, plan: P, state: PlanState) -> None:
         """Begin a change of the plan and its pools, which `end` completes. A repair leads to this state."""
