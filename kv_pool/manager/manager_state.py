@@ -123,7 +123,7 @@ class ManagerState:
             block_pool.open_policy(policy)
         host = block_pool.policy_host
         for group in self._groups:
-            if host is not None and group.is_cacheable and not group.is_downward_closed:
+            if host is not None and group.is_cacheable and group.forgets:
                 host.unchain(group.group_id)
         if retention is not None:
             self.attach_retention(retention)

@@ -53,7 +53,7 @@ class EqualGroups:
         self.alignment: int = alignment
         self.unit: int = unit
         self.drops_hits: bool = drops_hits
-        self.is_full: bool = first.is_downward_closed
+        self.is_full: bool = not first.forgets
         # Whether hits may end within a block.
         self.is_partial: bool = alignment < first.block_size
         # A drafter needs this many tokens after a hit to be cached, too: they are found and dropped.

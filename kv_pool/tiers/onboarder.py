@@ -262,7 +262,7 @@ class TierOnboarder:
         for group in manager._groups:
             if group.is_cacheable:
                 tiered_cache.note_block_size(group.group_id, group.block_size)
-            skip = None if group.is_downward_closed else group.count_skipped_tokens
+            skip = group.count_skipped_tokens if group.forgets else None
             is_cacheable = group.is_cacheable and manager.block_pool.enable_caching
             groups.append(GroupKeys(group.group_id, group.block_size, group.stride, skip, is_cacheable))
         self._prefixes = TierPrefixes(tiered_cache.list_indexes, groups, manager.alignment)
@@ -292,8 +292,7 @@ class TierOnboarder:
         limit = request.num_tokens - 1
         if max_num_tokens is not None:
             limit = as_count("max_num_tokens", max_num_tokens)
-        is_aligned = start % self.manager.alignment == 0
-        num_tokens = self._prefixes.count_tokens(request, start, limit) if is_aligned else 0
+        num_tokens = self._prefixes.count_tokens(request, start, limit)
         counts = {0: num_tokens}
         if num_tokens and len(self._media) > 1:
             end = start + num_tokens

@@ -93,14 +93,16 @@ class TierPrefixes:
     def count_tokens(self, request: SchedulableRequest, num_device_tokens: int, max_num_tokens: int) -> int:
         """Return how many tokens after the first `num_device_tokens` the tiers have for the request.
 
-        The result is a multiple of the alignment; `num_device_tokens` must be one, too. A group with a window
+        The result is a multiple of the alignment, and 0 if `num_device_tokens` is none. A group with a window
         needs only the blocks that the next token attends to; of these, the blocks before the hit come from
         the device.
         Cost: one look-up for each block of a full-attention group; other groups look up the blocks they
         need once for each length that is tried.
         """
         groups = [*self._full, *self._partial]
-        end = self._align(max_num_tokens) if groups else 0
+        if not groups or num_device_tokens % self._alignment:
+            return 0
+        end = self._align(max_num_tokens)
         for group in groups:
             end = self._align(group.count_blocks(request, end) * group.block_size)
         # Only once: what they have up to an end, they have up to each shorter one.
