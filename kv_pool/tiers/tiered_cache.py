@@ -164,10 +164,10 @@ class TieredCache:
 
     def has_all(self, keys: Iterable[BlockHashWithGroupId]) -> bool:
         """Return True if every key is in a tier or pending."""
-        indexes = self.list_indexes()
-        if len(indexes) == 1:
-            return all(map(indexes[0].__contains__, keys))
-        return all(any(key in index for index in indexes) for key in keys)
+        left = list(keys)
+        for index in self.list_indexes():
+            left = [key for key in left if key not in index]
+        return not left
 
     def list_pending(self) -> list[BlockHashWithGroupId]:
         """Return the keys of reused blocks that are not yet offloaded."""
