@@ -29,7 +29,7 @@ def judge(state: ManagerState, step: Step) -> AllocStatus:
     if (
         fits_sequence(state, step, num_free)
         and fits_step(state, step, num_free + count_to_forget(state, step))
-        and not state._caching.is_unwritten(step.prefix_blocks)
+        and not state.caching.is_unwritten(step.prefix_blocks)
     ):
         return AllocStatus.OK
     pins = list_lasting_pins(state, step.request_id, list_own_blocks(state, step))

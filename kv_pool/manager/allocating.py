@@ -49,14 +49,14 @@ def allocate_step(
             step.caches = False  # what it computes from invalid content
     ends: list[int] | None = None  # now, since this raises for a request without the hashes
     if state.block_pool.enable_caching and step.caches:
-        ends = state._caching.find_ends(request, tables, step.num_prefix, step.num_scheduled)
+        ends = state.caching.find_ends(request, tables, step.num_prefix, step.num_scheduled)
     if not fits_sequence(state, step, state.get_num_free_blocks()):
         return None
     if tables is not None and state._forgets:
         free_skipped_blocks(state, step.request_id, tables, step.num_final)
     if not fits_step(state, step, state.get_num_free_blocks()):
         return None
-    if state._caching.is_unwritten(step.prefix_blocks):
+    if state.caching.is_unwritten(step.prefix_blocks):
         return None
     pool = state.block_pool
     if state.retention is not None:
@@ -80,7 +80,7 @@ def allocate_step(
         note_encoder(state, request, tables)
     state._rules.note_step(request, tables, step)
     if ends is not None:
-        state._caching.cache(request, tables, ends, step.num_scheduled, False, num_loaded)
+        state.caching.cache(request, tables, ends, step.num_scheduled, False, num_loaded)
         if state._rules.chains is not None:
             release_superseded(state, state._rules.chains)
     if step.tables is None:
@@ -104,36 +104,18 @@ def is_quiet(state: ManagerState, request: SchedulableRequest, tables: list[Bloc
     for group in state._groups:
         if not group.is_quiet(tables[group.group_id], step, caches):
             return False
-    return not caches or not state._caching.is_end_due(request, tables, step.num_computed)
+    return not caches or not state.caching.is_end_due(request, tables, step.num_computed)
 
 
 def cache_written(
     state: ManagerState, request: SchedulableRequest, tables: list[BlockTable], num_tokens: int
 ) -> None:
     """Cache the full blocks of the first `num_tokens` tokens, whose content is there."""
-    ends = state._caching.find_ends(request, tables, 0, num_tokens)
+    ends = state.caching.find_ends(request, tables, 0, num_tokens)
     if ends is not None:
         state.block_pool.is_changing = True
-        state._caching.cache(request, tables, ends, num_tokens, is_written=True)
+        state.caching.cache(request, tables, ends, num_tokens, is_written=True)
         state.block_pool.is_changing = False
-
-
-def check_cacheable(
-    state: ManagerState,
-    request: SchedulableRequest,
-    tables: list[BlockTable] | None,
-    num_prefix_tokens: int,
-    num_tokens: int,
-) -> None:
-    """Raise what caching the first `num_tokens` tokens would raise. Changes nothing.
-
-    Args:
-        tables: None for a request without blocks, whose hits are the first `num_prefix_tokens` tokens.
-    Raises:
-        InvalidArgumentError, InvalidTypeError: the request lacks hashes or fields that this needs.
-    """
-    if state.block_pool.enable_caching:
-        state._caching.find_ends(request, tables, num_prefix_tokens, num_tokens)
 
 
 def start_tables(state: ManagerState, request: SchedulableRequest, step: Step) -> list[BlockTable]:
@@ -228,9 +210,9 @@ def copy_content(
         return
     move_keys(state.block_pool, source, copy)
     if copy.key is not None:
-        state._caching.note_unwritten(copy)
+        state.caching.note_unwritten(copy)
     if table.tail_tokens:
-        state._caching.offer_state(step.request_id, group.group_id, copy, table.tail_tokens)
+        state.caching.offer_state(step.request_id, group.group_id, copy, table.tail_tokens)
     table.tail_tokens = 0
     table.copy_position = -1
     free_listed(state.block_pool, [copy])

@@ -16,19 +16,16 @@ class BlockCopies:
 
     Until then no source can be allocated, so no block is both source and target. For states, and for hits
     that end within a block, the targets are held, too: they may be cached, and their request may be freed.
-
-    Attributes:
-        state_pairs: group, source and target of these copies, oldest first.
     """
 
     def __init__(self, pool: BlockPoolCore) -> None:
         self._pool: BlockPoolCore = pool
         self._source_of: dict[KVCacheBlock, KVCacheBlock] = {}
-        self.state_pairs: list[tuple[GroupId, KVCacheBlock, KVCacheBlock]] = []
+        self._group_of: dict[KVCacheBlock, GroupId] = {}  # of the targets that are held
         self._holds: list[Hold] = []  # the hold on the sources, while there are any
 
     def __len__(self) -> int:
-        return len(self._source_of) + len(self.state_pairs)
+        return len(self._source_of)
 
     def find_source(self, block: KVCacheBlock) -> KVCacheBlock:
         """Return the block whose content this block will have: its copy's source, or the block itself."""
@@ -48,7 +45,8 @@ class BlockCopies:
         """Add a copy between two blocks in use, which stays pending if its request is freed."""
         self._pool.origins.note_copy(target, source)
         self._hold([source, target])
-        self.state_pairs.append((group_id, source, target))
+        self._group_of[target] = group_id
+        self._source_of[target] = source  # no call in between
 
     def _hold(self, blocks: list[KVCacheBlock]) -> None:
         book = self._pool.holds
@@ -66,8 +64,7 @@ class BlockCopies:
 
     def check_made(self, request_id: RequestId, blocks: list[KVCacheBlock]) -> None:
         """Raise InvalidArgumentError if the content of one of these blocks is not copied yet."""
-        targets = {target for _, _, target in self.state_pairs}
-        if any(block in self._source_of or block in targets for block in blocks):
+        if any(block in self._source_of for block in blocks):
             raise InvalidArgumentError(
                 f"request {request_id!r} has blocks whose content is not copied yet; apply "
                 "take_block_copies() first"
@@ -101,17 +98,20 @@ class BlockCopies:
         """
         if not self._holds:
             return [], []
-        moves = [BlockMove(source.block_id, target.block_id) for target, source in self._source_of.items()]
-        order = dict.fromkeys(self._source_of.values())
-        for _, source, target in sorted(self.state_pairs, key=lambda pair: pair[0]):
+        moves: list[BlockMove] = []
+        order: dict[KVCacheBlock, None] = {}
+        for target in sorted(self._source_of, key=lambda target: self._group_of.get(target, -1)):
+            source = self._source_of[target]
             moves.append(BlockMove(source.block_id, target.block_id))
-            for block in (source, target):  # each block at its last use
-                order.pop(block, None)
-                order[block] = None
+            order[source] = None
+            if target in self._group_of:
+                for block in (source, target):  # each block at its last use
+                    order.pop(block, None)
+                    order[block] = None
         self._pool.is_changing = True
         self._pool.holds.hand_over(self._holds.pop())
         self._source_of = {}
-        self.state_pairs = []
+        self._group_of = {}
         blocks = list(order)
         if not keeps_blocks:
             free_listed(self._pool, blocks)
@@ -124,8 +124,4 @@ class BlockCopies:
             hold.forget(self._list_needed())
 
     def _list_needed(self) -> dict[KVCacheBlock, None]:
-        needed = dict.fromkeys(self._source_of.values())
-        for _, source, target in self.state_pairs:
-            needed[source] = None
-            needed[target] = None
-        return needed
+        return dict.fromkeys([*self._source_of.values(), *self._group_of])

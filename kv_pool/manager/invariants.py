@@ -121,16 +121,13 @@ def check_copies(manager: KVCacheManager) -> None:
     """Verify T6. O(entries of all tables)."""
     in_tables = {block for _, _, table in list_tables(manager) for block in table.blocks}
     copies = manager.copies._source_of
-    state_targets = {target for _, _, target in manager.copies.state_pairs}
-    for _, source, target in manager.copies.state_pairs:
-        if not manager.copies.is_source(source) or not manager.copies.is_source(target):
-            raise CorruptedPoolError(
-                f"T6: the blocks {source.block_id} and {target.block_id} of a copy are not held"
-            )
     for target, source in copies.items():
-        if target not in in_tables:
+        if target in manager.copies._group_of:
+            if not manager.copies.is_source(target):
+                raise CorruptedPoolError(f"T6: block {target.block_id} is the target of a copy, and not held")
+        elif target not in in_tables:
             raise CorruptedPoolError(f"T6: block {target.block_id} is the target of a copy, and in no table")
-        if source in copies or source in state_targets:
+        if source in copies:
             raise CorruptedPoolError(f"T6: block {source.block_id} is both source and target of copies")
         if not manager.copies.is_source(source):
             raise CorruptedPoolError(f"T6: block {source.block_id} is the source of a copy, and not held")

@@ -114,7 +114,7 @@ class KVCacheManager(ManagerState):
         request_id = get_request_id("request", request)
         num_tokens = junction = 0
         blocks: list[list[KVCacheBlock]]
-        caching = self._caching
+        caching = self.caching
         if not self.block_pool.enable_caching or (
             caching.has_encoder and not caching.covers_encoder(request)
         ):
@@ -309,7 +309,7 @@ class KVCacheManager(ManagerState):
         """
         if self.block_pool.is_changing:
             refuse_interrupted()
-        self._caching.begin_step()
+        self.caching.begin_step()
         return self.copies.take(False)[0]
 
     def take_block_copies_with_blocks(self) -> tuple[list[BlockMove], list[KVCacheBlock]]:
@@ -325,7 +325,7 @@ class KVCacheManager(ManagerState):
 
     def begin_step(self) -> None:
         """Begin a step: states written by the steps before it can be hit. `take_block_copies` calls it."""
-        self._caching.begin_step()
+        self.caching.begin_step()
 
     def fork(self, parent: SchedulableRequest, child: SchedulableRequest) -> None:
         """Start `child` from the current state of `parent`, in the same blocks.
@@ -477,7 +477,7 @@ class KVCacheManager(ManagerState):
                 "the manager does not know which requests cached its blocks; make it with tracks_owners=True"
             )
         running, keys = self._owners.find(adapter, cache_salt, session_id)
-        self._caching.uncached.update([one for one in running if one in self._tables])
+        self.caching.uncached.update([one for one in running if one in self._tables])
         pool = self.block_pool
         if pool.lower_tiers is not None and keys:
             pool.lower_tiers.on_content_invalidated(keys)
@@ -767,7 +767,7 @@ class KVCacheManager(ManagerState):
                     table.num_null_blocks = next(
                         (place for place, block in enumerate(table.blocks) if not block.is_null), num_blocks
                     )
-        self._caching.begin_step()
+        self.caching.begin_step()
         for host in self.list_hosts():
             cast("KVCacheManager", host).repair()
         # Last, since it clears the flag.

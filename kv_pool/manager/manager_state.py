@@ -43,6 +43,7 @@ class ManagerState:
     Args: as for `KVCacheManager`.
 
     Attributes:
+        caching: registers the tables' blocks in the prefix map; for parts of larger calls.
         detached_tables: the tables of requests that are swapped out, or in an open plan or a migration.
         listeners: what follows the life of tables: the retention, the owners of prefixes, the rules; or none.
         discounts_states: whether surplus states may be used instead of blocks to leave free, as by vLLM.
@@ -110,9 +111,9 @@ class ManagerState:
         self._rules: AppliedRules = AppliedRules(
             prefix_rules, specs, self._groups, block_pool, self.alignment
         )
-        self._caching: PrefixCaching = PrefixCaching(block_pool, self._groups, self._rules)
+        self.caching: PrefixCaching = PrefixCaching(block_pool, self._groups, self._rules)
         if self._rules.has_states:
-            self.listeners.append(self._caching)
+            self.listeners.append(self.caching)
         if self._rules.chains is not None:
             self.listeners.append(self._rules)
         self.retention: BlockRetention | None = None
@@ -122,13 +123,13 @@ class ManagerState:
             block_pool.open_policy(policy)
         host = block_pool.policy_host
         for group in self._groups:
-            if host is not None and group.is_cacheable and not group.is_downward_closed:
+            if host is not None and group.is_cacheable and group.forgets:
                 host.unchain(group.group_id)
         if retention is not None:
             self.attach_retention(retention)
         if tracks_owners:
             group_ids = [group.group_id for group in self._groups if group.is_cacheable]
-            self._owners = OwnedPrefixes(block_pool, group_ids, self._caching.uncached)
+            self._owners = OwnedPrefixes(block_pool, group_ids, self.caching.uncached)
             self.listeners.append(self._owners)
 
     def get_num_free_blocks(self) -> int:

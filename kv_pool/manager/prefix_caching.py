@@ -52,7 +52,7 @@ class PrefixCaching(TableListener):
         self._caches_ends: bool = False
         for group in groups:
             if group.is_cacheable and not rules.is_dense:
-                if group.is_downward_closed and group.stride > 1:
+                if not group.forgets and group.stride > 1:
                     self._tail_groups.append(group)
                 if group.reads_before_writes or group.stride > 1:
                     self._caches_ends = True
@@ -254,7 +254,7 @@ class PrefixCaching(TableListener):
                         (position + 1) * group.block_size in (num_written, num_loaded)
                         for position in range(first, end)
                     ]
-                elif not group.is_downward_closed:
+                elif group.forgets:
                     checkpoints = self._rules.list_checkpoints(num_prompt, table.junction, group)
                     mask = self._rules.select(group, first, end, checkpoints)
                 self._cache_full(request, group, table, end, mask, num_prompt)

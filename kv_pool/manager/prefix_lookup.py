@@ -53,7 +53,7 @@ class EqualGroups:
         self.alignment: int = alignment
         self.unit: int = unit
         self.drops_hits: bool = drops_hits
-        self.is_full: bool = first.is_downward_closed
+        self.is_full: bool = not first.forgets
         # Whether hits may end within a block.
         self.is_partial: bool = alignment < first.block_size
         # A drafter needs this many tokens after a hit to be cached, too: they are found and dropped.
@@ -243,6 +243,13 @@ class PrefixLookup:
             part = parts[0]
             blocks, num_tokens = part.find(hashes, max_num_tokens, part.drops_hits)
             return blocks, num_tokens, 0
+        return self._find_common(hashes, max_num_tokens)
+
+    def _find_common(
+        self, hashes: list[BlockHash], max_num_tokens: int
+    ) -> tuple[list[list[KVCacheBlock]], int, int]:
+        """Shorten the prefix group by group until all groups have it; see `find`."""
+        parts = self._parts
         found: list[list[KVCacheBlock]] = [[] for _ in range(self._num_groups)]
         num_tokens = max_num_tokens
         num_most = self._find_most(hashes, max_num_tokens)

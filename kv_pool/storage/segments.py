@@ -244,11 +244,11 @@ class HostSpans:
 
     def __init__(self, table: SegmentTable) -> None:
         self.table = table
+        last = table.num_blocks - 1
+        # For each row the memory of all blocks, their stride and the span.
         self._rows = [
-            _view_memory(
-                row.base_address, (table.num_blocks - 1) * row.stride_bytes + row.span_bytes, row.owner
-            )
-            for row in table.to_segments()
+            (_view_memory(address, last * stride + span, owner), stride, span)
+            for address, stride, span, owner in table.to_segments()
         ]
 
     def list_views(self, block_ids: IntArray) -> list[memoryview]:
@@ -266,9 +266,7 @@ class HostSpans:
         check_block_ids(block_ids, self.table.num_blocks)
         starts, lengths = find_runs(block_ids)
         views = []
-        for row, stride, span in zip(
-            self._rows, self.table.strides.tolist(), self.table.spans.tolist(), strict=True
-        ):
+        for row, stride, span in self._rows:
             if stride == span:
                 begins = block_ids[starts] * stride
                 ends = begins + lengths * span
@@ -280,12 +278,7 @@ class HostSpans:
 
     def list_block_views(self, block_id: BlockId) -> list[memoryview]:
         """Return views of the bytes of one block, in their order. The id is not checked."""
-        return [
-            row[block_id * stride : block_id * stride + span]
-            for row, stride, span in zip(
-                self._rows, self.table.strides.tolist(), self.table.spans.tolist(), strict=True
-            )
-        ]
+        return [row[block_id * stride : block_id * stride + span] for row, stride, span in self._rows]
 
 
 def find_runs(*ids: IntArray) -> tuple[IntArray, IntArray]:

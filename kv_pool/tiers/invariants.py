@@ -49,7 +49,7 @@ def check(onboarder: TierOnboarder) -> None:
         for block in plan.list_blocks():
             if block.ref_cnt < 1:
                 raise CorruptedPoolError(f"X8: block {block.block_id} of {plan!r} is free")
-        check_targets(plan, plan._target_of.values())
+        check_targets(plan, plan._targets)
         held.update(plan.keys)
     for tier in onboarder.tiered_cache.tiers:
         if tier.held != held:

@@ -10,8 +10,7 @@ from kv_pool.core.arguments import as_count
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.kv_events import MEDIUM_GPU
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError
-from kv_pool.ids import BlockHashWithGroupId, RequestId
-from kv_pool.manager.allocating import check_cacheable
+from kv_pool.ids import RequestId
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.prefix_lookup import CachedPrefix
@@ -58,7 +57,7 @@ class OnboardPlan(TwoPhasePlan):
         self._tiered_cache = onboarder.tiered_cache
         self._rows = rows
         self._tables: list[BlockTable] = []
-        self._target_of: dict[BlockHashWithGroupId, KVCacheBlock] = {}
+        self._targets: list[KVCacheBlock] = []  # for each key
 
     def open(self, cached_prefix: CachedPrefix | None, num_new_tokens: int, options: dict[str, Any]) -> bool:
         """Hold the keys and take the device blocks; return False if the pool has too few.
@@ -92,16 +91,14 @@ class OnboardPlan(TwoPhasePlan):
         for table, spec in zip(tables, self._manager.groups, strict=True):
             table.num_hits = -(-self.num_computed_tokens // spec.block_size)
         self._tables = tables
-        self._target_of = {
-            key: table.blocks[position]
-            for table, row in zip(tables, self._rows, strict=True)
-            for position, key in row.items()
-            if not table.blocks[position].is_null
-        }
-        for block in self._target_of.values():
+        self._targets = [
+            table.blocks[position] for table, row in zip(tables, self._rows, strict=True) for position in row
+        ]
+        for block in self._targets:
             pool.origins.note_copy(block, None)
-        self._watch([block for table in tables for block in table.blocks])
-        pool.holds.take_over(hold, self.list_blocks()[::-1])  # it drops its references last block first
+        blocks = self.list_blocks()
+        self._watch(blocks)
+        pool.holds.take_over(hold, blocks[::-1])  # it drops its references last block first
         self._plans.end(self, PlanState.OPEN)
         return True
 
@@ -142,10 +139,9 @@ class OnboardPlan(TwoPhasePlan):
             CopyFailedError: copying to the device failed.
         """
         self._check_open()
-        block_ids = [block.block_id for block in self._target_of.values()]
-        failed = self._tiered_cache.load(list(self._target_of), block_ids)
+        failed = self._tiered_cache.load(self.keys, [block.block_id for block in self._targets])
         self.is_unreadable = bool(failed)
-        self._is_loaded = not failed and not self._is_void()
+        self._is_loaded = not failed and not self._is_invalid()
         return self._is_loaded
 
     def commit(self) -> None:
@@ -159,19 +155,21 @@ class OnboardPlan(TwoPhasePlan):
                 fields that events need. In all cases nothing has changed.
         """
         self._check_open()
-        if not self._is_loaded or self._is_void():
+        if not self._is_loaded or self._is_invalid() or not self._tiered_cache.has_all(self.keys):
             raise InvalidBlockError(
                 f"the blocks for request {self.request_id!r} are not all loaded, or were invalidated since; "
                 "abort the plan and call find_prefix() again"
             )
-        self._check_target(self._manager)
-        check_cacheable(self._manager, self._request, self._tables, 0, self.num_computed_tokens)
+        self._check_absent(self._manager)
+        caching = self._manager.caching
+        num_tokens = min(self.num_computed_tokens, self._tables[0].num_valid_tokens)
+        ends = caching.find_ends(self._request, self._tables, 0, num_tokens)
         self._plans.begin(self, PlanState.COMMITTED)
         self._attach()
         for book, hold in self._holds.items():
             book.hand_over(hold)
-        self._manager.block_pool.is_changing = False  # for a whole call, before tiers may evict the keys
-        self._manager.cache_blocks(self._request, self.num_computed_tokens)
+        if ends is not None:  # before tiers may evict the keys
+            caching.cache(self._request, self._tables, ends, num_tokens, is_written=True)
         self._tiered_cache._stack.release(self.keys)
         self._plans.end(self, PlanState.COMMITTED)
         self._onboarder._count(self)
@@ -196,7 +194,7 @@ class OnboardPlan(TwoPhasePlan):
         self._plans.end(self, PlanState.ABORTED)
 
     def _attach(self) -> None:
-        if self.outcome is PlanState.ABORTED:
+        if self.state is PlanState.ABORTED:
             self._manager.forget_tables(self.request_id)
         elif not self._manager.holds_blocks(self.request_id):
             self._manager.put_tables(self.request_id, self._tables)
@@ -205,10 +203,6 @@ class OnboardPlan(TwoPhasePlan):
         super().repair()
         others = [plan for plan in self._plans.by_request.values() if plan is not self]
         self._tiered_cache._stack.hold_only([key for plan in others for key in plan.keys])
-
-    def _is_void(self) -> bool:
-        """Return True if the content of a block was invalidated since the hit."""
-        return self._is_invalid() or not self._tiered_cache.has_all(self.keys)
 
     def __repr__(self) -> str:
         return (
@@ -268,7 +262,7 @@ class TierOnboarder:
         for group in manager._groups:
             if group.is_cacheable:
                 tiered_cache.note_block_size(group.group_id, group.block_size)
-            skip = None if group.is_downward_closed else group.count_skipped_tokens
+            skip = group.count_skipped_tokens if group.forgets else None
             is_cacheable = group.is_cacheable and manager.block_pool.enable_caching
             groups.append(GroupKeys(group.group_id, group.block_size, group.stride, skip, is_cacheable))
         self._prefixes = TierPrefixes(tiered_cache.list_indexes, groups, manager.alignment)
@@ -298,8 +292,7 @@ class TierOnboarder:
         limit = request.num_tokens - 1
         if max_num_tokens is not None:
             limit = as_count("max_num_tokens", max_num_tokens)
-        is_aligned = start % self.manager.alignment == 0
-        num_tokens = self._prefixes.count_tokens(request, start, limit) if is_aligned else 0
+        num_tokens = self._prefixes.count_tokens(request, start, limit)
         counts = {0: num_tokens}
         if num_tokens and len(self._media) > 1:
             end = start + num_tokens
@@ -369,7 +362,7 @@ class TierOnboarder:
             What `get_computed_blocks`, `plan_onboard` and `allocate_slots` raise; nothing has changed.
         A block that cannot be read is removed from its tier, and the request starts with a shorter prefix.
         """
-        self._plans.check_whole()
+        self._plans.check_none_open(request)
         if "num_external_computed_tokens" in options:
             raise InvalidArgumentError(
                 "num_external_computed_tokens is no option of admit, which takes these tokens from the tiers"
@@ -387,11 +380,11 @@ class TierOnboarder:
                     return None
                 self.note_started(prefix)
                 break
-            if not delay_cache_blocks:  # as at the end, when the plan is committed
-                check_cacheable(self.manager, request, None, prefix.num_tokens, num_found + num_new)
+            if not delay_cache_blocks:  # now, since this raises what caching would raise at the end
+                self.manager.caching.find_ends(request, None, prefix.num_tokens, num_found + num_new)
             rows = self._prefixes.list_blocks(request, prefix.num_tokens, num_found)
-            plan = self._open_plan(request, hit, rows, prefix, num_new, options)
-            if plan is None:
+            plan = OnboardPlan(self, request, hit, rows)
+            if not plan.open(prefix, num_new, options):
                 return None
             if plan.apply():
                 break
@@ -427,8 +420,7 @@ class TierOnboarder:
             InvalidBlockError: the tiers no longer have the whole hit; call `find_prefix` again. Nothing has
                 changed.
         """
-        self._plans.check_whole()
-        request_id = request.request_id
+        request_id = self._plans.check_none_open(request)
         num_device_tokens = 0 if cached_prefix is None else cached_prefix.num_tokens
         if hit.num_tokens < 1 or hit[:2] != (request_id, num_device_tokens):
             raise InvalidArgumentError(
@@ -445,7 +437,8 @@ class TierOnboarder:
                 f"the tiers do not have all of tokens {num_device_tokens} to {end} of request "
                 f"{request_id!r}; call find_prefix() again"
             )
-        return self._open_plan(request, hit, rows, cached_prefix, num_new_tokens, options)
+        plan = OnboardPlan(self, request, hit, rows)
+        return plan if plan.open(cached_prefix, num_new_tokens, options) else None
 
     def note_started(self, cached_prefix: CachedPrefix) -> None:
         """Count a request that starts with a prefix from the device only."""
@@ -471,30 +464,6 @@ class TierOnboarder:
         self.tiered_cache.cancel_prefetch(request_id)
 
     # ---- inside ----------------------------------------------------------------------------------
-
-    def _open_plan(
-        self,
-        request: SchedulableRequest,
-        hit: TierHit,
-        rows: Rows,
-        cached_prefix: CachedPrefix | None,
-        num_new_tokens: int,
-        options: dict[str, Any],
-    ) -> OnboardPlan | None:
-        """Open a plan for a hit that the tiers still have; see `plan_onboard`.
-
-        Args:
-            rows: the keys of the hit.
-        """
-        request_id = request.request_id
-        if request_id in self._plans.by_request:
-            raise InvalidArgumentError(
-                f"request {request_id!r} already has an open plan; commit or abort it first"
-            )
-        if self.manager.holds_blocks(request_id):
-            raise InvalidArgumentError(f"request {request_id!r} has blocks already; free them first")
-        plan = OnboardPlan(self, request, hit, rows)
-        return plan if plan.open(cached_prefix, num_new_tokens, options) else None
 
     def _count(self, plan: OnboardPlan) -> None:
         """Count a plan that is closed."""

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Any, Generic, TypeVar
 
-from kv_pool.core.arguments import refuse_interrupted
+from kv_pool.core.arguments import get_request_id, refuse_interrupted
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.extra_keys import check_announceable
 from kv_pool.core.holds import BlockHolds, Hold, HoldState
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError, PlanClosedError
@@ -33,8 +32,8 @@ class TwoPhasePlan(ABC):
     Attributes:
         request_id: the request that owns the blocks.
         num_computed_tokens: tokens whose KV the request has after a commit.
-        state: open, committed or aborted.
-        outcome: the state to which a repair leads if a call that changes the plan is interrupted.
+        state: open, committed or aborted. A call that changes the plan first sets the state to which a repair
+            leads if the call is interrupted.
 
     Args:
         purpose: completes "the plan to ...".
@@ -45,8 +44,7 @@ class TwoPhasePlan(ABC):
     ) -> None:
         self.request_id = request.request_id
         self.num_computed_tokens = num_computed_tokens
-        self.state = PlanState.OPEN
-        self.outcome = PlanState.ABORTED
+        self.state = PlanState.ABORTED  # until it is open
         self._request = request
         self._plans = plans
         self._purpose = purpose
@@ -74,12 +72,6 @@ class TwoPhasePlan(ABC):
                 "them first"
             )
 
-    def _check_target(self, manager: KVCacheManager) -> None:
-        """Raise unless a commit can give the blocks to the request, and publish them."""
-        self._check_absent(manager)
-        if manager.block_pool.enable_kv_cache_events:
-            check_announceable(self._request)
-
     def _watch(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Let `_is_invalid` notice if content of one of these blocks turns out to be wrong from now on."""
         self._watched = [(block, block.generation) for block in blocks]
@@ -98,7 +90,7 @@ class TwoPhasePlan(ABC):
 
     @abstractmethod
     def _attach(self) -> None:
-        """Put the tables where they belong after the outcome, unless they are there already."""
+        """Put the tables where they belong after the commit or abort, unless they are there already."""
 
 
 P = TypeVar("P", bound=TwoPhasePlan)
@@ -125,21 +117,32 @@ class OpenPlans(Generic[P]):
         if self._changing is not None or any(pool.is_changing for pool in self._pools):
             refuse_interrupted()
 
-    def begin(self, plan: P, outcome: PlanState) -> None:
-        """Begin a change of the plan and its pools, which `end` completes."""
+    def check_none_open(self, request: SchedulableRequest) -> RequestId:
+        """Return the request's id. Raise as `check_whole`, or InvalidArgumentError if it has an open plan."""
+        self.check_whole()
+        request_id = get_request_id("request", request)
+        plan = self.by_request.get(request_id)
+        if plan is not None:
+            raise InvalidArgumentError(
+                f"request {request_id!r} already has an open plan, {plan!r}; commit or abort it first"
+            )
+        return request_id
+
+    def begin(self, plan: P, state: PlanState) -> None:
+        """Begin a change of the plan and its pools, which `end` completes. A repair leads to this state."""
         for pool in self._pools:
             pool.is_changing = True
-        plan.outcome = outcome
+        plan.state = state
         self._changing = plan
 
     def end(self, plan: P, state: PlanState) -> None:
         """End the change: the plan is now open, or closed."""
-        plan.state = state
         if state is PlanState.OPEN:
             self.by_request[plan.request_id] = plan
         elif plan.request_id in self.by_request:
             del self.by_request[plan.request_id]
-        self._changing = None  # no call since the plan is in its new state
+        plan.state = state
+        self._changing = None  # no call since the plan is listed, or not, as its new state says
         for pool in self._pools:
             pool.is_changing = False
 
@@ -148,8 +151,7 @@ class OpenPlans(Generic[P]):
         plan = self._changing
         if plan is not None:
             plan.repair()
-            plan.state = plan.outcome  # no call from here on
-            if plan.request_id in self.by_request:
+            if plan.request_id in self.by_request:  # no call from here on
                 del self.by_request[plan.request_id]
             self._changing = None
 

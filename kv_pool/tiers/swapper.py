@@ -12,6 +12,7 @@ from kv_pool.core.arguments import as_count
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_keys import make_block_hash_with_group_id
 from kv_pool.core.caching import cache_full
+from kv_pool.core.extra_keys import check_announceable
 from kv_pool.core.freeing import free_listed
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.pool_core import BlockPoolCore
@@ -101,7 +102,9 @@ class SwapPlan(TwoPhasePlan):
         """
         self._check_open()
         self._check_valid()
-        self._check_target(self._target)
+        self._check_absent(self._target)
+        if self._target.block_pool.enable_kv_cache_events:
+            check_announceable(self._request)
         self._plans.begin(self, PlanState.COMMITTED)
         self._cache_copies()
         self._attach()
@@ -188,7 +191,7 @@ class SwapPlan(TwoPhasePlan):
 
     def _attach(self) -> None:
         side = self._source
-        if self.outcome is PlanState.COMMITTED:
+        if self.state is PlanState.COMMITTED:
             side = self._target
             self._change_tables()
         if not side.holds_blocks(self.request_id):
@@ -475,9 +478,8 @@ class BlockSwapper:
             InvalidArgumentError: the request is not swapped out, or a plan for it is open: close the plan,
                 then free the request on the side where it is. Nothing has changed.
         """
-        request_id = request.request_id
+        request_id = self._plans.check_none_open(request)
         tables = self._tables_of(request_id)
-        self._plans.check_whole()
         for listener in self.manager.listeners:
             listener.note_ended(request_id, tables)
         self.host_pool.is_changing = True
@@ -569,11 +571,7 @@ class BlockSwapper:
         return plan_step(self.manager, step, is_alone=True)
 
     def _check_swap_out(self, request: SchedulableRequest) -> list[BlockTable]:
-        self._plans.check_whole()
-        request_id = request.request_id
-        plan = self._plans.by_request.get(request_id)
-        if plan is not None:
-            raise InvalidArgumentError(f"a plan is open for request {request_id!r}: {plan!r}; close it first")
+        request_id = self._plans.check_none_open(request)
         if self._host.holds_blocks(request_id):
             raise InvalidArgumentError(f"request {request_id!r} is swapped out; swap it in, or drop it")
         tables = [self.manager.get_table(request_id, group.group_id) for group in self._groups]
@@ -582,18 +580,18 @@ class BlockSwapper:
         return tables
 
     def _check_swap_in(self, request: SchedulableRequest) -> list[BlockTable]:
-        self._plans.check_whole()
-        tables = self._tables_of(request.request_id)
-        if self.manager.holds_blocks(request.request_id):
+        request_id = self._plans.check_none_open(request)
+        tables = self._tables_of(request_id)
+        if self.manager.holds_blocks(request_id):
             raise InvalidArgumentError(
-                f"request {request.request_id!r} is swapped out but has device blocks, too; free these first"
+                f"request {request_id!r} is swapped out but has device blocks, too; free these first"
             )
-        num_computed = self._swapped_out[request.request_id]
+        num_computed = self._swapped_out[request_id]
         if request.num_computed_tokens != num_computed:
             num_valid = tables[0].num_valid_tokens
             if not (num_valid < num_computed and 0 <= request.num_computed_tokens <= num_valid):
                 raise InvalidArgumentError(
-                    f"request {request.request_id!r} has num_computed_tokens {request.num_computed_tokens}; "
+                    f"request {request_id!r} has num_computed_tokens {request.num_computed_tokens}; "
                     f"it was swapped out with {num_computed}, and must keep that count, unless a report of "
                     "invalid blocks decreases it"
                 )
@@ -602,10 +600,9 @@ class BlockSwapper:
     def _tables_of(self, request_id: RequestId) -> list[BlockTable]:
         tables = self._host._tables.get(request_id)
         if tables is None:
-            plan = self._plans.by_request.get(request_id)
             raise InvalidArgumentError(
-                f"request {request_id!r} is not swapped out"
-                + ("; it never was, came back, or was dropped" if plan is None else f": {plan!r} is open")
+                f"request {request_id!r} is not swapped out; it never was, came back, was dropped, or has an "
+                "open plan"
             )
         return tables
 

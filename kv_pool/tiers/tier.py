@@ -80,7 +80,7 @@ class Tier:
     Attributes:
         has_bytes: True if the tier stores bytes.
         batch_blocks: maximum number of blocks per `put` or `read`; 0 for no limit.
-        held: how often each key is held; shared by the tiers of a `TierStack`.
+        held: how often each key is held, and so exempt from eviction; shared by the tiers of a `TierStack`.
         parents: what `LowerTiers.list_parents` returns of keys; shared with a `TieredCache`. A tier that
             survives its process stores it with new blocks.
 
@@ -156,19 +156,6 @@ class Tier:
             else:
                 missing.append(key)
         return missing if len(missing) < 2 else list(dict.fromkeys(missing))
-
-    def hold(self, keys: Iterable[BlockHashWithGroupId]) -> None:
-        """Exempt these keys from eviction until `release`. Holds are counted per key."""
-        for key in keys:
-            self.held[key] = self.held.get(key, 0) + 1
-
-    def release(self, keys: Iterable[BlockHashWithGroupId]) -> None:
-        """Undo one `hold` of each of these keys."""
-        for key in keys:
-            if self.held[key] > 1:
-                self.held[key] -= 1
-            else:
-                del self.held[key]
 
     def put(
         self,
@@ -342,16 +329,21 @@ class TierStack:
     def hold(self, keys: Sequence[BlockHashWithGroupId]) -> None:
         """Exempt these keys from eviction until `release`, and mark them as used now. Holds are counted."""
         self.touch(keys)
-        self.tiers[0].hold(keys)
+        for key in keys:
+            self._held[key] = self._held.get(key, 0) + 1
 
     def release(self, keys: Sequence[BlockHashWithGroupId]) -> None:
         """Undo one `hold` of each of these keys."""
-        self.tiers[0].release(keys)
+        for key in keys:
+            if self._held[key] > 1:
+                self._held[key] -= 1
+            else:
+                del self._held[key]
 
     def hold_only(self, keys: Sequence[BlockHashWithGroupId]) -> None:
         """Replace all holds by one hold of each of these keys, for a repair."""
         self._held.clear()
-        self.tiers[0].hold(keys)
+        self.hold(keys)
 
     # ---- moving down -----------------------------------------------------------------------------
 

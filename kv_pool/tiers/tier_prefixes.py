@@ -93,25 +93,25 @@ class TierPrefixes:
     def count_tokens(self, request: SchedulableRequest, num_device_tokens: int, max_num_tokens: int) -> int:
         """Return how many tokens after the first `num_device_tokens` the tiers have for the request.
 
-        The result is a multiple of the alignment; `num_device_tokens` must be one, too. A group with a window
+        The result is a multiple of the alignment, and 0 if `num_device_tokens` is none. A group with a window
         needs only the blocks that the next token attends to; of these, the blocks before the hit come from
         the device.
         Cost: one look-up for each block of a full-attention group; other groups look up the blocks they
         need once for each length that is tried.
         """
-        num_tokens = self._align(max_num_tokens)
-        for group in (*self._full, *self._partial):
-            num_hashed = group.count_blocks(request, num_tokens) * group.block_size
-            num_tokens = self._align(min(num_tokens, num_hashed))
-        for group in self._full:
-            wanted = range(num_device_tokens // group.block_size, num_tokens // group.block_size)
-            num_found = self._count_stored(request, group, wanted)
-            num_tokens = min(num_tokens, self._align((wanted.start + num_found) * group.block_size))
-        while num_tokens > num_device_tokens and (self._full or self._partial):
-            missing = self._find_missing(request, num_device_tokens, num_tokens)
-            if missing is None:
-                return num_tokens - num_device_tokens
-            num_tokens = self._align(missing)
+        groups = [*self._full, *self._partial]
+        if not groups or num_device_tokens % self._alignment:
+            return 0
+        end = self._align(max_num_tokens)
+        for group in groups:
+            end = self._align(group.count_blocks(request, end) * group.block_size)
+        # Only once: what they have up to an end, they have up to each shorter one.
+        end = self._shorten(request, self._full, num_device_tokens, end)
+        while end > num_device_tokens:
+            shorter = self._shorten(request, self._partial, num_device_tokens, end)
+            if shorter == end:
+                return end - num_device_tokens
+            end = shorter
         return 0
 
     def list_blocks(self, request: SchedulableRequest, start: int, end: int) -> Rows:
@@ -143,31 +143,31 @@ class TierPrefixes:
             counts[tier] = counts.get(tier, 0) + min(step, end - start - place * step)
         return counts
 
-    def _count_stored(self, request: SchedulableRequest, group: GroupKeys, wanted: range) -> int:
+    def _shorten(self, request: SchedulableRequest, groups: Sequence[GroupKeys], start: int, end: int) -> int:
+        """Return where a hit of tokens `[start, end)` ends without the blocks that it needs and no tier has.
+
+        `end` if no block is missing. Every length between the result and `end` needs a missing block, too,
+        because a shorter hit's needed range begins no later.
+        """
+        for group in groups:
+            needed = group.list_needed(start, end)
+            num_found = self._count_stored(request, group, needed)
+            if num_found < len(needed):
+                end = self._align(needed[num_found] * group.block_size)
+        return end
+
+    def _count_stored(self, request: SchedulableRequest, group: GroupKeys, needed: range) -> int:
         """Return how many of these blocks the tiers have, up to the first that they do not."""
         suffix = group_suffix(group.group_id)
         indexes = self._list_indexes()
-        for number, block_hash in enumerate(group.list_hashes(request, wanted.start, wanted.stop)):
+        for number, block_hash in enumerate(group.list_hashes(request, needed.start, needed.stop)):
             key = BlockHashWithGroupId(block_hash + suffix)
             for index in indexes:
                 if key in index:
                     break
             else:
                 return number
-        return len(wanted)
-
-    def _find_missing(self, request: SchedulableRequest, start: int, end: int) -> int | None:
-        """Return the first token of the first block that a hit of `end` tokens needs and no tier has.
-
-        Every length between that token and `end` needs the block, too, because a shorter hit's needed range
-        begins no later. Returns None if no block is missing.
-        """
-        for group in self._partial:
-            needed = group.list_needed(start, end)
-            num_found = self._count_stored(request, group, needed)
-            if num_found < len(needed):
-                return needed[num_found] * group.block_size
-        return None
+        return len(needed)
 
     def _align(self, num_tokens: int) -> int:
         return num_tokens - num_tokens % self._alignment

@@ -10,7 +10,7 @@ import msgspec
 
 from kv_pool.core.arguments import as_count
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.block_keys import get_block_hash, get_group_id
+from kv_pool.core.block_keys import get_block_hash, get_group_id, group_suffix
 from kv_pool.core.extra_keys import CacheableRequest
 from kv_pool.core.kv_events import BlockRemoved, BlockStored
 from kv_pool.core.pool_core import BlockPoolCore
@@ -164,10 +164,10 @@ class TieredCache:
 
     def has_all(self, keys: Iterable[BlockHashWithGroupId]) -> bool:
         """Return True if every key is in a tier or pending."""
-        indexes = self.list_indexes()
-        if len(indexes) == 1:
-            return all(map(indexes[0].__contains__, keys))
-        return all(any(key in index for index in indexes) for key in keys)
+        left = list(keys)
+        for index in self.list_indexes():
+            left = [key for key in left if key not in index]
+        return not left
 
     def list_pending(self) -> list[BlockHashWithGroupId]:
         """Return the keys of reused blocks that are not yet offloaded."""
@@ -271,7 +271,7 @@ class TieredCache:
 
         A key that covers another number of tokens belongs to a partial block, which is not stored.
         """
-        suffix = group_id.to_bytes(4, "big")
+        suffix = group_suffix(group_id)
         if self._block_size_of.get(suffix) != block_size:
             self._block_size_of[suffix] = block_size
             self._has_partial = block_size != self.block_pool.hash_block_size or self._has_partial
@@ -527,7 +527,7 @@ class TierEvents:
         start = num_cached_blocks * block_size
         spanned: list[BlockHash | None] = list(hashes)
         span: Any = make_stored(pool, request, spanned, parent, start, block_size, group_id, BlockStored)
-        suffix = group_id.to_bytes(4, "big")
+        suffix = group_suffix(group_id)
         for position, block_hash in enumerate(hashes):
             key = BlockHashWithGroupId(block_hash + suffix)
             self.labels[key] = Label(span, position, start + position * block_size)

@@ -130,8 +130,8 @@ class ManagerSwaps:
         is_whole = opened.plan.load()
         opened.is_loaded = True
         if is_whole:
-            targets = list(opened.plan._target_of.values())
-            opened.promises.append(self.expect(self.device, targets, "read into by an open plan"))
+            read = opened.plan._targets
+            opened.promises.append(self.expect(self.device, read, "read into by an open plan"))
         return is_whole
 
     def is_onboard_plan(self, opened):

@@ -79,6 +79,27 @@ def test_a_fork_in_the_middle_of_a_step_is_refused():
     stop(manager, a)
 
 
+def test_a_fork_of_a_hit_within_a_block_copies_the_hit():
+    """The child's block was copied from the parent's, before the hit was copied to that one."""
+    groups = (FULL, MambaSpec(block_size=4))
+    manager = make_manager(groups, 20, 2, prefix_rules=PrefixRules(retention_interval=0))
+    first, parent, child = (make_request(name, range(11), 2) for name in ("first", "parent", "child"))
+    for num_new in (8, 2, 1):
+        assert manager.allocate_slots(first, num_new) is not None
+        first.num_computed_tokens += num_new
+        take_copies(manager)
+    prefix = manager.get_computed_blocks(parent)
+    hits = [blocks[-1].block_id for blocks in prefix.blocks]
+    assert prefix.num_tokens == 10
+    manager.allocate_slots(parent, 1, prefix)
+    parent.num_computed_tokens = child.num_computed_tokens = 10
+    manager.fork(parent, child)
+    manager.allocate_slots(child, 1)
+    ends = [manager.get_block_ids(name, group)[-1] for name in ("child", "parent") for group in (0, 1)]
+    assert take_copies(manager) == list(zip(hits * 2, ends, strict=True))
+    stop(manager, first, parent, child)
+
+
 @pytest.mark.parametrize("first", ["parent", "child"])
 @pytest.mark.parametrize("is_ended", [False, True])
 def test_a_cached_state_is_not_overwritten_after_a_fork(first, is_ended):

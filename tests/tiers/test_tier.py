@@ -13,7 +13,7 @@ from kv_pool.tiers import invariants
 from kv_pool.tiers.disk_tier import DiskTier
 from kv_pool.tiers.formats import make_format
 from kv_pool.tiers.host_tier import HostTier
-from kv_pool.tiers.tier import Tier
+from kv_pool.tiers.tier import Tier, TierStack
 
 A, B, C, D, E = (make_key(name) for name in "ABCDE")
 
@@ -107,6 +107,7 @@ def test_tier_matches_a_list_model(kind, seed, tmp_path):
     rng = random.Random(seed)
     handled = Handled(kind, tmp_path / "tier", 6)
     tier, model, held = handled.tier, [], []
+    stack = TierStack([tier])
     names = [make_key(name) for name in range(14)]
     for _ in range(150):
         some = rng.sample(names, rng.randint(1, 5))
@@ -136,9 +137,11 @@ def test_tier_matches_a_list_model(kind, seed, tmp_path):
             model = [key for key in model if key not in known]
         elif action == "hold" and len(held) < 4:
             held += some[:2]
-            tier.hold(some[:2])
+            stack.hold(some[:2])
+            known = [key for key in some[:2] if key in model]
+            model = [key for key in model if key not in known] + known
         elif action == "release" and held:
-            tier.release([held[0]])
+            stack.release([held[0]])
             held = held[1:]
         elif action == "clear" and rng.random() < 0.1:
             tier.clear()

@@ -29,10 +29,9 @@ class BlockGroup:
         self.block_size: int = spec.block_size
         self.stride: int = max(1, self.block_size // pool.hash_block_size)
         self.is_cacheable: bool = spec.is_cacheable
-        # Whether blocks are released while the request runs, which costs a check in each step.
+        # Whether blocks are released while the request runs, which costs a check in each step. Then hits need
+        # the last blocks only; otherwise all from the head of a sequence on.
         self.forgets: bool = False
-        # Whether the cached blocks are found from the head of a sequence on, without holes.
-        self.is_downward_closed: bool = True
         # Whether the content is a state after the last token, from which no request can go back.
         self.is_state: bool = False
         # Whether a step reads before it writes: then no request can hit a block that the same step writes.
@@ -170,7 +169,6 @@ class SlidingWindowGroup(BlockGroup):
         # The leading tokens of a window plus those before it that a request keeps nevertheless.
         self.num_kept: Final[int] = self.window - 1 + spec.extra_retained_tokens
         self.forgets = True
-        self.is_downward_closed = False
 
     def count_skipped_tokens(self, num_computed_tokens: int) -> int:
         return max(0, num_computed_tokens - self.num_kept)
@@ -193,7 +191,6 @@ class ChunkedLocalGroup(BlockGroup):
         super().__init__(spec, pool, group_id)
         self.chunk_size: Final[int] = spec.attention_chunk_size
         self.forgets = True
-        self.is_downward_closed = False
 
     def count_skipped_tokens(self, num_computed_tokens: int) -> int:
         return num_computed_tokens // self.chunk_size * self.chunk_size
@@ -229,21 +226,27 @@ class EncoderOnlyGroup(CrossAttentionGroup):
         return 0
 
 
-class SingleStateGroup(BlockGroup):
-    """A state that no request can hit, in one block, and the states after draft tokens. See `BlockGroup`."""
+class StateGroup(BlockGroup):
+    """A token reads the state after the token before it. See `BlockGroup`.
+
+    Attributes:
+        num_speculative_blocks: entries at the end of a table, for the states after draft tokens.
+    """
 
     def __init__(self, spec: Any, pool: BlockPoolCore, group_id: GroupId) -> None:
         super().__init__(spec, pool, group_id)
         self.forgets = True
-        self.is_downward_closed = False
         self.is_state = True
         self.num_speculative_blocks: Final[int] = spec.num_speculative_blocks
 
     def count_skipped_tokens(self, num_computed_tokens: int) -> int:
         return max(0, num_computed_tokens - 1)
 
+
+class SingleStateGroup(StateGroup):
+    """A state that no request can hit, in one block, and the states after draft tokens."""
+
     def count_table_blocks(
         self, num_tokens: int, num_lookahead_tokens: int = 0, num_encoder_tokens: int = 0
     ) -> int:
-        num_blocks = -(-(num_tokens + num_lookahead_tokens) // self.block_size)
-        return num_blocks + self.num_speculative_blocks
+        return super().count_table_blocks(num_tokens, num_lookahead_tokens) + self.num_speculative_blocks

@@ -6,11 +6,11 @@ from typing import Any, Final
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.ids import GroupId
-from kv_pool.manager.block_groups.block_group import NO_BLOCKS, BlockGroup
+from kv_pool.manager.block_groups.block_group import NO_BLOCKS, StateGroup
 from kv_pool.manager.block_groups.block_table import BlockTable, GroupPlan, Step
 
 
-class MambaGroup(BlockGroup):
+class MambaGroup(StateGroup):
     """The state after token n is in the block of token n; all earlier entries are null. See `BlockGroup`.
 
     block size 4, 6 tokens computed, the next step ends after 12
@@ -29,20 +29,13 @@ class MambaGroup(BlockGroup):
 
     def __init__(self, spec: Any, pool: BlockPoolCore, group_id: GroupId) -> None:
         super().__init__(spec, pool, group_id)
-        self.forgets = True
-        self.is_downward_closed = False
-        self.is_state = True
         self.reads_before_writes = True
-        self.num_speculative_blocks: Final[int] = spec.num_speculative_blocks
         self.checkpoint_alignment: Final[int] = spec.prefill_checkpoint_alignment or 0
         self.hit_alignment: int = self.block_size
         self.has_drafter: bool = False
         self.num_recomputed: int = 1
         self.counts_most_states: bool = False
         self.has_rules: bool = False
-
-    def count_skipped_tokens(self, num_computed_tokens: int) -> int:
-        return max(0, num_computed_tokens - 1)
 
     def count_table_blocks(
         self, num_tokens: int, num_lookahead_tokens: int = 0, num_encoder_tokens: int = 0

@@ -73,8 +73,8 @@ class EngineManager:
         self._waiting_statuses: tuple[Any, ...] = tuple(waiting_statuses)
         self.zeroed: ZeroedBlocks = ZeroedBlocks(zeroed_groups)
         self._offers_states: bool = any(group.reads_before_writes for group in self.groups)
-        manager._caching.offers_states = self._offers_states
-        manager._caching.allows_missing_hashes = True
+        manager.caching.offers_states = self._offers_states
+        manager.caching.allows_missing_hashes = True
         manager.discounts_states = True
         self._copy_type: Callable[[BlockId, BlockId], Any] = copy_type
         self.request_options: Any = None
@@ -440,7 +440,7 @@ class EngineManager:
     def take_boundary_state_offloads(self) -> dict[RequestId, list[tuple[int, BlockId, int]]]:
         """Return the states at boundaries since the last call: request -> (group, block, tokens)."""
         taken: dict[RequestId, list[tuple[int, BlockId, int]]] = {}
-        caching = self.manager._caching
+        caching = self.manager.caching
         if caching.state_offers:
             offers = sorted(caching.state_offers, key=lambda offer: offer[1])
             caching.state_offers = []
