@@ -23,6 +23,7 @@ from kv_pool.contiguous import invariants as run_invariants
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core import invariants
 from kv_pool.core.cache_policy import LRU, STAY, CachePolicy
+from kv_pool.core.pool_state import ReuseWatcher
 from kv_pool.errors import CachePolicyError
 from kv_pool.manager.retention.block_retention import BlockRetention
 
@@ -130,9 +131,8 @@ def test_a_parent_with_a_copy_may_go_before_its_children(policy):
     assert run(manager, "d", range(13)) == 3
 
 
-class RaisingWatcher:
-    def on_reuse(self, block):
-        raise RuntimeError("watched")
+def fail(block):
+    raise RuntimeError("watched")
 
 
 def test_claimed_blocks_at_the_front_have_left_the_policy():
@@ -145,7 +145,7 @@ def test_claimed_blocks_at_the_front_have_left_the_policy():
         prefix = manager.get_computed_blocks(request)
         manager.allocate_slots(request, 8 * BLOCK_SIZE - prefix.num_tokens, prefix)
         manager.free(request)
-        pool.reuse_watchers[pool.free_block_queue.get_all_free_blocks()[2].block_id] = RaisingWatcher()
+        pool.reuse_watchers[pool.free_block_queue.get_all_free_blocks()[2].block_id] = ReuseWatcher(fail, 0.0)
         with pytest.raises(RuntimeError, match="watched"):
             pool.get_new_blocks(3)
         invariants.check(pool)

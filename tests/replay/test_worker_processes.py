@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 from made_threads import call_without_threads
-from replay.compare.made_comparison import CountingExecutor
+from replay.compare.made_comparison import CountingExecutor, report_and_wait
 
 from kv_pool import InvalidArgumentError
 from kv_pool.errors import OutOfThreadsError, WorkerLostError
@@ -109,13 +109,6 @@ def test_shutdown_may_meet_the_end_of_the_block(capfd):
             workers.shutdown(wait=False)
         assert done.result() == 1
     assert "Traceback" not in capfd.readouterr().err
-
-
-def report_and_wait(path):
-    report_share("halfway", 0.5)
-    while not path.exists():
-        pass
-    return "done"
 
 
 def test_shares_of_running_jobs_arrive_before_their_results(tmp_path):

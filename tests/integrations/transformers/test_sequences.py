@@ -14,7 +14,6 @@ from integrations.transformers.made_model import (
 from integrations.transformers.moved_blocks import spoil_empty
 
 from kv_pool import BlockPool, ControlError, CopyFailedError, InvalidArgumentError, KVCacheManager
-from kv_pool.integrations.transformers.sequences import _RequestOwner
 from kv_pool.manager.requests.request import dump_request
 
 pytestmark = pytest.mark.transformers
@@ -105,6 +104,8 @@ def test_request_stays_if_the_target_is_full_or_the_copy_fails(started, monkeypa
 
 def test_a_damaged_state_is_refused_before_the_request_leaves(started):
     _, request = started
+    from kv_pool.integrations.transformers.sequences import _RequestOwner  # needs torch
+
     owner, state = _RequestOwner({}, HASHER), dump_request(request)
     owner.expect("r", 6, state)
     for request_id, said in (("r", state[:-3]), ("r", b""), ("other", state)):

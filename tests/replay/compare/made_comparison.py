@@ -7,6 +7,7 @@ from replay.made_trace import make_random_records, write_trace
 
 from kv_pool.replay.compare.comparison import ComparedTrace, CompareSettings
 from kv_pool.replay.settings import ReplaySettings
+from kv_pool.replay.worker_processes import report_share
 
 MINE = """
 from kv_pool.core.cache_policy import CachePolicy
@@ -60,3 +61,11 @@ def make_settings(paths, policies, capacities=(12, 30), resamples=20, seed=0, **
     options = {"trace_block_size": 8, **options}
     traces = [ComparedTrace(ReplaySettings(str(path), 1, **options), tuple(capacities)) for path in paths]
     return CompareSettings(tuple(traces), tuple(policies), resamples, seed)
+
+
+def report_and_wait(path):
+    """Report half of a job, and end it when a file appears."""
+    report_share("halfway", 0.5)
+    while not path.exists():
+        pass
+    return "done"

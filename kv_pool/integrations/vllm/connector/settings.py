@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from kv_pool.core.arguments import as_count
+from kv_pool.core.arguments import as_count, refuse_type
 from kv_pool.errors import InvalidArgumentError, InvalidTypeError
 from kv_pool.replay.capacity import parse_memory
 
@@ -75,6 +75,8 @@ def parse_bytes(name: str, value: object) -> int:
         InvalidArgumentError: negative, or text that is not a size.
         InvalidTypeError: neither an integer nor text.
     """
+    if isinstance(value, bool):
+        refuse_type(name, value, "int or str")
     if not isinstance(value, str):
         return as_count(name, value)
     try:
