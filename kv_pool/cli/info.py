@@ -6,14 +6,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from rich import box
-from rich.text import Text
 
-from kv_pool.cli.console import new_table, print_json, print_table
+from kv_pool.cli.console import print_json, print_table
 from kv_pool.cli.foreign_text import escape_lines, escape_text
 from kv_pool.cli.setting_options import Json
 from kv_pool.core.mode import COMPILED
 from kv_pool.environment import VARIABLES, list_mistakes
 from kv_pool.migration.machine import Accelerator, Machine, read_machine
+from kv_pool.replay.tables import ReportTable
 from kv_pool.version import __version__
 
 _PACKAGES = ("msgspec", "xxhash", "numpy", "cbor2", "typer", "rich", "matplotlib", "backports.zstd", "pyzmq")
@@ -35,10 +35,10 @@ def info(json: Json = False) -> None:
         print_json(facts | {"packages": packages, "environment": variables, "mistakes": mistakes})
         return
     known = [(name, value or "not installed") for name, value in {**facts, **packages}.items()]
-    print_table(new_table(("", ""), known, show_header=False))
-    rows = [(one.name, variables[one.name] or "", one.values, Text(one.meaning)) for one in VARIABLES]
+    print_table(ReportTable(("", "value"), known, ("", "value"), has_titles=False))
+    rows = [(one.name, variables[one.name], one.values, one.meaning) for one in VARIABLES]
     titles = ("variable", "set to", "values, default first", "meaning")
-    print_table(new_table(titles, rows, folds=("meaning",)))
+    print_table(ReportTable(titles, rows, titles))
     for mistake in mistakes:
         print(f"wrong setting: {escape_lines(mistake)}")
 
@@ -71,16 +71,15 @@ def show_machine(machine: Machine) -> None:
             (str(node.node_id), node.cpus, f"{node.memory_bytes / 2**30:.1f} GiB")
             for node in machine.numa_nodes
         ]
-        print_table(
-            new_table(("NUMA node", "processors", "memory"), nodes, right=("memory",), box=box.SIMPLE)
-        )
+        titles = ("NUMA node", "processors", "memory")
+        print_table(ReportTable(titles, nodes, titles[:2]), box=box.SIMPLE)
     else:
         print("the system reports no NUMA nodes")
     if not machine.accelerators:
         print("no accelerator")
         return
-    titles = ("accelerator", "at", "NUMA node", "memory", "NVLinks")
-    print_table(new_table(titles, map(_describe, machine.accelerators), folds=("NVLinks",), box=box.SIMPLE))
+    columns = ("accelerator", "at", "NUMA node", "memory", "NVLinks")
+    print_table(ReportTable(columns, [*map(_describe, machine.accelerators)], columns), box=box.SIMPLE)
     if not machine.has_nvml and any(device.name == "NVIDIA" for device in machine.accelerators):
         print("names, memory and links of NVIDIA's devices: pip install 'kv_pool[nvml]'")
 

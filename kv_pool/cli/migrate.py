@@ -10,15 +10,14 @@ from rich.table import Table
 
 from kv_pool.cli.console import (
     describe_bytes,
-    fit_table,
-    new_table,
+    lay_out,
     print_error,
     print_json,
-    print_table,
+    print_parts,
     refresh_forever,
     show_progress,
 )
-from kv_pool.cli.foreign_text import escape_text, make_cell
+from kv_pool.cli.foreign_text import escape_text
 from kv_pool.cli.setting_options import Json, Node, Socket
 from kv_pool.cli.signals import EndedBySignal
 from kv_pool.control.client import ControlClient
@@ -28,11 +27,11 @@ from kv_pool.errors import MigrationCancelledError, MigrationError
 from kv_pool.ids import NodeName, RequestId, SequenceId
 from kv_pool.migration.messages import MigrationPhase, MigrationStatus
 from kv_pool.replay.capacity import parse_rate
+from kv_pool.replay.tables import ReportTable
 
 _SECONDS_BETWEEN_LOOKS = 0.05
 
 _TITLES = ("what", "phase", "how", "blocks", "bytes", "rate", "time")
-"""In order of importance: a narrow terminal shows only the first ones."""
 
 
 def migrate(
@@ -154,25 +153,21 @@ def migration_status(
     if json:
         print_json(found)
     else:
-        print_table(draw(found, limit, console), console)
+        print_parts(draw(found, limit, console), console)
         for line in list_errors(found, limit):
             print(line)
 
 
-def draw(found: MigrationList, limit: int, console: Console) -> Table:
-    """Return a table of the last `limit` migrations, oldest first, with as many columns as fit."""
+def draw(found: MigrationList, limit: int, console: Console) -> list[Table]:
+    """Return a table of the last `limit` migrations, oldest first, in the parts that fit on the console."""
     num_migrations = len(found.migrations)
-    table = new_table(
+    table = ReportTable(
         _TITLES,
-        map(describe_row, found.migrations[-limit:]),
-        right=("blocks", "bytes", "rate", "time"),
-        title=make_cell(f"node {found.name}: {num_migrations} migration{'s' * (num_migrations != 1)}"),
-        title_justify="left",
-        box=box.SIMPLE,
-        show_edge=False,
-        padding=0,
+        [describe_row(status) for status in found.migrations[-limit:]],
+        _TITLES[:3],
+        f"node {found.name}: {num_migrations} migration{'s' * (num_migrations != 1)}",
     )
-    return fit_table(table, console)
+    return lay_out(table, console, title_justify="left", box=box.SIMPLE, show_edge=False, padding=0)
 
 
 def list_errors(found: MigrationList, limit: int) -> list[str]:

@@ -1,15 +1,13 @@
-"""Options that commands share besides settings: capacities, the model, tiers, and the files of results."""
+"""Options that commands share besides settings: capacities, the model, the number of processes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from kv_pool.cli.foreign_text import escape_json
 from kv_pool.cli.setting_options import declare
-from kv_pool.errors import InvalidArgumentError, TraceError
+from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.capacity import (
     MODELS,
     RANGE_FORMAT,
@@ -23,27 +21,14 @@ from kv_pool.replay.capacity import (
 from kv_pool.replay.event_feed import PUBLISH, PUBLISH_CONFIG, PUBLISH_REPLAY
 from kv_pool.replay.groups import parse_groups
 from kv_pool.replay.option import Option
-from kv_pool.replay.pictures.figure import check_can_draw
-from kv_pool.replay.report import encode_json, write_json
 from kv_pool.replay.settings import ReplaySettings, find_block_size
-from kv_pool.replay.trace_writer import check_can_write
 
 MODEL_PANEL = "Model, for --memory and for the time of copies"
 
 Publish = declare(str | None, PUBLISH)
 PublishReplay = declare(str | None, PUBLISH_REPLAY)
 PublishConfig = declare(str | None, PUBLISH_CONFIG)
-JsonFile = Annotated[
-    str | None, typer.Option("--json", help="Write the whole report, with provenance, to this file.")
-]
 Jobs = Annotated[int, typer.Option(help="Processes; 0 for one per core.", min=0)]
-
-
-def declare_picture(what: str, name: str) -> Any:
-    """Return `--png`, the file for a picture, whose default is the first unused file like `name`.png."""
-    return typer.Option(
-        help=f"File for the {what}. Default: {name}.png, or {name}-2.png and so on if it exists."
-    )
 
 
 @dataclass(frozen=True)
@@ -133,47 +118,3 @@ def parse_list(option: str, text: str, parse_one: Callable[[str], int] = parse_c
         return parse_range(text, parse_one)
     except InvalidArgumentError as error:
         raise InvalidArgumentError(f"{option}: {error}") from error
-
-
-def write_report(report: object, path: str | None) -> None:
-    """Write a report to a file as JSON, or print it on standard output if the file cannot be written.
-
-    No-op without a path.
-
-    Raises:
-        TraceError: the file was not written.
-    """
-    if path is None:
-        return
-    try:
-        write_json(report, path)
-    except TraceError as error:
-        print(escape_json(encode_json(report).decode()))
-        raise TraceError(f"{error}; the report is on standard output instead") from error
-
-
-def choose_files(default_picture: str, picture: str | None, *others: str | None) -> str:
-    """Return the path of the picture: `picture`, or for None the first unused one like `default_picture`.
-
-    Call this before the work, whose results these files take.
-
-    Raises:
-        KVPoolError: the picture cannot be drawn, or one of the `others` that are not None cannot be written.
-    """
-    if picture is None:
-        picture = _find_unused(default_picture)
-    check_can_draw(picture)
-    for path in others:
-        if path is not None:
-            check_can_write(path)
-    return picture
-
-
-def _find_unused(path: str) -> str:
-    """Return `path`, or the first unused path with -2, -3 and so on before its suffix."""
-    first = Path(path)
-    found, number = first, 1
-    while found.exists():
-        number += 1
-        found = first.with_stem(f"{first.stem}-{number}")
-    return str(found)

@@ -10,7 +10,6 @@ from rich.text import Text
 from kv_pool.cli.console import (
     describe_bytes,
     encode_json_line,
-    new_table,
     print_json,
     print_table,
     refresh_forever,
@@ -23,6 +22,7 @@ from kv_pool.errors import DrawingError
 from kv_pool.ids import BlockId
 from kv_pool.metrics.latency import CallLatency
 from kv_pool.replay.pictures.figure import check_can_draw
+from kv_pool.replay.tables import Column, ReportTable, make_table
 from kv_pool.reports import (
     HoldList,
     HoldSummary,
@@ -51,7 +51,7 @@ def stats(
             )
 
         if watch:
-            refresh_forever(look, Console(highlight=False))
+            refresh_forever(lambda: [look()], Console(highlight=False))
         print(look())
 
 
@@ -227,37 +227,33 @@ def sequences(
 
 
 def _print_sequences(found: SequenceList) -> None:
-    listed = found.sequences
-    columns = {
-        "sequence": [str(one.sequence_id) for one in listed],
-        "blocks": [f"{one.num_blocks:,}" for one in listed],
-        "held in place": [
-            f"{one.num_immovable_blocks:,}" if one.num_immovable_blocks else "" for one in listed
-        ],
-        "tokens": ["" if one.num_tokens is None else f"{one.num_tokens:,}" for one in listed],
-        "priority": ["" if one.priority is None else str(one.priority) for one in listed],
-        "last used": ["" if one.idle_s is None else f"{one.idle_s:.1f} s ago" for one in listed],
-        "": ["in transit" if one.is_in_transit else "" for one in listed],
-    }
-    known = {title: cells for title, cells in columns.items() if any(cells)} or columns
-    rows = zip(*known.values(), strict=True)
-    print_table(new_table(known, rows, right=[title for title in known if title], box=box.SIMPLE))
+    columns = (
+        Column("sequence", "sequence_id", str),
+        Column("blocks", "num_blocks"),
+        Column("held in place", lambda one: one.num_immovable_blocks or None),
+        Column("tokens", "num_tokens"),
+        Column("priority", "priority"),
+        Column("last used", "idle_s", "{:.1f} s ago".format),
+        Column("", lambda one: "in transit" if one.is_in_transit else None, str),
+    )
+    known = [one for one in columns if any(map(one.make_cell, found.sequences))] or columns
+    print_table(make_table(known, found.sequences), box=box.SIMPLE)
 
 
 def _print_holds(found: HoldList) -> None:
-    titles = ("blocks", "ids", "held for", "until", "", "held as")
-    rows = [
-        (
-            f"{hold.num_blocks:,}",
-            Text(", ".join(map(str, hold.block_ids)) + ", ..." * (hold.num_blocks > len(hold.block_ids))),
-            f"{hold.age_s:.1f} s",
-            "" if hold.remaining_s is None else f"in {hold.remaining_s:.1f} s",
-            _name_kind(hold),
-            hold.reason,
-        )
-        for hold in found.holds
-    ]
-    print_table(new_table(titles, rows, right=("blocks", "held for"), folds=titles, box=box.SIMPLE))
+    columns = (
+        Column("blocks", "num_blocks"),
+        Column("ids", _list_ids, Text),
+        Column("held for", "age_s", "{:.1f} s".format),
+        Column("until", "remaining_s", "in {:.1f} s".format),
+        Column("", _name_kind, str),
+        Column("held as", "reason", str),
+    )
+    print_table(make_table(columns, found.holds, texts=("ids", "until", "", "held as")), box=box.SIMPLE)
+
+
+def _list_ids(hold: HoldSummary) -> str:
+    return ", ".join(map(str, hold.block_ids)) + ", ..." * (hold.num_blocks > len(hold.block_ids))
 
 
 def _name_kind(hold: HoldSummary) -> str:
@@ -275,20 +271,16 @@ def tiers(socket: Socket = None, node: Node = None, json: Json = False) -> None:
     if json:
         print_json(found)
         return
-    titles = ("tier", "blocks", "bytes", "stored", "read", "removed", "errors")
-    rows = [
-        (
-            tier.medium,
-            f"{tier.num_blocks:,} of {tier.capacity:,}",
-            describe_bytes(tier.num_blocks * tier.block_bytes),
-            f"{tier.num_stored:,}",
-            f"{tier.num_read:,}",
-            f"{tier.num_removed:,}",
-            f"{tier.num_read_errors + tier.num_write_errors:,}",
-        )
-        for tier in found.tiers
-    ]
-    print_table(new_table(titles, rows, right=titles[1:], box=box.SIMPLE, padding=(0, 1, 0, 0)))
+    columns = (
+        Column("tier", "medium", str),
+        Column("blocks", lambda tier: f"{tier.num_blocks:,} of {tier.capacity:,}", str),
+        Column("bytes", lambda tier: tier.num_blocks * tier.block_bytes, describe_bytes),
+        Column("stored", "num_stored"),
+        Column("read", "num_read"),
+        Column("removed", "num_removed"),
+        Column("errors", lambda tier: tier.num_read_errors + tier.num_write_errors),
+    )
+    print_table(make_table(columns, found.tiers, texts=("tier",)), box=box.SIMPLE, padding=(0, 1, 0, 0))
     hits = ", ".join(f"{escape_text(medium)} {count:,}" for medium, count in found.hit_blocks.items())
     print(f"hit blocks by medium: {hits}; {found.num_dropped:,} evicted blocks were not offloaded")
 
@@ -306,7 +298,7 @@ def peers(socket: Socket = None, node: Node = None, json: Json = False) -> None:
         return
     titles = ("node", "address", "nearness", "free blocks", "round trip")
     rows = [
-        (peer.name, peer.address, "no answer", "", "")
+        (peer.name, peer.address, "no answer", None, None)
         if peer.error
         else (
             peer.name,
@@ -317,7 +309,7 @@ def peers(socket: Socket = None, node: Node = None, json: Json = False) -> None:
         )
         for peer in found.peers
     ]
-    print_table(new_table(titles, rows, right=titles[3:], box=box.SIMPLE))
+    print_table(ReportTable(titles, rows, titles[:3]), box=box.SIMPLE)
     for peer in found.peers:
         if peer.error:
             print(f"{escape_text(peer.name)}: {escape_text(peer.error)}")
