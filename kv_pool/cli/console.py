@@ -24,9 +24,6 @@ SECONDS_BETWEEN_LOOKS = 0.5
 """Slow enough to read. Each refresh costs the pool some microseconds."""
 
 _UNLIMITED_WIDTH = 10_000
-_BAR_WIDTH = 16
-_MIN_BAR_WIDTH = 4
-_AROUND_BAR = 3
 _SPELLINGS = {"█": "#", "→": "->", "µ": "u", "…": "...", "×": "x", "■": "#", "·": "."}
 
 
@@ -95,26 +92,44 @@ def print_parts(parts: Iterable[RenderableType], console: Console) -> None:
 
 
 def lay_out(table: ReportTable, console: Console, **options: Any) -> list[Table]:
-    """Return a table in parts, to be printed one below the other, each of which fits on the console.
+    """Return a table in the fewest parts that fit on the console, to be printed one below the other.
 
-    On a terminal that is too narrow, headings and words fold. If that is not enough, the last columns follow
-    in further parts, each behind the columns that name the rows. Numbers and single words stay whole.
+    A terminal that is too narrow shows no bars; headings and words fold there. If that is not enough, the
+    last columns follow in further parts, each behind the columns that name the rows. Numbers and single words
+    stay whole. An empty column without a heading is left out.
 
     Args:
         options: of rich's `Table`.
     """
     columns = [_Column(table, number, console) for number in range(len(table.titles))]
-    whole = _build(table, columns, options)
-    room = console.width - _measure(whole, console).maximum
-    if room >= 0 or not console.is_terminal:
-        longest = round(_BAR_WIDTH * max(table.bars, default=0.0))
-        is_short = console.is_terminal and longest + _AROUND_BAR > room
-        parts = [_build(table, columns, options, room - _AROUND_BAR if is_short else _BAR_WIDTH)]
-    else:
-        parts = _split(table, columns, console, options)
-    parts[0].title = make_cell(table.title) if table.title else None
-    parts[-1].caption = make_cell(table.caption) if table.caption else None
-    return parts
+    columns = [column for column in columns if column.most]
+    width = console.width if console.is_terminal else _UNLIMITED_WIDTH
+
+    def find_room(part: Sequence[_Column]) -> int:
+        for column in part:
+            column.width = column.least
+        return width - _measure(_build(table, part, options), console).maximum
+
+    if table.has_bars and find_room(columns) < sum(column.most - column.least for column in columns):
+        columns = [column for column in columns if column.title]
+    keys = columns[: table.num_keys]
+    parts = [keys]
+    for column in columns[table.num_keys :]:
+        wider = [*parts[-1], column]
+        if parts[-1] == keys or find_room(wider) >= 0:
+            parts[-1] = wider
+        else:
+            parts.append([*keys, column])
+    built = []
+    for part in parts:
+        room = max(0, find_room(part))
+        for column in part:
+            column.width = min(column.most, column.least + room)
+            room -= column.width - column.least
+        built.append(_build(table, part, options))
+    built[0].title = make_cell(table.title) if table.title else None
+    built[-1].caption = make_cell(table.caption) if table.caption else None
+    return built
 
 
 class _Column:
@@ -137,56 +152,18 @@ class _Column:
         self.least = max(heading.minimum, *folded, 0)
 
 
-def _split(
-    table: ReportTable, columns: Sequence[_Column], console: Console, options: dict[str, Any]
-) -> list[Table]:
-    """Return the fewest parts that fit on the console, without empty columns.
-
-    What is left of its width goes to the first columns of a part.
-    """
-
-    def find_room(part: Sequence[_Column]) -> int:
-        for column in part:
-            column.width = column.least
-        return console.width - _measure(_build(table, part, options), console).maximum
-
-    keys = [*columns[: table.num_keys]]
-    parts = [keys]
-    for column in filter(lambda column: column.most, columns[table.num_keys :]):
-        wider = [*parts[-1], column]
-        if parts[-1] == keys or find_room(wider) >= 0:
-            parts[-1] = wider
-        else:
-            parts.append([*keys, column])
-    built = []
-    for part in parts:
-        room = max(0, find_room(part))
-        for column in part:
-            column.width = min(column.most, column.least + room)
-            room -= column.width - column.least
-        built.append(_build(table, part, options))
-    return built
-
-
-def _build(
-    table: ReportTable, columns: Sequence[_Column], options: dict[str, Any], bar_width: int = 0
-) -> Table:
-    """Return some columns of a table, and bars unless they would be very short."""
+def _build(table: ReportTable, columns: Sequence[_Column], options: dict[str, Any]) -> Table:
     built = Table(show_header=table.has_titles, **options)
     for column in columns:
         style = "dim" if column.title == REMARK else "" if column.title or column != columns[0] else "bold"
         justify: JustifyMethod = "left" if column.is_text else "right"
         built.add_column(make_cell(column.title), style=style, width=column.width, justify=justify)
-    cells = [column.cells for column in columns]
-    if table.bars and bar_width >= _MIN_BAR_WIDTH:
-        built.add_column(no_wrap=True)
-        cells.append([Text("█" * round(bar_width * share)) for share in table.bars])
-    shown = zip(*cells, strict=True)
+    cells = zip(*(column.cells for column in columns), strict=True)
     for row in table.rows:
         if row is None:
             built.add_section()
         else:
-            built.add_row(*next(shown))
+            built.add_row(*next(cells))
     return built
 
 

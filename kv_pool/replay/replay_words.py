@@ -6,7 +6,16 @@ from pathlib import Path
 from kv_pool.core.kv_events import MEDIUM_GPU
 from kv_pool.replay.report import CallTimes, ReplayReport, TierReport
 from kv_pool.replay.request_outcomes import BreakdownRow
-from kv_pool.replay.tables import Column, Fact, Report, ReportTable, make_facts, make_table, show_share
+from kv_pool.replay.tables import (
+    Column,
+    Fact,
+    Report,
+    ReportTable,
+    draw_bar,
+    make_facts,
+    make_table,
+    show_share,
+)
 
 _MAX_BREAKDOWN_ROWS = 20
 """Maximum number of rows. The report contains all."""
@@ -14,6 +23,7 @@ _MAX_BREAKDOWN_ROWS = 20
 _HITS = (
     Column("token hits", "token_hit_rate", show_share),
     Column("block hits", "block_hit_rate", show_share),
+    Column("", "token_hit_rate", draw_bar),
 )
 
 
@@ -130,7 +140,6 @@ def _tabulate_breakdown(kind: str, rows: Sequence[BreakdownRow]) -> ReportTable:
     if kind in ("session", "tenant"):
         rows = sorted(rows, key=lambda row: -row.tokens_in)
     num_more = len(rows) - _MAX_BREAKDOWN_ROWS
-    rows = rows[:_MAX_BREAKDOWN_ROWS]
     columns = (
         Column(kind, lambda row: _name_row(kind, row), str),
         Column("requests", "requests"),
@@ -139,11 +148,11 @@ def _tabulate_breakdown(kind: str, rows: Sequence[BreakdownRow]) -> ReportTable:
     )
     return make_table(
         columns,
-        rows,
-        texts=("session", "tenant"),
+        rows[:_MAX_BREAKDOWN_ROWS],
+        texts=("session", "tenant", ""),
         title=f"hit rate by {kind}{' in the prompt, in tokens' if kind == 'position' else ''}",
         caption=f"{num_more:,} more rows in the file of --json" if num_more > 0 else "",
-        bars=[row.token_hit_rate for row in rows],
+        has_bars=True,
     )
 
 
@@ -160,7 +169,7 @@ def report_sweep(reports: list[ReplayReport]) -> Report:
     has_host, has_disk = (
         any(found.settings[name] for found in reports) for name in ("host_tier", "disk_tier")
     )
-    tokens, blocks = _HITS
+    tokens, blocks, bars = _HITS
     refused = Column("refused", "refused_requests")
     columns = [Column("blocks", "num_blocks")]
     if has_host:
@@ -177,11 +186,11 @@ def report_sweep(reports: list[ReplayReport]) -> Report:
     if bound is not None:
         caption = f"an infinite cache: {bound.token_hit_rate:.2%} token hits, {bound.num_blocks:,} blocks"
     table = make_table(
-        [*columns, Column("evictions", "evictions")],
+        [*columns, Column("evictions", "evictions"), bars],
         reports,
         title=f"hit rate over capacity in blocks of {reports[0].block_size} tokens",
         caption=caption,
-        bars=[found.token_hit_rate for found in reports],
+        has_bars=True,
     )
     return Report(reports, [table])
 

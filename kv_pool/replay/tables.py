@@ -54,7 +54,7 @@ class ReportTable:
             numbers.
         title, caption: above and below the table.
         num_keys: columns at the start that name a row; a table too wide for a terminal repeats them.
-        bars: a share for each row, drawn as a bar at its end if there is space.
+        has_bars: whether the last column draws what another one says, and may be left out.
         has_titles: whether the headings are shown.
     """
 
@@ -64,8 +64,13 @@ class ReportTable:
     title: str = ""
     caption: str = ""
     num_keys: int = 1
-    bars: Sequence[float] = ()
+    has_bars: bool = False
     has_titles: bool = True
+
+
+def draw_bar(share: float) -> str:
+    """Return a bar for a share, of 16 characters at most."""
+    return "█" * round(16 * share)
 
 
 def make_table(columns: Sequence[Column], rows: Iterable[object | None], **attributes: Any) -> ReportTable:
