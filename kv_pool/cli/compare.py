@@ -87,8 +87,7 @@ def compare(
 ) -> None:
     """Compare cache policies, with LRU, the optimum and an infinite cache beside them.
 
-    With --json, finished runs are kept beside its file until all are finished: after an interruption, the
-    same command goes on.
+    With --json, finished runs are kept: after an interruption, the same command goes on.
     """
     earlier = None
     if again is not None:

@@ -16,9 +16,9 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from kv_pool.cli.foreign_text import escape_json, escape_lines, escape_text, make_cell
+from kv_pool.cli.foreign_text import MAX_CHARS, escape_json, escape_lines, escape_text, make_cell
 from kv_pool.replay.report import OnProgress
-from kv_pool.replay.tables import REMARK, ReportTable
+from kv_pool.replay.tables import REMARK, Report, ReportTable
 
 SECONDS_BETWEEN_LOOKS = 0.5
 """Slow enough to read. Each refresh costs the pool some microseconds."""
@@ -74,14 +74,21 @@ def describe_bytes(num_bytes: float) -> str:
     return f"{num_bytes:.1f} TB"
 
 
-def print_table(table: ReportTable, console: Console | None = None, **options: Any) -> None:
-    """Print a table as `lay_out` arranges it. Nothing folds in a pipe or a file.
+def print_report(report: Report, json: bool = False, **options: Any) -> None:
+    """Print the tables and sentences of a report, or its result as one line of JSON.
 
     Args:
         options: of rich's `Table`.
     """
-    console = console or Console()
-    print_parts(lay_out(table, console, **options), console)
+    if json:
+        print_json(report.result)
+        return
+    console = Console()
+    for part in report.shown:
+        if isinstance(part, ReportTable):
+            print_parts(lay_out(part, console, **options), console)
+        else:
+            print(escape_text(part, 10 * MAX_CHARS))
 
 
 def print_parts(parts: Iterable[RenderableType], console: Console) -> None:

@@ -74,7 +74,8 @@ class CapacityOptions(ModelOptions):
     blocks: Annotated[
         str | None,
         Option(
-            f"Capacity in blocks, the null block not counted; of a replay one, else: {RANGE_FORMAT}.",
+            "Capacity in blocks, the null block not counted: 10k; except for a replay also a list such as "
+            f"{RANGE_FORMAT}.",
             metavar="LIST",
         ),
     ] = None

@@ -6,15 +6,14 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from kv_pool.cli.console import print_error, print_table
-from kv_pool.cli.foreign_text import MAX_CHARS, escape_json, escape_text
+from kv_pool.cli.console import print_error, print_report
+from kv_pool.cli.foreign_text import escape_json, escape_text
 from kv_pool.errors import TraceError
 from kv_pool.replay.option import Option
 from kv_pool.replay.pictures.figure import check_can_draw
 from kv_pool.replay.report import encode_json, write_csv_rows, write_json
-from kv_pool.replay.tables import Report, ReportTable
+from kv_pool.replay.tables import Report
 from kv_pool.replay.trace_writer import check_can_write
 
 
@@ -57,12 +56,7 @@ class Outputs:
         self._write_json(report.result)
         if self.csv is not None:
             write_csv_rows(self.csv, report.records)
-        console = Console()
-        for part in report.shown:
-            if isinstance(part, ReportTable):
-                print_table(part, console)
-            else:
-                print(escape_text(part, 10 * MAX_CHARS))
+        print_report(report)
         if self.png is not None:
             draw(self.png)
             print(f"picture: {escape_text(self.png)}")

@@ -11,10 +11,9 @@ from kv_pool.cli.console import (
     describe_bytes,
     encode_json_line,
     print_json,
-    print_table,
+    print_report,
     refresh_forever,
 )
-from kv_pool.cli.foreign_text import escape_text
 from kv_pool.cli.setting_options import Json, Node, Socket
 from kv_pool.control.client import ControlClient
 from kv_pool.control.layout_drawing import draw_layout, print_layout
@@ -22,7 +21,7 @@ from kv_pool.errors import DrawingError
 from kv_pool.ids import BlockId
 from kv_pool.metrics.latency import CallLatency
 from kv_pool.replay.pictures.figure import check_can_draw
-from kv_pool.replay.tables import Column, ReportTable, make_table
+from kv_pool.replay.tables import Column, Report, ReportTable, make_table
 from kv_pool.reports import (
     HoldList,
     HoldSummary,
@@ -218,15 +217,11 @@ def sequences(
         found: SequenceList | HoldList
         block_id = None if block is None else BlockId(block)
         found = client.list_holds(block_id) if holds or block is not None else client.describe_sequences()
-    if json:
-        print_json(found)
-    elif isinstance(found, HoldList):
-        _print_holds(found)
-    else:
-        _print_sequences(found)
+    listed = _list_holds(found) if isinstance(found, HoldList) else _list_sequences(found)
+    print_report(Report(found, [listed]), json, box=box.SIMPLE)
 
 
-def _print_sequences(found: SequenceList) -> None:
+def _list_sequences(found: SequenceList) -> ReportTable:
     columns = (
         Column("sequence", "sequence_id", str),
         Column("blocks", "num_blocks"),
@@ -237,10 +232,10 @@ def _print_sequences(found: SequenceList) -> None:
         Column("", lambda one: "in transit" if one.is_in_transit else None, str),
     )
     known = [one for one in columns if any(map(one.make_cell, found.sequences))] or columns
-    print_table(make_table(known, found.sequences), box=box.SIMPLE)
+    return make_table(known, found.sequences)
 
 
-def _print_holds(found: HoldList) -> None:
+def _list_holds(found: HoldList) -> ReportTable:
     columns = (
         Column("blocks", "num_blocks"),
         Column("ids", _list_ids, Text),
@@ -249,7 +244,7 @@ def _print_holds(found: HoldList) -> None:
         Column("", _name_kind, str),
         Column("held as", "reason", str),
     )
-    print_table(make_table(columns, found.holds, texts=("ids", "until", "", "held as")), box=box.SIMPLE)
+    return make_table(columns, found.holds, texts=("ids", "until", "", "held as"))
 
 
 def _list_ids(hold: HoldSummary) -> str:
@@ -268,9 +263,6 @@ def tiers(socket: Socket = None, node: Node = None, json: Json = False) -> None:
     """Show the lower tiers of a running pool, fastest first."""
     with ControlClient(socket, node=node) as client:
         found = client.list_tiers()
-    if json:
-        print_json(found)
-        return
     columns = (
         Column("tier", "medium", str),
         Column("blocks", lambda tier: f"{tier.num_blocks:,} of {tier.capacity:,}", str),
@@ -280,22 +272,19 @@ def tiers(socket: Socket = None, node: Node = None, json: Json = False) -> None:
         Column("removed", "num_removed"),
         Column("errors", lambda tier: tier.num_read_errors + tier.num_write_errors),
     )
-    print_table(make_table(columns, found.tiers, texts=("tier",)), box=box.SIMPLE, padding=(0, 1, 0, 0))
-    hits = ", ".join(f"{escape_text(medium)} {count:,}" for medium, count in found.hit_blocks.items())
-    print(f"hit blocks by medium: {hits}; {found.num_dropped:,} evicted blocks were not offloaded")
+    hits = ", ".join(f"{medium} {count:,}" for medium, count in found.hit_blocks.items())
+    shown = (
+        make_table(columns, found.tiers, texts=("tier",)),
+        f"hit blocks by medium: {hits}; {found.num_dropped:,} evicted blocks were not offloaded",
+    )
+    print_report(Report(found, shown), json, box=box.SIMPLE, padding=(0, 1, 0, 0))
 
 
 def peers(socket: Socket = None, node: Node = None, json: Json = False) -> None:
     """Show the other nodes that a running node knows."""
     with ControlClient(socket, node=node) as client:
         found = client.list_peers()
-    if json:
-        print_json(found)
-        return
     others = "1 other node" if len(found.peers) == 1 else f"{len(found.peers)} other nodes"
-    print(f"node {escape_text(found.name)} at {escape_text(found.address)} knows {others}")
-    if not found.peers:
-        return
     titles = ("node", "address", "nearness", "free blocks", "round trip")
     rows = [
         (peer.name, peer.address, "no answer", None, None)
@@ -309,7 +298,9 @@ def peers(socket: Socket = None, node: Node = None, json: Json = False) -> None:
         )
         for peer in found.peers
     ]
-    print_table(ReportTable(titles, rows, titles[:3]), box=box.SIMPLE)
-    for peer in found.peers:
-        if peer.error:
-            print(f"{escape_text(peer.name)}: {escape_text(peer.error)}")
+    shown: list[ReportTable | str] = [
+        f"node {found.name} at {found.address} knows {others}",
+        *([ReportTable(titles, rows, titles[:3])] if rows else []),
+        *(f"{peer.name}: {peer.error}" for peer in found.peers if peer.error),
+    ]
+    print_report(Report(found, shown), json, box=box.SIMPLE)

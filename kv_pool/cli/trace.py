@@ -6,14 +6,14 @@ from typing import Annotated
 
 import typer
 
-from kv_pool.cli.console import print_json, print_table, show_progress
+from kv_pool.cli.console import print_report, show_progress
 from kv_pool.cli.foreign_text import escape_text
 from kv_pool.cli.setting_options import Json, takes
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.formats.convert import READ_LOSSES, WRITE_LOSSES, ConvertSettings, convert_trace
 from kv_pool.replay.merge import PARTITIONS, merge_traces, split_trace
 from kv_pool.replay.settings import ReplaySettings
-from kv_pool.replay.trace_info import describe_trace, tabulate_info
+from kv_pool.replay.trace_info import describe_trace, report_trace
 from kv_pool.replay.trace_writer import open_trace_writer
 from kv_pool.replay.workloads.agent import AgentSettings, generate_agent
 from kv_pool.replay.workloads.chat import ChatSettings, generate_chat
@@ -44,11 +44,7 @@ def info(
     trace = settings.open_trace()
     with show_progress("reading") as notify:
         found = describe_trace(trace, block_size, notify)
-    if json:
-        print_json(found)
-        return
-    for table in tabulate_info(found):
-        print_table(table)
+    print_report(report_trace(found), json)
 
 
 generate = typer.Typer(

@@ -12,7 +12,7 @@ import msgspec
 from kv_pool.core.block_hash import BlockHasher
 from kv_pool.replay.replay_request import CONVENTIONS
 from kv_pool.replay.report import InfiniteCache, OnProgress, find_rank, find_share
-from kv_pool.replay.tables import Fact, ReportTable, make_facts, show_share
+from kv_pool.replay.tables import Fact, Report, ReportTable, make_facts, show_share
 from kv_pool.replay.trace import Trace, TraceRequest
 
 _MS_PER_MINUTE = 60_000
@@ -247,7 +247,7 @@ def summarize_counts(counts: dict[float, int]) -> Percentiles:
     return Percentiles(num_values, mean, *(ordered[bisect_left(num_up_to, rank)][0] for rank in ranks))
 
 
-def tabulate_info(info: TraceInfo) -> list[ReportTable]:
+def report_trace(info: TraceInfo) -> Report:
     """Return the figures as tables: counts, percentiles, and the hits of a cache that never evicts."""
     by_name = [
         ("blocks per request", info.blocks_per_request),
@@ -263,16 +263,10 @@ def tabulate_info(info: TraceInfo) -> list[ReportTable]:
         (name, show_share(found.token_hit_rate), show_share(found.block_hit_rate), f"{found.tokens_hit:,}")
         for name, found in info.ceilings.items()
     ]
-    return [
-        make_facts(Path(info.trace).name, _list_counts(info)),
-        ReportTable(("", *names), percentiles),
-        ReportTable(
-            ("convention", "token hits", "block hits", "tokens"),
-            ceilings,
-            ("convention",),
-            "a cache that never evicts",
-        ),
-    ]
+    counts = make_facts(Path(info.trace).name, _list_counts(info))
+    titles = ("convention", "token hits", "block hits", "tokens")
+    hits = ReportTable(titles, ceilings, titles[:1], "a cache that never evicts")
+    return Report(info, [counts, ReportTable(("", *names), percentiles), hits])
 
 
 def _list_counts(info: TraceInfo) -> Iterator[Fact | None]:

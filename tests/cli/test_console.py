@@ -10,10 +10,11 @@ import pytest
 from cli.kv_pool_command import kv_pool_command
 from cli.running_commands import serving
 from replay.made_trace import record, write_trace
+from rich import box
 from rich.console import Console
 
-from kv_pool.cli.console import print_parts, print_table, refresh_forever
-from kv_pool.cli.migrate import draw
+from kv_pool.cli.console import lay_out, print_parts, refresh_forever
+from kv_pool.cli.migrate import tabulate
 from kv_pool.control.messages import MigrationList
 from kv_pool.migration.messages import MigrationPhase, MigrationStatus
 from kv_pool.replay.tables import Fact, ReportTable, make_facts
@@ -32,7 +33,7 @@ def folder(tmp_path):
 
 def print_to(width, is_terminal, table=None):
     console = Console(file=io.StringIO(), width=width, force_terminal=is_terminal, color_system=None)
-    print_table(table or make_facts("", [Fact(*ROW)]), console)
+    print_parts(lay_out(table or make_facts("", [Fact(*ROW)]), console), console)
     return console.file.getvalue()
 
 
@@ -96,7 +97,8 @@ def make_status(name):
 @pytest.mark.parametrize("width", [40, 60, 80])
 def test_watched_migration_shows_id_and_phase_whole(width):
     console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
-    print_parts(draw(MigrationList("a", [make_status("a-node-with-a-long-name")]), 20, console), console)
+    table = tabulate(MigrationList("a", [make_status("a-node-with-a-long-name")]), 20)
+    print_parts(lay_out(table, console, box=box.SIMPLE, show_edge=False, padding=0), console)
     printed = console.file.getvalue()
     assert max(map(len, printed.splitlines())) <= width
     for word in ("1234567890123", "done", "a-node-with-a-long-name", "0/0", "0.00 s"):
@@ -110,7 +112,7 @@ def test_watched_migration_is_shown_whole_in_a_pipe():
     statuses = iter([make_status("a-node-with-a-long-name")])
 
     def look():
-        return draw(MigrationList("a", [next(statuses)]), 20, console)
+        return lay_out(tabulate(MigrationList("a", [next(statuses)]), 20), console, box=box.SIMPLE)
 
     with pytest.raises(StopIteration):
         refresh_forever(look, console)
@@ -128,7 +130,8 @@ def test_watched_migration_is_shown_whole_in_a_pipe():
 
 def test_markup_and_escapes_in_node_names_are_shown():
     console = Console(file=io.StringIO(), width=120)
-    print_parts(draw(MigrationList("[/x]\x1b[2J", [make_status("[bold]b\x1b[31m")]), 20, console), console)
+    table = tabulate(MigrationList("[/x]\x1b[2J", [make_status("[bold]b\x1b[31m")]), 20)
+    print_parts(lay_out(table, console), console)
     printed = console.file.getvalue()
     assert "\x1b" not in printed
     assert r"node [/x]\x1b[2J" in printed

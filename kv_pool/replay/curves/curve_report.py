@@ -130,6 +130,11 @@ def choose_in_steps(capacities: Sequence[int], num_chosen: int, *others: int | N
     return sorted(chosen.union(other for other in others if other is not None))
 
 
+def describe_choice(num_shown: int, num_points: int) -> str:
+    """Return the end of a caption that says how many points a table leaves out; empty for none."""
+    return f"; {num_shown} of {num_points} capacities, --json has all" if num_shown < num_points else ""
+
+
 def describe_bound(of_blocks: str | None, of_tokens: str | None) -> list[str]:
     """Return a sentence about the optimum if only a bound of its blocks or its tokens is known."""
     if of_blocks == "bound":
@@ -158,7 +163,8 @@ def report_curves(found: CurveReport) -> Report:
         [point for point in found.points if point.num_blocks in capacities],
         title=f"hit rate over capacity in blocks of {found.block_size} tokens",
         caption=f"an infinite cache: {ceiling.token_hit_rate:.2%} of tokens, {ceiling.block_hit_rate:.2%} of "
-        f"blocks, {ceiling.num_blocks:,} blocks{'' if found.sample is None else ' in the sample'}",
+        f"blocks, {ceiling.num_blocks:,} blocks{'' if found.sample is None else ' in the sample'}"
+        + describe_choice(len(capacities), len(found.points)),
     )
     block_bytes = int(found.settings.get("block_bytes", 0))
     records = [

@@ -1,6 +1,6 @@
 """`report_plan`: a plan in sentences and tables."""
 
-from kv_pool.replay.curves.curve_report import choose_in_steps
+from kv_pool.replay.curves.curve_report import choose_in_steps, describe_choice
 from kv_pool.replay.plan.plan_report import CapacityPlan, PlanBlockSize, PlanCheck, PlanPoint
 from kv_pool.replay.tables import (
     Column,
@@ -212,11 +212,13 @@ def _tabulate_curve(plan: CapacityPlan) -> ReportTable:
     )
     points = {point.num_blocks: point for point in [*plan.points, plan.recommended]}
     capacities = [point.num_blocks for point in plan.points]
+    chosen = choose_in_steps(capacities, _ROWS, plan.knee, plan.recommended.num_blocks)
     return make_table(
         columns,
-        map(points.get, choose_in_steps(capacities, _ROWS, plan.knee, plan.recommended.num_blocks)),
+        map(points.get, chosen),
         title=f"predicted, blocks of {plan.block_size} tokens",
-        caption="points per GiB: percentage points that each GiB of 10% more memory adds",
+        caption="points per GiB: percentage points that each GiB of 10% more memory adds"
+        + describe_choice(len(chosen), len(points)),
     )
 
 
