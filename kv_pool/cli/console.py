@@ -115,7 +115,7 @@ def lay_out(table: ReportTable, console: Console, **options: Any) -> list[Table]
     def find_room(part: Sequence[_Column]) -> int:
         for column in part:
             column.width = column.least
-        return width - _measure(_build(table, part, options), console).maximum
+        return width - _measure(_begin(table, part, options), console).maximum
 
     if table.has_bars and find_room(columns) < sum(column.most - column.least for column in columns):
         columns = [column for column in columns if column.title]
@@ -133,7 +133,8 @@ def lay_out(table: ReportTable, console: Console, **options: Any) -> list[Table]
         for column in part:
             column.width = min(column.most, column.least + room)
             room -= column.width - column.least
-        built.append(_build(table, part, options))
+        built.append(_begin(table, part, options))
+        _add_rows(built[-1], table, part)
     built[0].title = make_cell(table.title) if table.title else None
     built[-1].caption = make_cell(table.caption) if table.caption else None
     return built
@@ -159,19 +160,23 @@ class _Column:
         self.least = max(heading.minimum, *folded, 0)
 
 
-def _build(table: ReportTable, columns: Sequence[_Column], options: dict[str, Any]) -> Table:
+def _begin(table: ReportTable, columns: Sequence[_Column], options: dict[str, Any]) -> Table:
+    """Return a part of a table, without rows."""
     built = Table(show_header=table.has_titles, **options)
     for column in columns:
         style = "dim" if column.title == REMARK else "" if column.title or column != columns[0] else "bold"
         justify: JustifyMethod = "left" if column.is_text else "right"
         built.add_column(make_cell(column.title), style=style, width=column.width, justify=justify)
+    return built
+
+
+def _add_rows(part: Table, table: ReportTable, columns: Sequence[_Column]) -> None:
     cells = zip(*(column.cells for column in columns), strict=True)
     for row in table.rows:
         if row is None:
-            built.add_section()
+            part.add_section()
         else:
-            built.add_row(*next(cells))
-    return built
+            part.add_row(*next(cells))
 
 
 def _make_cell(cell: object) -> Text:

@@ -10,6 +10,7 @@ from kv_pool.cli import options
 from kv_pool.cli.console import show_progress
 from kv_pool.cli.outputs import Outputs
 from kv_pool.cli.setting_options import takes
+from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.pictures.hit_rates import draw_hit_rates
 from kv_pool.replay.replay_words import report_sweep
 from kv_pool.replay.report import read_reports
@@ -49,7 +50,7 @@ def sweep(
         list[str] | None,
         typer.Option(
             metavar="FILE",
-            help="Draw an earlier sweep into the same picture, from its --json file. May be repeated.",
+            help="With --png: draw an earlier sweep, too, from its --json file. May be repeated.",
         ),
     ] = None,
     jobs: options.Jobs = 0,
@@ -58,6 +59,8 @@ def sweep(
     settings, capacities = capacity.find(settings)
     host_tiers = options.parse_list("--host-tier", host_tier)
     disk_tiers = options.parse_list("--disk-tier", disk_tier)
+    if overlay and outputs.png is None:
+        raise InvalidArgumentError("--overlay is drawn into the picture of --png; pass --png, too")
     others = {file: read_reports(file) for file in overlay or ()}
     outputs.check()
     num_processes = jobs or os.cpu_count() or 1
