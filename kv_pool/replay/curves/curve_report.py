@@ -130,9 +130,10 @@ def choose_in_steps(capacities: Sequence[int], num_chosen: int, *others: int | N
     return sorted(chosen.union(other for other in others if other is not None))
 
 
-def describe_choice(num_shown: int, num_points: int) -> str:
-    """Return the end of a caption that says how many points a table leaves out; empty for none."""
-    return f"; {num_shown} of {num_points} capacities, --json has all" if num_shown < num_points else ""
+def describe_choice(num_shown: int, num_points: int) -> list[str]:
+    """Return a sentence about the rows that a table of a curve leaves out, if there are any."""
+    shown = f"the table shows {num_shown} of {num_points} capacities; the file of --json has all"
+    return [shown] * (num_shown < num_points)
 
 
 def describe_bound(of_blocks: str | None, of_tokens: str | None) -> list[str]:
@@ -163,8 +164,7 @@ def report_curves(found: CurveReport) -> Report:
         [point for point in found.points if point.num_blocks in capacities],
         title=f"hit rate over capacity in blocks of {found.block_size} tokens",
         caption=f"an infinite cache: {ceiling.token_hit_rate:.2%} of tokens, {ceiling.block_hit_rate:.2%} of "
-        f"blocks, {ceiling.num_blocks:,} blocks{'' if found.sample is None else ' in the sample'}"
-        + describe_choice(len(capacities), len(found.points)),
+        f"blocks, {ceiling.num_blocks:,} blocks{'' if found.sample is None else ' in the sample'}",
     )
     block_bytes = int(found.settings.get("block_bytes", 0))
     records = [
@@ -175,7 +175,8 @@ def report_curves(found: CurveReport) -> Report:
         }
         for point in found.points
     ]
-    return Report(found, [table, *_describe(found, block_bytes)], records=records)
+    left_out = describe_choice(len(table.rows), len(found.points))
+    return Report(found, [table, *left_out, *_describe(found, block_bytes)], records=records)
 
 
 def _list_columns(found: CurveReport) -> Iterator[Column]:

@@ -22,7 +22,9 @@ def report_plan(plan: CapacityPlan) -> Report:
     """Return the sentences of a plan, its curve, the block sizes compared, and its checks."""
     sizes = [_tabulate_block_sizes(plan)] if plan.block_sizes else []
     sentences = [*describe_plan(plan), *describe_broken(plan.broken_lines, plan.first_broken)]
-    return Report(plan, [*sentences, _tabulate_curve(plan), *sizes, _tabulate_checks(plan)])
+    curve = _tabulate_curve(plan)
+    left_out = describe_choice(len(curve.rows), len(plan.points))
+    return Report(plan, [*sentences, curve, *left_out, *sizes, _tabulate_checks(plan)])
 
 
 def describe_plan(plan: CapacityPlan) -> list[str]:
@@ -212,13 +214,11 @@ def _tabulate_curve(plan: CapacityPlan) -> ReportTable:
     )
     points = {point.num_blocks: point for point in [*plan.points, plan.recommended]}
     capacities = [point.num_blocks for point in plan.points]
-    chosen = choose_in_steps(capacities, _ROWS, plan.knee, plan.recommended.num_blocks)
     return make_table(
         columns,
-        map(points.get, chosen),
+        map(points.get, choose_in_steps(capacities, _ROWS, plan.knee, plan.recommended.num_blocks)),
         title=f"predicted, blocks of {plan.block_size} tokens",
-        caption="points per GiB: percentage points that each GiB of 10% more memory adds"
-        + describe_choice(len(chosen), len(points)),
+        caption="points per GiB: percentage points that each GiB of 10% more memory adds",
     )
 
 
