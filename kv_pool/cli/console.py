@@ -130,7 +130,7 @@ def lay_out(table: ReportTable, console: Console, **options: Any) -> list[Table]
     built = []
     for part in parts:
         room = max(0, find_room(part))
-        for column in part:
+        for column in sorted(part, key=lambda column: not column.is_text):  # words before headings
             column.width = min(column.most, column.least + room)
             room -= column.width - column.least
         built.append(_begin(table, part, options))
