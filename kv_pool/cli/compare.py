@@ -10,7 +10,6 @@ import typer
 
 from kv_pool.cli import options
 from kv_pool.cli.console import show_progress
-from kv_pool.cli.outputs import Outputs
 from kv_pool.cli.setting_options import takes
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.compare.compare import compare_policies
@@ -43,7 +42,7 @@ jobs on again
 def compare(
     settings: ReplaySettings,
     capacity: options.CapacityOptions,
-    outputs: Outputs,
+    outputs: options.Outputs,
     traces: Annotated[
         list[str] | None,
         typer.Argument(

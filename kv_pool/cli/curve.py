@@ -8,7 +8,6 @@ import typer
 
 from kv_pool.cli import options
 from kv_pool.cli.console import show_progress
-from kv_pool.cli.outputs import Outputs
 from kv_pool.cli.setting_options import takes
 from kv_pool.replay.curves.curve_report import report_curves
 from kv_pool.replay.curves.measure import measure_curves
@@ -25,7 +24,7 @@ trace_block_size timestamp_unit skip_broken seed sample json csv png
 def curve(
     settings: ReplaySettings,
     capacity: options.CapacityOptions,
-    outputs: Outputs,
+    outputs: options.Outputs,
     sample: Annotated[
         float | None,
         typer.Option(

@@ -8,7 +8,6 @@ import typer
 
 from kv_pool.cli import options
 from kv_pool.cli.console import show_progress
-from kv_pool.cli.outputs import Outputs
 from kv_pool.cli.setting_options import takes
 from kv_pool.replay.capacity import parse_memory
 from kv_pool.replay.pictures.hit_rates import draw_plan
@@ -30,7 +29,7 @@ trace_block_size timestamp_unit skip_broken seed json png
 def plan(
     settings: ReplaySettings,
     model_options: options.ModelOptions,
-    outputs: Outputs,
+    outputs: options.Outputs,
     target_hit_rate: Annotated[
         str | None,
         typer.Option(
