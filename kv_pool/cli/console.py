@@ -4,20 +4,21 @@ import codecs
 import os
 import sys
 import time
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import msgspec
-from rich.console import Console
+from rich.console import Console, Group, JustifyMethod, RenderableType
 from rich.live import Live
 from rich.measure import Measurement
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from kv_pool.cli.foreign_text import escape_json, escape_lines, escape_text, make_cell
+from kv_pool.cli.foreign_text import MAX_CHARS, escape_json, escape_lines, escape_text, make_cell
 from kv_pool.replay.report import OnProgress
+from kv_pool.replay.tables import REMARK, Report, ReportTable
 
 SECONDS_BETWEEN_LOOKS = 0.5
 """Slow enough to read. Each refresh costs the pool some microseconds."""
@@ -73,123 +74,132 @@ def describe_bytes(num_bytes: float) -> str:
     return f"{num_bytes:.1f} TB"
 
 
-def new_table(
-    titles: Iterable[str],
-    rows: Iterable[Iterable[object] | None],
-    *,
-    right: Container[str] = (),
-    folds: Container[str] = (),
-    **options: Any,
-) -> Table:
-    """Return a table with these columns and rows.
+def print_report(report: Report, json: bool = False, **options: Any) -> None:
+    """Print the tables and sentences of a report, or its result as one line of JSON.
 
     Args:
-        rows: cells, which are escaped unless they are `Text`, and empty if they are None; None for a line
-            between two rows.
-        right: titles of columns that are aligned to the right.
-        folds: titles of columns whose cells may fold; cells of the others stay whole.
-        options: of `Table`.
+        options: of rich's `Table`.
     """
-    table = Table(**options)
-    for title in titles:
-        table.add_column(title, justify="right" if title in right else "left", no_wrap=title not in folds)
-    _add_rows(table, rows)
-    return table
-
-
-Column = tuple[str, Callable[[Any], object]]
-"""A title, and a function that returns the cell of a row's object; None for an empty cell."""
-
-
-def make_table(
-    columns: Sequence[Column], rows: Iterable[object | None], *, left: Container[str] = ("",), **options: Any
-) -> Table:
-    """Return a table with a row for each object; None for a line between two rows.
-
-    Args:
-        left: titles of columns that are aligned to the left.
-        options: of `Table`.
-    """
-    titles = [title for title, _ in columns]
-    cells = (None if row is None else [find(row) for _, find in columns] for row in rows)
-    return new_table(titles, cells, right=[title for title in titles if title not in left], **options)
-
-
-Fact = tuple[str, str, str]
-"""A name, its number, a remark."""
-
-
-def new_facts_table(title: str, facts: Iterable[Fact | None], caption: str | None = None) -> Table:
-    """Return a table without header, with a row for each fact; None for a line between two rows.
-
-    Args:
-        title, caption: without control characters: `escape_text` makes foreign text so.
-    """
-    table = Table(title=Text(title), caption=caption and Text(caption), show_header=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(style="dim")
-    _add_rows(table, facts)
-    return table
-
-
-def _add_rows(table: Table, rows: Iterable[Iterable[object] | None]) -> None:
-    for row in rows:
-        if row is None:
-            table.add_section()
+    if json:
+        print_json(report.result)
+        return
+    console = Console()
+    for part in report.shown:
+        if isinstance(part, ReportTable):
+            print_parts(lay_out(part, console, **options), console)
         else:
-            table.add_row(*(cell if isinstance(cell, Text | None) else make_cell(str(cell)) for cell in row))
+            print(escape_text(part, 10 * MAX_CHARS))
 
 
-def print_table(table: Table, console: Console | None = None) -> None:
-    """Print a table with every cell of its `no_wrap` columns whole, however narrow the terminal is.
+def print_parts(parts: Iterable[RenderableType], console: Console) -> None:
+    """Print tables or texts one below the other, each as wide as it is."""
+    for part in parts:
+        console.width = max(console.width, _measure(part, console).maximum)
+        console.print(part)
 
-    Other columns fold at words on a terminal; nothing folds in a pipe or a file.
+
+def lay_out(table: ReportTable, console: Console, **options: Any) -> list[Table]:
+    """Return a table in the fewest parts that fit on the console, to be printed one below the other.
+
+    A terminal that is too narrow shows no bars; headings and words fold there. If that is not enough, the
+    last columns follow in further parts, each behind the columns that name the rows. Numbers and single words
+    stay whole. An empty column without a heading is left out.
+
+    Args:
+        options: of rich's `Table`.
     """
-    console = console or Console()
-    measured = measure_table(table, console)
-    console.width = max(console.width, measured.minimum) if console.is_terminal else measured.maximum
-    console.print(table)
+    columns = [_Column(table, number, console) for number in range(len(table.titles))]
+    columns = [column for column in columns if column.most]
+    width = console.width if console.is_terminal else _UNLIMITED_WIDTH
+
+    def find_room(part: Sequence[_Column]) -> int:
+        for column in part:
+            column.width = column.least
+        return width - _measure(_begin(table, part, options), console).maximum
+
+    if table.has_bars and find_room(columns) < sum(column.most - column.least for column in columns):
+        columns = [column for column in columns if column.title]
+    keys = columns[: table.num_keys]
+    parts = [keys]
+    for column in columns[table.num_keys :]:
+        wider = [*parts[-1], column]
+        if parts[-1] == keys or find_room(wider) >= 0:
+            parts[-1] = wider
+        else:
+            parts.append([*keys, column])
+    built = []
+    for part in parts:
+        room = max(0, find_room(part))
+        for column in sorted(part, key=lambda column: not column.is_text):  # words before headings
+            column.width = min(column.most, column.least + room)
+            room -= column.width - column.least
+        built.append(_begin(table, part, options))
+        _add_rows(built[-1], table, part)
+    built[0].title = make_cell(table.title) if table.title else None
+    built[-1].caption = make_cell(table.caption) if table.caption else None
+    return built
 
 
-def measure_table(table: Table, console: Console) -> Measurement:
-    """Return the least width of a table with `no_wrap` columns whole, and the width without folding."""
-    options = console.options.update_width(_UNLIMITED_WIDTH)
-    for column in table.columns:
-        if column.no_wrap:
-            cells = [column.header, *column.cells] if table.show_header else column.cells
-            column.min_width = max(
-                (Measurement.get(console, options, one).maximum for one in cells), default=0
-            )
-    return Measurement.get(console, options, table)
+class _Column:
+    """A column on a console.
+
+    Attributes:
+        cells: escaped, without the heading.
+        most, least: its width if nothing folds, and if its heading and its words fold.
+        width: the width that it gets.
+    """
+
+    def __init__(self, table: ReportTable, number: int, console: Console) -> None:
+        self.title = table.titles[number]
+        self.is_text = self.title in table.texts
+        self.cells = [_make_cell(row[number]) for row in table.rows if row is not None]
+        measured = [_measure(cell, console) for cell in self.cells]
+        heading = _measure(make_cell(self.title * table.has_titles), console)
+        self.most = self.width = max(heading.maximum, *(cell.maximum for cell in measured), 0)
+        folded = (cell.minimum if self.is_text else cell.maximum for cell in measured)
+        self.least = max(heading.minimum, *folded, 0)
 
 
-def fit_table(table: Table, console: Console) -> Table:
-    """Return a table, on a narrow terminal without the last columns, so that each cell is whole."""
-    while (
-        console.is_terminal
-        and len(table.columns) > 1
-        and measure_table(table, console).minimum > console.width
-    ):
-        table.columns.pop()
-    return table
+def _begin(table: ReportTable, columns: Sequence[_Column], options: dict[str, Any]) -> Table:
+    """Return a part of a table, without rows."""
+    built = Table(show_header=table.has_titles, **options)
+    for column in columns:
+        style = "dim" if column.title == REMARK else "" if column.title or column != columns[0] else "bold"
+        justify: JustifyMethod = "left" if column.is_text else "right"
+        built.add_column(make_cell(column.title), style=style, width=column.width, justify=justify)
+    return built
+
+
+def _add_rows(part: Table, table: ReportTable, columns: Sequence[_Column]) -> None:
+    cells = zip(*(column.cells for column in columns), strict=True)
+    for row in table.rows:
+        if row is None:
+            part.add_section()
+        else:
+            part.add_row(*next(cells))
+
+
+def _make_cell(cell: object) -> Text:
+    return cell if isinstance(cell, Text) else make_cell("" if cell is None else str(cell))
+
+
+def _measure(renderable: RenderableType, console: Console) -> Measurement:
+    return Measurement.get(console, console.options.update_width(_UNLIMITED_WIDTH), renderable)
 
 
 def refresh_forever(
-    look: Callable[[], Table | Text], console: Console, sleep: Callable[[float], object] = time.sleep
+    look: Callable[[], Sequence[RenderableType]],
+    console: Console,
+    sleep: Callable[[float], object] = time.sleep,
 ) -> NoReturn:
-    """Show what `look` returns, repeatedly: in place on a terminal, else one print after the other."""
+    """Show what `look` returns, in parts, repeatedly: in place on a terminal, else one after another."""
     if console.is_terminal:
-        with Live(look(), console=console, auto_refresh=False) as live:
+        with Live(Group(*look()), console=console, auto_refresh=False) as live:
             while True:
                 sleep(SECONDS_BETWEEN_LOOKS)
-                live.update(look(), refresh=True)
+                live.update(Group(*look()), refresh=True)
     while True:
-        shown = look()
-        if isinstance(shown, Table):
-            print_table(shown, console)
-        else:
-            console.print(shown, soft_wrap=True)
+        print_parts(look(), console)
         console.file.flush()
         sleep(SECONDS_BETWEEN_LOOKS)
 

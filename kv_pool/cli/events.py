@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from kv_pool.cli.console import fit_table, new_table, print_table
+from kv_pool.cli.console import lay_out, print_parts
 from kv_pool.cli.foreign_text import escape_json, escape_text
 from kv_pool.core.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from kv_pool.errors import InvalidArgumentError
@@ -32,6 +32,7 @@ from kv_pool.events.stream_items import (
     StreamSource,
 )
 from kv_pool.ids import GroupId
+from kv_pool.replay.tables import ReportTable
 
 if TYPE_CHECKING:
     from kv_pool.events.subscriber import KVEventSubscriber
@@ -50,7 +51,7 @@ _TITLES = (
     "snapshots",
     "restarts",
 )
-"""Columns of the mirror's table, in order; a narrow terminal shows the first ones."""
+"""Columns of the mirror's table."""
 
 
 def events(
@@ -402,7 +403,7 @@ class MirrorTable:
 
     def __exit__(self, *_: object) -> None:
         if self._live is None:
-            print_table(self.make_table(), self._console)
+            print_parts(self.lay_out(), self._console)
         else:
             self.refresh()
             self._live.stop()
@@ -421,12 +422,13 @@ class MirrorTable:
 
     def refresh(self) -> None:
         if self._live is not None:
-            self._live.update(self.make_table(), refresh=True)
+            self._live.update(Group(*self.lay_out()), refresh=True)
 
-    def make_table(self) -> Table:
+    def lay_out(self) -> list[Table]:
+        """Return the table, in the parts that fit on the console."""
         rows = list(self._list_rows())
-        titled = {"title": "cached blocks by publisher"}
-        return fit_table(new_table(_TITLES, rows, right=_TITLES[3:], folds=("now",), **titled), self._console)
+        table = ReportTable(_TITLES, rows, _TITLES[:3], "cached blocks by publisher")
+        return lay_out(table, self._console)
 
     def _list_rows(self) -> Iterator[list[str | Text]]:
         for endpoint, subscriber in self._subscribers.items():

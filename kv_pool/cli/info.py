@@ -6,14 +6,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from rich import box
-from rich.text import Text
 
-from kv_pool.cli.console import new_table, print_json, print_table
-from kv_pool.cli.foreign_text import escape_lines, escape_text
+from kv_pool.cli.console import print_report
 from kv_pool.cli.setting_options import Json
 from kv_pool.core.mode import COMPILED
 from kv_pool.environment import VARIABLES, list_mistakes
 from kv_pool.migration.machine import Accelerator, Machine, read_machine
+from kv_pool.replay.tables import Report, ReportTable
 from kv_pool.version import __version__
 
 _PACKAGES = ("msgspec", "xxhash", "numpy", "cbor2", "typer", "rich", "matplotlib", "backports.zstd", "pyzmq")
@@ -31,16 +30,16 @@ def info(json: Json = False) -> None:
     packages = {name: _find_version(name) for name in _PACKAGES}
     variables = {variable.name: os.environ.get(variable.name) for variable in VARIABLES}
     mistakes = list_mistakes()
-    if json:
-        print_json(facts | {"packages": packages, "environment": variables, "mistakes": mistakes})
-        return
     known = [(name, value or "not installed") for name, value in {**facts, **packages}.items()]
-    print_table(new_table(("", ""), known, show_header=False))
-    rows = [(one.name, variables[one.name] or "", one.values, Text(one.meaning)) for one in VARIABLES]
+    rows = [(one.name, variables[one.name], one.values, one.meaning) for one in VARIABLES]
     titles = ("variable", "set to", "values, default first", "meaning")
-    print_table(new_table(titles, rows, folds=("meaning",)))
-    for mistake in mistakes:
-        print(f"wrong setting: {escape_lines(mistake)}")
+    shown: list[ReportTable | str] = [
+        ReportTable(("", "value"), known, ("", "value"), has_titles=False),
+        ReportTable(titles, rows, titles),
+        *(f"wrong setting: {mistake}" for mistake in mistakes),
+    ]
+    found = facts | {"packages": packages, "environment": variables, "mistakes": mistakes}
+    print_report(Report(found, shown), json)
 
 
 def _find_version(name: str) -> str | None:
@@ -56,37 +55,33 @@ def topology(json: Json = False) -> None:
 
     A machine does not know its rack and network: set them in the file of kv-pool serve --config.
     """
-    machine = read_machine()
-    if json:
-        print_json(machine)
-    else:
-        show_machine(machine)
+    show_machine(read_machine(), json)
 
 
-def show_machine(machine: Machine) -> None:
-    """Print a machine as text and tables."""
-    print(f"host {escape_text(machine.host)}")
+def show_machine(machine: Machine, json: bool = False) -> None:
+    """Print a machine as text and tables, or as JSON."""
+    shown: list[ReportTable | str] = [f"host {machine.host}"]
     if machine.numa_nodes:
-        nodes = [
-            (str(node.node_id), node.cpus, f"{node.memory_bytes / 2**30:.1f} GiB")
-            for node in machine.numa_nodes
-        ]
-        print_table(
-            new_table(("NUMA node", "processors", "memory"), nodes, right=("memory",), box=box.SIMPLE)
-        )
+        titles = ("NUMA node", "processors", "memory")
+        nodes = [(node.node_id, node.cpus, _format_bytes(node.memory_bytes)) for node in machine.numa_nodes]
+        shown.append(ReportTable(titles, nodes, titles[:2]))
     else:
-        print("the system reports no NUMA nodes")
-    if not machine.accelerators:
-        print("no accelerator")
-        return
-    titles = ("accelerator", "at", "NUMA node", "memory", "NVLinks")
-    print_table(new_table(titles, map(_describe, machine.accelerators), folds=("NVLinks",), box=box.SIMPLE))
+        shown.append("the system reports no NUMA nodes")
+    if machine.accelerators:
+        columns = ("accelerator", "at", "NUMA node", "memory", "NVLinks")
+        shown.append(ReportTable(columns, [*map(_describe, machine.accelerators)], columns))
+    else:
+        shown.append("no accelerator")
     if not machine.has_nvml and any(device.name == "NVIDIA" for device in machine.accelerators):
-        print("names, memory and links of NVIDIA's devices: pip install 'kv_pool[nvml]'")
+        shown.append("names, memory and links of NVIDIA's devices: pip install 'kv_pool[nvml]'")
+    print_report(Report(machine, shown), json, box=box.SIMPLE)
 
 
-def _describe(device: Accelerator) -> list[str]:
+def _describe(device: Accelerator) -> tuple[object, ...]:
     links = ", ".join(f"{count} to {name}" for name, count in sorted(device.links.items()))
-    memory = f"{device.memory_bytes / 2**30:.1f} GiB" if device.memory_bytes else ""
-    numa = "" if device.numa_node is None else str(device.numa_node)
-    return [device.name, device.pci_address, numa, memory, links]
+    memory = _format_bytes(device.memory_bytes) if device.memory_bytes else None
+    return device.name, device.pci_address, device.numa_node, memory, links
+
+
+def _format_bytes(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"

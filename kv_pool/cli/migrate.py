@@ -1,24 +1,22 @@
 """`kv-pool migrate` and `migration-status`: migrate a sequence of a running node, and show its migrations."""
 
 import time
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from kv_pool.cli.console import (
     describe_bytes,
-    fit_table,
-    new_table,
+    lay_out,
     print_error,
     print_json,
-    print_table,
+    print_report,
     refresh_forever,
     show_progress,
 )
-from kv_pool.cli.foreign_text import escape_text, make_cell
+from kv_pool.cli.foreign_text import escape_text
 from kv_pool.cli.setting_options import Json, Node, Socket
 from kv_pool.cli.signals import EndedBySignal
 from kv_pool.control.client import ControlClient
@@ -28,11 +26,12 @@ from kv_pool.errors import MigrationCancelledError, MigrationError
 from kv_pool.ids import NodeName, RequestId, SequenceId
 from kv_pool.migration.messages import MigrationPhase, MigrationStatus
 from kv_pool.replay.capacity import parse_rate
+from kv_pool.replay.tables import Report, ReportTable
 
 _SECONDS_BETWEEN_LOOKS = 0.05
 
+_PLAIN: dict[str, Any] = {"title_justify": "left", "box": box.SIMPLE, "show_edge": False, "padding": 0}
 _TITLES = ("what", "phase", "how", "blocks", "bytes", "rate", "time")
-"""In order of importance: a narrow terminal shows only the first ones."""
 
 
 def migrate(
@@ -146,39 +145,31 @@ def migration_status(
     json: Json = False,
 ) -> None:
     """Show the running migrations of a node, and the last ones that ended."""
-    console = Console()
     with ControlClient(socket, node=node) as client:
         if watch:
-            refresh_forever(lambda: draw(client.list_migrations(), limit, console), console)
+            console = Console()
+            refresh_forever(
+                lambda: lay_out(tabulate(client.list_migrations(), limit), console, **_PLAIN), console
+            )
         found = client.list_migrations()
-    if json:
-        print_json(found)
-    else:
-        print_table(draw(found, limit, console), console)
-        for line in list_errors(found, limit):
-            print(line)
+    print_report(Report(found, [tabulate(found, limit), *list_errors(found, limit)]), json, **_PLAIN)
 
 
-def draw(found: MigrationList, limit: int, console: Console) -> Table:
-    """Return a table of the last `limit` migrations, oldest first, with as many columns as fit."""
+def tabulate(found: MigrationList, limit: int) -> ReportTable:
+    """Return a table of the last `limit` migrations, oldest first."""
     num_migrations = len(found.migrations)
-    table = new_table(
+    return ReportTable(
         _TITLES,
-        map(describe_row, found.migrations[-limit:]),
-        right=("blocks", "bytes", "rate", "time"),
-        title=make_cell(f"node {found.name}: {num_migrations} migration{'s' * (num_migrations != 1)}"),
-        title_justify="left",
-        box=box.SIMPLE,
-        show_edge=False,
-        padding=0,
+        [describe_row(status) for status in found.migrations[-limit:]],
+        _TITLES[:3],
+        f"node {found.name}: {num_migrations} migration{'s' * (num_migrations != 1)}",
     )
-    return fit_table(table, console)
 
 
 def list_errors(found: MigrationList, limit: int) -> list[str]:
     """Return a line for each of the last `limit` migrations that failed or is in doubt."""
     return [
-        f"{escape_text(str(status.subject))}, {status.phase.value}: {escape_text(status.error_message)}"
+        f"{status.subject}, {status.phase.value}: {status.error_message}"
         for status in found.migrations[-limit:]
         if status.error
     ]

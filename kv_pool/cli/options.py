@@ -1,13 +1,14 @@
-"""Options that commands share besides settings: capacities, the model, tiers, and the files of results."""
+"""Options that commands share besides settings: capacities, the model, and the files of results."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from kv_pool.cli.foreign_text import escape_json
+from kv_pool.cli.console import print_error, print_report
+from kv_pool.cli.foreign_text import escape_json, escape_text
 from kv_pool.cli.setting_options import declare
 from kv_pool.errors import InvalidArgumentError, TraceError
 from kv_pool.replay.capacity import (
@@ -24,8 +25,9 @@ from kv_pool.replay.event_feed import PUBLISH, PUBLISH_CONFIG, PUBLISH_REPLAY
 from kv_pool.replay.groups import parse_groups
 from kv_pool.replay.option import Option
 from kv_pool.replay.pictures.figure import check_can_draw
-from kv_pool.replay.report import encode_json, write_json
+from kv_pool.replay.report import encode_json, write_csv_rows, write_json
 from kv_pool.replay.settings import ReplaySettings, find_block_size
+from kv_pool.replay.tables import Report
 from kv_pool.replay.trace_writer import check_can_write
 
 MODEL_PANEL = "Model, for --memory and for the time of copies"
@@ -33,17 +35,7 @@ MODEL_PANEL = "Model, for --memory and for the time of copies"
 Publish = declare(str | None, PUBLISH)
 PublishReplay = declare(str | None, PUBLISH_REPLAY)
 PublishConfig = declare(str | None, PUBLISH_CONFIG)
-JsonFile = Annotated[
-    str | None, typer.Option("--json", help="Write the whole report, with provenance, to this file.")
-]
 Jobs = Annotated[int, typer.Option(help="Processes; 0 for one per core.", min=0)]
-
-
-def declare_picture(what: str, name: str) -> Any:
-    """Return `--png`, the file for a picture, whose default is the first unused file like `name`.png."""
-    return typer.Option(
-        help=f"File for the {what}. Default: {name}.png, or {name}-2.png and so on if it exists."
-    )
 
 
 @dataclass(frozen=True)
@@ -93,7 +85,8 @@ class CapacityOptions(ModelOptions):
     blocks: Annotated[
         str | None,
         Option(
-            f"Capacity in blocks, the null block not counted; of a replay one, else: {RANGE_FORMAT}.",
+            "Capacity in blocks, the null block not counted: 10k; except for a replay also a list such as "
+            f"{RANGE_FORMAT}.",
             metavar="LIST",
         ),
     ] = None
@@ -139,45 +132,60 @@ def parse_list(option: str, text: str, parse_one: Callable[[str], int] = parse_c
         raise InvalidArgumentError(f"{option}: {error}") from error
 
 
-def write_report(report: object, path: str | None) -> None:
-    """Write a report to a file as JSON, or print it on standard output if the file cannot be written.
+@dataclass(frozen=True)
+class Outputs:
+    """The files of a report. Each is written only if it is asked for."""
 
-    No-op without a path.
+    json: Annotated[
+        str | None,
+        Option("Write the whole report, with settings and provenance, to this file.", metavar="FILE"),
+    ] = None
+    csv: Annotated[
+        str | None, Option("Write one row per capacity, and policy, to this file.", metavar="FILE")
+    ] = None
+    png: Annotated[
+        str | None,
+        Option(
+            "Draw the hit rates to this file (.png, .svg, .pdf); of a replay, those of its breakdowns.",
+            metavar="FILE",
+        ),
+    ] = None
 
-    Raises:
-        TraceError: the file was not written.
-    """
-    if path is None:
-        return
-    try:
-        write_json(report, path)
-    except TraceError as error:
-        print(escape_json(encode_json(report).decode()))
-        raise TraceError(f"{error}; the report is on standard output instead") from error
+    def check(self) -> None:
+        """Raise KVPoolError if a file cannot be written. Call this before the work."""
+        if self.png is not None:
+            check_can_draw(self.png)
+        for path in (self.json, self.csv):
+            if path is not None:
+                check_can_write(path)
 
+    def write(self, report: Report, draw: Callable[[str], None]) -> None:
+        """Write the files of a report, and print it. JSON that cannot be written is printed instead.
 
-def choose_files(default_picture: str, picture: str | None, *others: str | None) -> str:
-    """Return the path of the picture: `picture`, or for None the first unused one like `default_picture`.
+        Args:
+            draw: draws the report's picture to a path.
+        Raises:
+            TraceError: a file was not written.
+            typer.Exit: status 2: the report has errors, which are printed.
+        """
+        self._write_json(report.result)
+        if self.csv is not None:
+            write_csv_rows(self.csv, report.records)
+        print_report(report)
+        if self.png is not None:
+            draw(self.png)
+            print(f"picture: {escape_text(self.png)}")
+        sys.stdout.flush()
+        for line in report.errors:
+            print_error(line)
+        if report.errors:
+            raise typer.Exit(2)
 
-    Call this before the work, whose results these files take.
-
-    Raises:
-        KVPoolError: the picture cannot be drawn, or one of the `others` that are not None cannot be written.
-    """
-    if picture is None:
-        picture = _find_unused(default_picture)
-    check_can_draw(picture)
-    for path in others:
-        if path is not None:
-            check_can_write(path)
-    return picture
-
-
-def _find_unused(path: str) -> str:
-    """Return `path`, or the first unused path with -2, -3 and so on before its suffix."""
-    first = Path(path)
-    found, number = first, 1
-    while found.exists():
-        number += 1
-        found = first.with_stem(f"{first.stem}-{number}")
-    return str(found)
+    def _write_json(self, result: object) -> None:
+        if self.json is None:
+            return
+        try:
+            write_json(result, self.json)
+        except TraceError as error:
+            print(escape_json(encode_json(result).decode()))
+            raise TraceError(f"{error}; the report is on standard output instead") from error

@@ -1,47 +1,51 @@
-"""`kv-pool replay`: replay a trace through a prefix cache of a given size."""
+"""`kv-pool replay`, `sweep`: replay a trace through a prefix cache of a given size, or of several sizes."""
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from kv_pool.cli import options
-from kv_pool.cli.console import Column, Fact, make_table, new_facts_table, print_table, show_progress
-from kv_pool.cli.foreign_text import escape_text
-from kv_pool.cli.options import write_report
+from kv_pool.cli.console import show_progress
 from kv_pool.cli.publishing import describe_publisher, open_publisher
 from kv_pool.cli.setting_options import takes
 from kv_pool.core.kv_events import MEDIUM_GPU
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.event_feed import EVENTS_PANEL, EventFeed
-from kv_pool.replay.pictures.figure import check_can_draw
-from kv_pool.replay.pictures.hit_rates import draw_breakdowns
-from kv_pool.replay.report import ReplayReport
+from kv_pool.replay.pictures.hit_rates import draw_breakdowns, draw_hit_rates
+from kv_pool.replay.report import CallTimes, ReplayReport, TierReport, read_reports
 from kv_pool.replay.request_outcomes import BreakdownRow, parse_breakdowns, write_outcomes
-from kv_pool.replay.settings import ReplaySettings
+from kv_pool.replay.settings import TIERS_PANEL, ReplaySettings
 from kv_pool.replay.simulator import run_replay
-from kv_pool.replay.trace_writer import check_can_write
+from kv_pool.replay.sweep import run_sweep
+from kv_pool.replay.tables import (
+    Column,
+    Fact,
+    Report,
+    ReportTable,
+    draw_bar,
+    make_facts,
+    make_table,
+    show_share,
+)
 
-_ORDER = """
+_REPLAY_ORDER = """
 trace blocks memory model num_layers num_kv_heads head_size dtype_bytes block_size policy convention clock
 prefill_rate decode_rate max_running speedup groups states chunk_tokens watermark keep_sessions keep_prefix
 host_blocks preempt copy_rate host_tier disk_tier tier_write disk_rate limit trace_block_size
 timestamp_unit skip_broken seed runs by png publish publish_replay publish_config pace json requests
 """
 
-_MAX_BREAKDOWN_ROWS = 20
-"""Maximum number of rows. The report contains all."""
 
-_BAR_WIDTH = 16
-
-
-@takes(ReplaySettings, _ORDER, num_blocks=0)
+@takes(ReplaySettings, _REPLAY_ORDER, num_blocks=0)
 def replay(
     settings: ReplaySettings,
     capacity: options.CapacityOptions,
+    outputs: options.Outputs,
     publish: options.Publish = None,
     publish_replay: options.PublishReplay = None,
     publish_config: options.PublishConfig = None,
@@ -53,10 +57,6 @@ def replay(
             "seconds: start kv-pool events first.",
             rich_help_panel=EVENTS_PANEL,
         ),
-    ] = None,
-    json: options.JsonFile = None,
-    png: Annotated[
-        str | None, typer.Option(metavar="FILE", help="With --by: draw the hit rates (.png, .svg, .pdf).")
     ] = None,
     requests: Annotated[
         str | None,
@@ -75,12 +75,9 @@ def replay(
         raise InvalidArgumentError(
             "--preempt swap has no effect without --host-blocks: pass both, or neither"
         )
-    if png is not None and not parse_breakdowns(settings.by or ""):
+    if outputs.png is not None and not parse_breakdowns(settings.by or ""):
         raise InvalidArgumentError("--png draws what --by lists; pass --by, too")
-    if png is not None:
-        check_can_draw(png)
-    if json is not None:
-        check_can_write(json)
+    outputs.check()
     if pace is not None and publish is None and publish_config is None:
         raise InvalidArgumentError("--pace is for events; pass --publish, too")
     # This block includes the output, so that the result is printed before the error of a truncated file.
@@ -93,106 +90,169 @@ def replay(
                 print(f"in a second terminal: {describe_publisher(publisher)}", flush=True)
             notify = stack.enter_context(show_progress("replaying"))
             report = run_replay(settings, notify, feed, on_outcome)
-        write_report(report, json)
-        print_table(make_facts(report))
-        for kind, rows in report.breakdowns.items():
-            print_table(make_breakdown_table(kind, rows))
-        if png is not None:
-            draw_breakdowns(report, png)
-            print(f"picture: {escape_text(png)}")
+        outputs.write(report_replay(report), partial(draw_breakdowns, report))
 
 
-def make_facts(report: ReplayReport) -> Table:
-    """Return a report as a table."""
-    trace = escape_text(Path(report.provenance.trace).name) if report.provenance else ""
-    is_compiled = report.provenance is not None and report.provenance.compiled
-    policy, groups = (escape_text(str(report.settings.get(name))) for name in ("policy", "groups"))
+_SWEEP_ORDER = """
+trace blocks memory model num_layers num_kv_heads head_size dtype_bytes block_size policy convention clock
+prefill_rate decode_rate max_running speedup groups states chunk_tokens watermark host_tier disk_tier
+copy_rate disk_rate tier_write limit trace_block_size timestamp_unit skip_broken seed json png overlay jobs
+"""
+
+
+@takes(ReplaySettings, _SWEEP_ORDER, num_blocks=0)
+def sweep(
+    settings: ReplaySettings,
+    capacity: options.CapacityOptions,
+    outputs: options.Outputs,
+    host_tier: Annotated[
+        str,
+        typer.Option(
+            metavar="LIST",
+            help="Capacities in blocks of a tier in host memory, combined with each capacity of the pool: "
+            "0,10k,30k. With the trace clock it needs --model or dimensions.",
+            rich_help_panel=TIERS_PANEL,
+        ),
+    ] = "0",
+    disk_tier: Annotated[
+        str,
+        typer.Option(
+            metavar="LIST",
+            help="Capacities of a tier on disk below it, combined with each of the others.",
+            rich_help_panel=TIERS_PANEL,
+        ),
+    ] = "0",
+    overlay: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE",
+            help="With --png: draw an earlier sweep, too, from its --json file. May be repeated.",
+        ),
+    ] = None,
+    jobs: options.Jobs = 0,
+) -> None:
+    """Replay a trace at several capacities in parallel."""
+    settings, capacities = capacity.find(settings)
+    host_tiers = options.parse_list("--host-tier", host_tier)
+    disk_tiers = options.parse_list("--disk-tier", disk_tier)
+    if overlay and outputs.png is None:
+        raise InvalidArgumentError("--overlay is drawn into the picture of --png; pass --png, too")
+    others = {file: read_reports(file) for file in overlay or ()}
+    outputs.check()
+    num_processes = jobs or os.cpu_count() or 1
+    with show_progress("sweeping") as notify:
+        reports = run_sweep(settings, capacities, num_processes, notify, host_tiers, disk_tiers)
+    outputs.write(report_sweep(reports), partial(draw_hit_rates, reports, overlays=others))
+
+
+_MAX_BREAKDOWN_ROWS = 20
+"""Maximum number of rows. The report contains all."""
+
+_HITS = (
+    Column("token hits", "token_hit_rate", show_share),
+    Column("block hits", "block_hit_rate", show_share),
+    Column("", "token_hit_rate", draw_bar),
+)
+
+
+def report_replay(found: ReplayReport) -> Report:
+    """Return a replay as a table of facts, and one of each breakdown."""
+    breakdowns = [_tabulate_breakdown(kind, rows) for kind, rows in found.breakdowns.items()]
+    return Report(found, [_tabulate_replay(found), *breakdowns])
+
+
+def _tabulate_replay(found: ReplayReport) -> ReportTable:
+    trace = Path(found.provenance.trace).name if found.provenance else ""
+    is_compiled = found.provenance is not None and found.provenance.compiled
+    policy, groups = (str(found.settings.get(name)) for name in ("policy", "groups"))
     parts = [
         policy if policy != "lru" else "",
-        f"clock {report.clock}",
-        report.convention,
+        f"clock {found.clock}",
+        found.convention,
         groups if groups != "full" else "",
         f"core {'compiled' if is_compiled else 'plain'}",
-        f"{report.wall_seconds:.1f} s",
+        f"{found.wall_seconds:.1f} s",
     ]
     facts = [
-        *_list_requests(report),
+        *_list_requests(found),
         None,
-        *_list_hits(report),
+        *_list_hits(found),
         None,
-        *_list_use(report),
+        *_list_use(found),
         None,
-        *_list_tiers(report),
+        *(fact for tier in found.tiers for fact in _list_tier(tier)),
         None,
-        *(_list_waits(report) if report.clock == "trace" else []),
+        *(_list_waits(found) if found.clock == "trace" else []),
         None,
-        *_list_calls(report),
+        _describe_calls("look up", found.look_up),
+        _describe_calls("allocate", found.allocate),
+        _describe_calls("free", found.free),
     ]
-    title = f"{trace} through {report.num_blocks:,} blocks of {report.block_size} tokens"
-    return new_facts_table(title, facts, ", ".join(filter(None, parts)))
+    title = f"{trace} through {found.num_blocks:,} blocks of {found.block_size} tokens"
+    return make_facts(title, facts, ", ".join(filter(None, parts)))
 
 
-def _list_requests(report: ReplayReport) -> Iterator[Fact]:
-    yield "requests", f"{report.requests:,}", ""
-    yield "refused", f"{report.refused_requests:,}", "larger than the whole pool"
-    if report.clock == "trace":
-        yield "simulated time", f"{report.simulated_ms / 1000:,.0f} s", ""
-    if report.late_requests:
-        yield "late", f"{report.late_requests:,}", "timestamps that go backwards"
-    if report.broken_lines:
-        yield "broken lines", f"{report.broken_lines:,}", report.first_broken or ""
+def _list_requests(found: ReplayReport) -> Iterator[Fact]:
+    yield Fact("requests", f"{found.requests:,}")
+    yield Fact("refused", f"{found.refused_requests:,}", "larger than the whole pool")
+    if found.clock == "trace":
+        yield Fact("simulated time", f"{found.simulated_ms / 1000:,.0f} s")
+    if found.late_requests:
+        yield Fact("late", f"{found.late_requests:,}", "timestamps that go backwards")
+    if found.broken_lines:
+        yield Fact("broken lines", f"{found.broken_lines:,}", found.first_broken or "")
 
 
-def _list_hits(report: ReplayReport) -> Iterator[Fact]:
-    of_tokens = f"{report.tokens_hit:,} of {report.tokens_in:,} prompt tokens"
-    yield "token hit rate", f"{report.token_hit_rate:.2%}", of_tokens
-    if report.tiers:
-        in_pool = report.tokens_hit - sum(tier.tokens_hit for tier in report.tiers)
-        yield f"  from {MEDIUM_GPU}", f"{in_pool / report.tokens_in:.2%}", f"{in_pool:,} in the pool itself"
-    for tier in report.tiers:
-        share = tier.tokens_hit / report.tokens_in
-        yield f"  from {tier.medium}", f"{share:.2%}", f"{tier.tokens_hit:,} onboarded"
-    of_blocks = f"{report.blocks_hit:,} of {report.blocks_looked_up:,} full prompt blocks"
-    yield "block hit rate", f"{report.block_hit_rate:.2%}", of_blocks
-    yield "", f"{report.mean_request_token_hit_rate:.2%}", "of a request's tokens, mean over requests"
-    yield "evictions", f"{report.evictions:,}", "cached blocks reused for other content"
+def _list_hits(found: ReplayReport) -> Iterator[Fact]:
+    of_tokens = f"{found.tokens_hit:,} of {found.tokens_in:,} prompt tokens"
+    yield Fact("token hit rate", f"{found.token_hit_rate:.2%}", of_tokens)
+    if found.tiers:
+        in_pool = found.tokens_hit - sum(tier.tokens_hit for tier in found.tiers)
+        share = f"{in_pool / found.tokens_in:.2%}"
+        yield Fact(f"  from {MEDIUM_GPU}", share, f"{in_pool:,} in the pool itself")
+    for tier in found.tiers:
+        share = f"{tier.tokens_hit / found.tokens_in:.2%}"
+        yield Fact(f"  from {tier.medium}", share, f"{tier.tokens_hit:,} onboarded")
+    of_blocks = f"{found.blocks_hit:,} of {found.blocks_looked_up:,} full prompt blocks"
+    yield Fact("block hit rate", f"{found.block_hit_rate:.2%}", of_blocks)
+    yield Fact("", f"{found.mean_request_token_hit_rate:.2%}", "of a request's tokens, mean over requests")
+    yield Fact("evictions", f"{found.evictions:,}", "cached blocks reused for other content")
 
 
-def _list_use(report: ReplayReport) -> Iterator[Fact]:
-    peak, mean = report.peak_blocks_in_use, report.mean_blocks_in_use
-    over = "time" if report.clock == "trace" else "requests"
-    yield "blocks in use, peak", f"{peak:,}", f"{peak / report.num_blocks:.1%} of the pool"
-    yield "blocks in use, mean", f"{mean:,.0f}", f"{mean / report.num_blocks:.1%} of the pool, over {over}"
-    if report.clock == "trace":
-        yield "blocks in use, p99", f"{report.p99_blocks_in_use:,}", "not exceeded 99% of the time"
-    yield "blocks per run", f"{report.blocks_per_run:.2f}", "consecutive ids in a block table"
+def _list_use(found: ReplayReport) -> Iterator[Fact]:
+    peak, mean = found.peak_blocks_in_use, found.mean_blocks_in_use
+    over = "time" if found.clock == "trace" else "requests"
+    yield Fact("blocks in use, peak", f"{peak:,}", f"{peak / found.num_blocks:.1%} of the pool")
+    of_pool = f"{mean / found.num_blocks:.1%} of the pool, over {over}"
+    yield Fact("blocks in use, mean", f"{mean:,.0f}", of_pool)
+    if found.clock == "trace":
+        yield Fact("blocks in use, p99", f"{found.p99_blocks_in_use:,}", "not exceeded 99% of the time")
+    yield Fact("blocks per run", f"{found.blocks_per_run:.2f}", "consecutive ids in a block table")
 
 
-def _list_tiers(report: ReplayReport) -> Iterator[Fact]:
-    for tier in report.tiers:
-        of_blocks = f"of {tier.capacity:,} blocks; {tier.evictions:,} evicted"
-        yield f"{tier.medium} tier", f"{tier.blocks_held:,}", of_blocks
-        moved = f", {tier.bytes_moved / 1e9:,.1f} GB in all" if tier.bytes_moved else ""
-        yield "  written", f"{tier.blocks_written:,}", f"{tier.blocks_read:,} onboarded{moved}"
+def _list_tier(tier: TierReport) -> Iterator[Fact]:
+    of_blocks = f"of {tier.capacity:,} blocks; {tier.evictions:,} evicted"
+    yield Fact(f"{tier.medium} tier", f"{tier.blocks_held:,}", of_blocks)
+    moved = f", {tier.bytes_moved / 1e9:,.1f} GB in all" if tier.bytes_moved else ""
+    yield Fact("  written", f"{tier.blocks_written:,}", f"{tier.blocks_read:,} onboarded{moved}")
 
 
-def _list_waits(report: ReplayReport) -> Iterator[Fact]:
-    waiting = report.waiting
+def _list_waits(found: ReplayReport) -> Iterator[Fact]:
+    waiting = found.waiting
     others = f"median {_seconds(waiting.median_ms)}, p99 {_seconds(waiting.p99_ms)}"
-    yield "running, mean", f"{report.mean_running:,.1f}", f"peak {report.peak_running:,}"
-    yield "waited, mean", _seconds(waiting.mean_ms), others
-    yield "preempted", f"{report.preempted:,}", "times a running request lost its blocks"
-    yield "recomputed", f"{report.tokens_recomputed:,}", "tokens, after preemption"
-    if report.swapped_out:
-        moved = f"{report.blocks_swapped_out:,} blocks out, {report.blocks_swapped_in:,} back"
-        yield "swapped out", f"{report.swapped_out:,}", "of the preempted, to host memory instead"
-        yield "copied", f"{report.bytes_moved / 1e9:,.1f} GB", moved
+    yield Fact("running, mean", f"{found.mean_running:,.1f}", f"peak {found.peak_running:,}")
+    yield Fact("waited, mean", _seconds(waiting.mean_ms), others)
+    yield Fact("preempted", f"{found.preempted:,}", "times a running request lost its blocks")
+    yield Fact("recomputed", f"{found.tokens_recomputed:,}", "tokens, after preemption")
+    if found.swapped_out:
+        moved = f"{found.blocks_swapped_out:,} blocks out, {found.blocks_swapped_in:,} back"
+        yield Fact("swapped out", f"{found.swapped_out:,}", "of the preempted, to host memory instead")
+        yield Fact("copied", f"{found.bytes_moved / 1e9:,.1f} GB", moved)
 
 
-def _list_calls(report: ReplayReport) -> Iterator[Fact]:
-    for name, times in (("look up", report.look_up), ("allocate", report.allocate), ("free", report.free)):
-        others = f"p99 {_microseconds(times.p99_ns)}, {times.calls:,} calls, {times.total_ns / 1e9:.2f} s"
-        yield f"{name}, median", _microseconds(times.median_ns), others
+def _describe_calls(name: str, times: CallTimes) -> Fact:
+    others = f"p99 {_microseconds(times.p99_ns)}, {times.calls:,} calls, {times.total_ns / 1e9:.2f} s"
+    return Fact(f"{name}, median", _microseconds(times.median_ns), others)
 
 
 def _seconds(duration_ms: float) -> str:
@@ -203,25 +263,24 @@ def _microseconds(duration_ns: int) -> str:
     return f"{duration_ns / 1000:,.1f} µs"
 
 
-def make_breakdown_table(kind: str, rows: Sequence[BreakdownRow]) -> Table:
-    """Return the first rows of a breakdown as a table; of sessions and tenants those with the most tokens."""
+def _tabulate_breakdown(kind: str, rows: Sequence[BreakdownRow]) -> ReportTable:
+    """Return the first rows of a breakdown; of sessions and tenants those with the most tokens."""
     if kind in ("session", "tenant"):
         rows = sorted(rows, key=lambda row: -row.tokens_in)
-    columns: list[Column] = [
-        (kind, lambda row: _name_row(kind, row)),
-        ("requests", lambda row: f"{row.requests:,}"),
-        ("prompt tokens", lambda row: f"{row.tokens_in:,}"),
-        ("token hits", lambda row: f"{row.token_hit_rate:.2%}"),
-        ("block hits", lambda row: f"{row.block_hit_rate:.2%}"),
-        ("", lambda row: "█" * round(_BAR_WIDTH * row.token_hit_rate)),
-    ]
     num_more = len(rows) - _MAX_BREAKDOWN_ROWS
+    columns = (
+        Column(kind, lambda row: _name_row(kind, row), str),
+        Column("requests", "requests"),
+        Column("prompt tokens", "tokens_in"),
+        *_HITS,
+    )
     return make_table(
         columns,
         rows[:_MAX_BREAKDOWN_ROWS],
-        left=("", "session", "tenant"),
+        texts=("session", "tenant", ""),
         title=f"hit rate by {kind}{' in the prompt, in tokens' if kind == 'position' else ''}",
-        caption=f"{num_more:,} more rows in the file of --json" if num_more > 0 else None,
+        caption=f"{num_more:,} more rows in the file of --json" if num_more > 0 else "",
+        has_bars=True,
     )
 
 
@@ -231,3 +290,38 @@ def _name_row(kind: str, row: BreakdownRow) -> str:
     if kind == "position" and isinstance(row.key, int):
         return f"{row.key:,} to {2 * row.key - 1 if row.key else 1023:,}"
     return f"{row.key:,}" if isinstance(row.key, int) else row.key
+
+
+def report_sweep(reports: list[ReplayReport]) -> Report:
+    """Return replays at several capacities as a table with a row for each."""
+    has_host, has_disk = (
+        any(found.settings[name] for found in reports) for name in ("host_tier", "disk_tier")
+    )
+    tokens, blocks, bars = _HITS
+    refused = Column("refused", "refused_requests")
+    columns = [Column("blocks", "num_blocks")]
+    if has_host:
+        columns.append(Column("host tier", lambda found: found.settings["host_tier"]))
+    if has_disk:
+        columns.append(Column("disk tier", lambda found: found.settings["disk_tier"]))
+    columns.append(tokens)
+    if has_host or has_disk:
+        columns += [Column("from tiers" if has_disk else "from host", _find_tier_share, show_share), refused]
+    else:
+        columns += [blocks, refused, Column("preempted", "preempted")]
+    bound = reports[0].infinite_cache
+    caption = ""
+    if bound is not None:
+        caption = f"an infinite cache: {bound.token_hit_rate:.2%} token hits, {bound.num_blocks:,} blocks"
+    table = make_table(
+        [*columns, Column("evictions", "evictions"), bars],
+        reports,
+        title=f"hit rate over capacity in blocks of {reports[0].block_size} tokens",
+        caption=caption,
+        has_bars=True,
+    )
+    return Report(reports, [table])
+
+
+def _find_tier_share(found: ReplayReport) -> float:
+    return sum(tier.tokens_hit for tier in found.tiers) / found.tokens_in

@@ -10,12 +10,10 @@ from rich.text import Text
 from kv_pool.cli.console import (
     describe_bytes,
     encode_json_line,
-    new_table,
     print_json,
-    print_table,
+    print_report,
     refresh_forever,
 )
-from kv_pool.cli.foreign_text import escape_text
 from kv_pool.cli.setting_options import Json, Node, Socket
 from kv_pool.control.client import ControlClient
 from kv_pool.control.layout_drawing import draw_layout, print_layout
@@ -23,6 +21,7 @@ from kv_pool.errors import DrawingError
 from kv_pool.ids import BlockId
 from kv_pool.metrics.latency import CallLatency
 from kv_pool.replay.pictures.figure import check_can_draw
+from kv_pool.replay.tables import Column, Report, ReportTable, make_table
 from kv_pool.reports import (
     HoldList,
     HoldSummary,
@@ -51,7 +50,7 @@ def stats(
             )
 
         if watch:
-            refresh_forever(look, Console(highlight=False))
+            refresh_forever(lambda: [look()], Console(highlight=False))
         print(look())
 
 
@@ -218,46 +217,38 @@ def sequences(
         found: SequenceList | HoldList
         block_id = None if block is None else BlockId(block)
         found = client.list_holds(block_id) if holds or block is not None else client.describe_sequences()
-    if json:
-        print_json(found)
-    elif isinstance(found, HoldList):
-        _print_holds(found)
-    else:
-        _print_sequences(found)
+    listed = _list_holds(found) if isinstance(found, HoldList) else _list_sequences(found)
+    print_report(Report(found, [listed]), json, box=box.SIMPLE)
 
 
-def _print_sequences(found: SequenceList) -> None:
-    listed = found.sequences
-    columns = {
-        "sequence": [str(one.sequence_id) for one in listed],
-        "blocks": [f"{one.num_blocks:,}" for one in listed],
-        "held in place": [
-            f"{one.num_immovable_blocks:,}" if one.num_immovable_blocks else "" for one in listed
-        ],
-        "tokens": ["" if one.num_tokens is None else f"{one.num_tokens:,}" for one in listed],
-        "priority": ["" if one.priority is None else str(one.priority) for one in listed],
-        "last used": ["" if one.idle_s is None else f"{one.idle_s:.1f} s ago" for one in listed],
-        "": ["in transit" if one.is_in_transit else "" for one in listed],
-    }
-    known = {title: cells for title, cells in columns.items() if any(cells)} or columns
-    rows = zip(*known.values(), strict=True)
-    print_table(new_table(known, rows, right=[title for title in known if title], box=box.SIMPLE))
+def _list_sequences(found: SequenceList) -> ReportTable:
+    columns = (
+        Column("sequence", "sequence_id", str),
+        Column("blocks", "num_blocks"),
+        Column("held in place", lambda one: one.num_immovable_blocks or None),
+        Column("tokens", "num_tokens"),
+        Column("priority", "priority"),
+        Column("last used", "idle_s", "{:.1f} s ago".format),
+        Column("", lambda one: "in transit" if one.is_in_transit else None, str),
+    )
+    known = [one for one in columns if any(map(one.make_cell, found.sequences))] or columns
+    return make_table(known, found.sequences)
 
 
-def _print_holds(found: HoldList) -> None:
-    titles = ("blocks", "ids", "held for", "until", "", "held as")
-    rows = [
-        (
-            f"{hold.num_blocks:,}",
-            Text(", ".join(map(str, hold.block_ids)) + ", ..." * (hold.num_blocks > len(hold.block_ids))),
-            f"{hold.age_s:.1f} s",
-            "" if hold.remaining_s is None else f"in {hold.remaining_s:.1f} s",
-            _name_kind(hold),
-            hold.reason,
-        )
-        for hold in found.holds
-    ]
-    print_table(new_table(titles, rows, right=("blocks", "held for"), folds=titles, box=box.SIMPLE))
+def _list_holds(found: HoldList) -> ReportTable:
+    columns = (
+        Column("blocks", "num_blocks"),
+        Column("ids", _list_ids, Text),
+        Column("held for", "age_s", "{:.1f} s".format),
+        Column("until", "remaining_s", "in {:.1f} s".format),
+        Column("", _name_kind, str),
+        Column("held as", "reason", str),
+    )
+    return make_table(columns, found.holds, texts=("ids", "until", "", "held as"))
+
+
+def _list_ids(hold: HoldSummary) -> str:
+    return ", ".join(map(str, hold.block_ids)) + ", ..." * (hold.num_blocks > len(hold.block_ids))
 
 
 def _name_kind(hold: HoldSummary) -> str:
@@ -272,41 +263,31 @@ def tiers(socket: Socket = None, node: Node = None, json: Json = False) -> None:
     """Show the lower tiers of a running pool, fastest first."""
     with ControlClient(socket, node=node) as client:
         found = client.list_tiers()
-    if json:
-        print_json(found)
-        return
-    titles = ("tier", "blocks", "bytes", "stored", "read", "removed", "errors")
-    rows = [
-        (
-            tier.medium,
-            f"{tier.num_blocks:,} of {tier.capacity:,}",
-            describe_bytes(tier.num_blocks * tier.block_bytes),
-            f"{tier.num_stored:,}",
-            f"{tier.num_read:,}",
-            f"{tier.num_removed:,}",
-            f"{tier.num_read_errors + tier.num_write_errors:,}",
-        )
-        for tier in found.tiers
-    ]
-    print_table(new_table(titles, rows, right=titles[1:], box=box.SIMPLE, padding=(0, 1, 0, 0)))
-    hits = ", ".join(f"{escape_text(medium)} {count:,}" for medium, count in found.hit_blocks.items())
-    print(f"hit blocks by medium: {hits}; {found.num_dropped:,} evicted blocks were not offloaded")
+    columns = (
+        Column("tier", "medium", str),
+        Column("blocks", lambda tier: f"{tier.num_blocks:,} of {tier.capacity:,}", str),
+        Column("bytes", lambda tier: tier.num_blocks * tier.block_bytes, describe_bytes),
+        Column("stored", "num_stored"),
+        Column("read", "num_read"),
+        Column("removed", "num_removed"),
+        Column("errors", lambda tier: tier.num_read_errors + tier.num_write_errors),
+    )
+    hits = ", ".join(f"{medium} {count:,}" for medium, count in found.hit_blocks.items())
+    shown = (
+        make_table(columns, found.tiers, texts=("tier",)),
+        f"hit blocks by medium: {hits}; {found.num_dropped:,} evicted blocks were not offloaded",
+    )
+    print_report(Report(found, shown), json, box=box.SIMPLE, padding=(0, 1, 0, 0))
 
 
 def peers(socket: Socket = None, node: Node = None, json: Json = False) -> None:
     """Show the other nodes that a running node knows."""
     with ControlClient(socket, node=node) as client:
         found = client.list_peers()
-    if json:
-        print_json(found)
-        return
     others = "1 other node" if len(found.peers) == 1 else f"{len(found.peers)} other nodes"
-    print(f"node {escape_text(found.name)} at {escape_text(found.address)} knows {others}")
-    if not found.peers:
-        return
     titles = ("node", "address", "nearness", "free blocks", "round trip")
     rows = [
-        (peer.name, peer.address, "no answer", "", "")
+        (peer.name, peer.address, "no answer", None, None)
         if peer.error
         else (
             peer.name,
@@ -317,7 +298,9 @@ def peers(socket: Socket = None, node: Node = None, json: Json = False) -> None:
         )
         for peer in found.peers
     ]
-    print_table(new_table(titles, rows, right=titles[3:], box=box.SIMPLE))
-    for peer in found.peers:
-        if peer.error:
-            print(f"{escape_text(peer.name)}: {escape_text(peer.error)}")
+    shown: list[ReportTable | str] = [
+        f"node {found.name} at {found.address} knows {others}",
+        *([ReportTable(titles, rows, titles[:3])] if rows else []),
+        *(f"{peer.name}: {peer.error}" for peer in found.peers if peer.error),
+    ]
+    print_report(Report(found, shown), json, box=box.SIMPLE)

@@ -11,7 +11,7 @@ from kv_pool.environment import VARIABLES
 
 COMMANDS = {
     "replay": "replay",
-    "sweep": "sweep",
+    "sweep": "replay",
     "compare": "compare",
     "trace": "trace",
     "curve": "curve",

@@ -1,22 +1,19 @@
 """`kv-pool trace`: describe, generate, convert, merge and split traces."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
-from rich.text import Text
 
-from kv_pool.cli.console import Fact, new_facts_table, new_table, print_json, print_table, show_progress
+from kv_pool.cli.console import print_report, show_progress
 from kv_pool.cli.foreign_text import escape_text
 from kv_pool.cli.setting_options import Json, takes
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.replay.formats.convert import READ_LOSSES, WRITE_LOSSES, ConvertSettings, convert_trace
 from kv_pool.replay.merge import PARTITIONS, merge_traces, split_trace
 from kv_pool.replay.settings import ReplaySettings
-from kv_pool.replay.trace_info import Percentiles, TraceInfo, describe_trace
+from kv_pool.replay.trace_info import describe_trace, report_trace
 from kv_pool.replay.trace_writer import open_trace_writer
 from kv_pool.replay.workloads.agent import AgentSettings, generate_agent
 from kv_pool.replay.workloads.chat import ChatSettings, generate_chat
@@ -29,7 +26,6 @@ Output = Annotated[
     typer.Option("--output", "-o", metavar="FILE", help="The trace to write: .jsonl, .gz, .xz or .zst."),
 ]
 trace = typer.Typer(help="Describe, generate, convert, merge and split traces.", no_args_is_help=True)
-_PERCENTILES = ("mean", "p10", "p50", "p90", "p99", "max")
 _NOTATION = f"DISTRIBUTION is {FORMAT}."
 _SIZE = (
     "requests seed output block_size max_tokens sessions_per_s arrival_shape system_prompts system_skew "
@@ -48,12 +44,7 @@ def info(
     trace = settings.open_trace()
     with show_progress("reading") as notify:
         found = describe_trace(trace, block_size, notify)
-    if json:
-        print_json(found)
-        return
-    counts = new_facts_table(escape_text(Path(found.trace).name), _list_counts(found))
-    for table in (counts, _make_percentiles(found), _make_ceilings(found)):
-        print_table(table)
+    print_report(report_trace(found), json)
 
 
 generate = typer.Typer(
@@ -212,55 +203,3 @@ def split(
     size = "" if opened.block_size is None else f"; --trace-block-size {opened.block_size}"
     skipped = f"; {opened.num_broken:,} broken lines skipped" if opened.num_broken else ""
     print(f"{len(counts):,} files, {sum(counts.values()):,} requests{skipped}{size}")
-
-
-def _list_counts(info: TraceInfo) -> Iterator[Fact | None]:
-    yield "requests", f"{info.requests:,}", ""
-    if info.broken_lines:
-        yield "broken lines", f"{info.broken_lines:,}", "skipped"
-    if info.late_requests:
-        yield "late", f"{info.late_requests:,}", "timestamps that go backwards"
-    if info.inconsistent_requests:
-        yield "inconsistent", f"{info.inconsistent_requests:,}", "requests whose ids contradict earlier ones"
-    yield "prompt tokens", f"{info.tokens_in:,}", f"{info.tokens_out:,} generated tokens"
-    yield "time span", f"{info.span_s:,.0f} s", "from the first to the last arrival"
-    yield "arrivals", f"{info.requests_per_s:,.3g}/s", f"{info.busiest_minute:,} in the busiest minute"
-    if info.sessions:
-        yield "sessions", f"{info.sessions:,}", f"{info.turns.mean:,.1f} requests each"
-    if info.tenants:
-        yield "tenants", f"{info.tenants:,}", ""
-    yield None
-    yield "block size", f"{info.block_size:,}", "tokens"
-    yield "block look-ups", f"{info.blocks_looked_up:,}", "blocks of all prompts"
-    yield "distinct blocks", f"{info.distinct_blocks:,}", ""
-    others = f"{info.blocks_used_once:,} blocks; the others {info.uses_per_reused_block:.1f} times each"
-    yield "used once", f"{info.share_used_once:.1%}", others
-
-
-def _make_percentiles(info: TraceInfo) -> Table:
-    rows: list[tuple[str, Percentiles]] = [
-        ("blocks per request", info.blocks_per_request),
-        ("prompt tokens", info.input_length),
-        ("generated tokens", info.output_length),
-    ]
-    if info.sessions:
-        rows += [("requests per session", info.turns), ("between turns, s", info.turn_gaps_s)]
-    rows.append(("reused after, s", info.reuse_distance_s))
-    shown = [
-        (Text(name, "bold"), *(_show(getattr(values, column)) for column in _PERCENTILES))
-        for name, values in rows
-    ]
-    return new_table(("", *_PERCENTILES), shown, right=_PERCENTILES)
-
-
-def _show(value: float) -> str:
-    return f"{value:,.0f}" if value == int(value) or value >= 100 else f"{value:,.1f}"
-
-
-def _make_ceilings(info: TraceInfo) -> Table:
-    numbers = ("token hits", "block hits", "tokens")
-    rows = [
-        (name, f"{found.token_hit_rate:.2%}", f"{found.block_hit_rate:.2%}", f"{found.tokens_hit:,}")
-        for name, found in info.ceilings.items()
-    ]
-    return new_table(("convention", *numbers), rows, right=numbers, title="a cache that never evicts")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from math import fsum
+from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
@@ -84,7 +85,7 @@ def find_share(part: float, whole: float) -> float:
 
 
 class Provenance(msgspec.Struct):
-    """The origin of a report: command, versions, trace and seed."""
+    """The origin of a report: command, versions, trace, seed, and commit of a checkout."""
 
     command: list[str]
     date: str
@@ -97,6 +98,17 @@ class Provenance(msgspec.Struct):
     trace_sha256: str
     trace_block_size: int | None
     seed: str
+    commit: str | None = None
+
+
+def _find_commit() -> str | None:
+    """Return the commit of the checkout that runs; None for an installed package, and if refs are packed."""
+    folder = Path(__file__).parents[2] / ".git"
+    try:
+        head = (folder / "HEAD").read_text().strip()
+        return (folder / head[5:]).read_text().strip() if head.startswith("ref: ") else head
+    except OSError:
+        return None
 
 
 def make_provenance(trace: Trace, digest: str, seed: str) -> Provenance:
@@ -113,6 +125,7 @@ def make_provenance(trace: Trace, digest: str, seed: str) -> Provenance:
         trace_sha256=digest,
         trace_block_size=trace.block_size,
         seed=seed,
+        commit=_find_commit(),
     )
 
 

@@ -3,14 +3,16 @@
 from array import array
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, takewhile
+from pathlib import Path
 
 import msgspec
 
 from kv_pool.core.block_hash import BlockHasher
 from kv_pool.replay.replay_request import CONVENTIONS
 from kv_pool.replay.report import InfiniteCache, OnProgress, find_rank, find_share
+from kv_pool.replay.tables import Fact, Report, ReportTable, make_facts, show_share
 from kv_pool.replay.trace import Trace, TraceRequest
 
 _MS_PER_MINUTE = 60_000
@@ -243,3 +245,54 @@ def summarize_counts(counts: dict[float, int]) -> Percentiles:
     num_up_to = list(accumulate(count for _, count in ordered))
     ranks = (find_rank(num_values, percent) for percent in (10, 50, 90, 99, 100))
     return Percentiles(num_values, mean, *(ordered[bisect_left(num_up_to, rank)][0] for rank in ranks))
+
+
+def report_trace(info: TraceInfo) -> Report:
+    """Return the figures as tables: counts, percentiles, and the hits of a cache that never evicts."""
+    by_name = [
+        ("blocks per request", info.blocks_per_request),
+        ("prompt tokens", info.input_length),
+        ("generated tokens", info.output_length),
+    ]
+    if info.sessions:
+        by_name += [("requests per session", info.turns), ("between turns, s", info.turn_gaps_s)]
+    by_name.append(("reused after, s", info.reuse_distance_s))
+    names = ("mean", "p10", "p50", "p90", "p99", "max")
+    percentiles = [[name, *(_show_value(getattr(found, one)) for one in names)] for name, found in by_name]
+    ceilings = [
+        (name, show_share(found.token_hit_rate), show_share(found.block_hit_rate), f"{found.tokens_hit:,}")
+        for name, found in info.ceilings.items()
+    ]
+    counts = make_facts(Path(info.trace).name, _list_counts(info))
+    titles = ("convention", "token hits", "block hits", "tokens")
+    hits = ReportTable(titles, ceilings, titles[:1], "a cache that never evicts")
+    return Report(info, [counts, ReportTable(("", *names), percentiles), hits])
+
+
+def _list_counts(info: TraceInfo) -> Iterator[Fact | None]:
+    yield Fact("requests", f"{info.requests:,}")
+    if info.broken_lines:
+        yield Fact("broken lines", f"{info.broken_lines:,}", "skipped")
+    if info.late_requests:
+        yield Fact("late", f"{info.late_requests:,}", "timestamps that go backwards")
+    if info.inconsistent_requests:
+        why = "requests whose ids contradict earlier ones"
+        yield Fact("inconsistent", f"{info.inconsistent_requests:,}", why)
+    yield Fact("prompt tokens", f"{info.tokens_in:,}", f"{info.tokens_out:,} generated tokens")
+    yield Fact("time span", f"{info.span_s:,.0f} s", "from the first to the last arrival")
+    busiest = f"{info.busiest_minute:,} in the busiest minute"
+    yield Fact("arrivals", f"{info.requests_per_s:,.3g}/s", busiest)
+    if info.sessions:
+        yield Fact("sessions", f"{info.sessions:,}", f"{info.turns.mean:,.1f} requests each")
+    if info.tenants:
+        yield Fact("tenants", f"{info.tenants:,}")
+    yield None
+    yield Fact("block size", f"{info.block_size:,}", "tokens")
+    yield Fact("block look-ups", f"{info.blocks_looked_up:,}", "blocks of all prompts")
+    yield Fact("distinct blocks", f"{info.distinct_blocks:,}")
+    others = f"{info.blocks_used_once:,} blocks; the others {info.uses_per_reused_block:.1f} times each"
+    yield Fact("used once", f"{info.share_used_once:.1%}", others)
+
+
+def _show_value(value: float) -> str:
+    return f"{value:,.0f}" if value == int(value) or value >= 100 else f"{value:,.1f}"

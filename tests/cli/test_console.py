@@ -10,13 +10,14 @@ import pytest
 from cli.kv_pool_command import kv_pool_command
 from cli.running_commands import serving
 from replay.made_trace import record, write_trace
+from rich import box
 from rich.console import Console
-from rich.table import Table
 
-from kv_pool.cli.console import print_table, refresh_forever
-from kv_pool.cli.migrate import draw
+from kv_pool.cli.console import lay_out, print_parts, refresh_forever
+from kv_pool.cli.migrate import tabulate
 from kv_pool.control.messages import MigrationList
 from kv_pool.migration.messages import MigrationPhase, MigrationStatus
+from kv_pool.replay.tables import Fact, ReportTable, make_facts
 
 SIZES = ("--trace-block-size", "8", "--blocks", "50")
 REPLAY = f"replay trace.jsonl {' '.join(SIZES)}"
@@ -30,14 +31,9 @@ def folder(tmp_path):
     return tmp_path
 
 
-def print_to(width, is_terminal):
+def print_to(width, is_terminal, table=None):
     console = Console(file=io.StringIO(), width=width, force_terminal=is_terminal, color_system=None)
-    table = Table(show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column()
-    table.add_row(*ROW)
-    print_table(table, console)
+    print_parts(lay_out(table or make_facts("", [Fact(*ROW)]), console), console)
     return console.file.getvalue()
 
 
@@ -52,6 +48,26 @@ def test_narrow_terminal_keeps_names_and_numbers_whole(width):
 
 def test_nothing_is_folded_in_a_pipe():
     assert all(cell in print_to(80, is_terminal=False) for cell in ROW)
+
+
+@pytest.mark.parametrize("width", [44, 60, 80, 200])
+def test_a_table_too_wide_loses_nothing(width):
+    """Columns that did not fit used to be dropped, or to run over the edge of the terminal."""
+    titles = ("blocks", "policy", "gap that is closed", "points over LRU", "hits of blocks", "")
+    rows = [
+        (f"{10_000 + number:,}", f"policy{number}", None, "+0.18 [+0.00, +0.51]", f"{number:,}", "two words")
+        for number in range(3)
+    ]
+    printed = print_to(width, True, ReportTable(titles, rows, ("policy", ""), "A title", "a caption", 2))
+    lines = printed.splitlines()
+    assert max(map(len, lines)) <= width
+    assert (lines[0].strip(), lines[-1].strip()) == ("A title", "a caption")
+    for row in rows:
+        for cell in filter(None, row):
+            assert all(word in printed for word in cell.split())
+    assert all(word in printed for title in titles for word in title.split())
+    parts = printed.count("┏")
+    assert printed.count("policy2") == parts == (1 if width > 70 else parts)
 
 
 @pytest.mark.slow
@@ -81,10 +97,13 @@ def make_status(name):
 @pytest.mark.parametrize("width", [40, 60, 80])
 def test_watched_migration_shows_id_and_phase_whole(width):
     console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
-    console.print(draw(MigrationList("a", [make_status("a-node-with-a-long-name")]), 20, console))
-    [row] = [line for line in console.file.getvalue().splitlines() if "sequence" in line]
-    assert row.split()[:3] == ["sequence", "1234567890123", "done"]
-    assert "…" not in row
+    table = tabulate(MigrationList("a", [make_status("a-node-with-a-long-name")]), 20)
+    print_parts(lay_out(table, console, box=box.SIMPLE, show_edge=False, padding=0), console)
+    printed = console.file.getvalue()
+    assert max(map(len, printed.splitlines())) <= width
+    for word in ("1234567890123", "done", "a-node-with-a-long-name", "0/0", "0.00 s"):
+        assert word in printed
+    assert "…" not in printed
 
 
 def test_watched_migration_is_shown_whole_in_a_pipe():
@@ -93,7 +112,7 @@ def test_watched_migration_is_shown_whole_in_a_pipe():
     statuses = iter([make_status("a-node-with-a-long-name")])
 
     def look():
-        return draw(MigrationList("a", [next(statuses)]), 20, console)
+        return lay_out(tabulate(MigrationList("a", [next(statuses)]), 20), console, box=box.SIMPLE)
 
     with pytest.raises(StopIteration):
         refresh_forever(look, console)
@@ -111,7 +130,8 @@ def test_watched_migration_is_shown_whole_in_a_pipe():
 
 def test_markup_and_escapes_in_node_names_are_shown():
     console = Console(file=io.StringIO(), width=120)
-    print_table(draw(MigrationList("[/x]\x1b[2J", [make_status("[bold]b\x1b[31m")]), 20, console), console)
+    table = tabulate(MigrationList("[/x]\x1b[2J", [make_status("[bold]b\x1b[31m")]), 20)
+    print_parts(lay_out(table, console), console)
     printed = console.file.getvalue()
     assert "\x1b" not in printed
     assert r"node [/x]\x1b[2J" in printed

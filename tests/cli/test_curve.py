@@ -14,6 +14,7 @@ TRACE = [
     record(41, [4, 5, 6, 7, 10]),
 ]
 PNG = b"\x89PNG\r\n\x1a\n"
+PICTURE = ("--png", "curve.png")
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def curve(folder, *options):
 
 
 def test_table_files_and_picture_agree(folder):
-    done = curve(folder, "--blocks", "3,6,8,20", "--json", "curve.json", "--csv", "curve.csv")
+    done = curve(folder, "--blocks", "3,6,8,20", "--json", "curve.json", "--csv", "curve.csv", *PICTURE)
     assert done.returncode == 0, done.stderr
     report = json.loads((folder / "curve.json").read_text())
     with open(folder / "curve.csv", newline="") as file:
@@ -42,7 +43,7 @@ def test_table_files_and_picture_agree(folder):
     assert [point["lru"]["blocks_hit"] for point in report["points"]] == [0, 4, 6, 6]
     assert [point["optimum"]["blocks_hit"] for point in report["points"]] == [0, 4, 6, 6]
     assert "below 6 blocks, pools refuse requests that are larger" in done.stdout
-    assert done.stdout.endswith("curve: curve.png\n")
+    assert done.stdout.endswith("picture: curve.png\n")
     assert (folder / "curve.png").read_bytes()[:8] == PNG
 
 

@@ -35,11 +35,16 @@ def test_full_disk_during_requests_output_keeps_the_result(folder):
     ]
 
 
-@pytest.mark.slow
-def test_second_sweep_does_not_overwrite_the_first_curve(folder):
-    for name in ("sweep.png", "sweep-2.png", "sweep-3.png"):
-        done = kv_pool_command("sweep", "trace.jsonl", *SIZES, cwd=folder)
-        assert done.stdout.endswith(f"curve: {name}\n")
-    named = kv_pool_command("sweep", "trace.jsonl", *SIZES, "--png", "sweep.png", cwd=folder)
-    assert named.stdout.endswith("curve: sweep.png\n")
-    assert len(list(folder.glob("sweep*.png"))) == 3
+@pytest.mark.parametrize(
+    "command",
+    ["sweep", "curve", pytest.param("compare --policies fifo --resamples 0", marks=[pytest.mark.slow])],
+)
+def test_pictures_are_written_only_when_asked_for(folder, command):
+    """Each command used to write one, to a name of its own choice."""
+    name, *options = command.split()
+    done = kv_pool_command(name, "trace.jsonl", *options, *SIZES, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in folder.iterdir()] == ["trace.jsonl"]
+    drawn = kv_pool_command(name, "trace.jsonl", *options, *SIZES, "--png", "here.png", cwd=folder)
+    assert drawn.stdout.endswith("picture: here.png\n")
+    assert (folder / "here.png").read_bytes()[:4] == b"\x89PNG"

@@ -37,11 +37,13 @@ def list_rows(output, title):
 
 
 def test_words_tables_files_and_picture_agree(folder):
-    done = plan(folder, f"{SMALL} --json plan.json --convention full_blocks --target-hit-rate 60%")
+    done = plan(
+        folder, f"{SMALL} --json plan.json --convention full_blocks --target-hit-rate 60% --png plan.png"
+    )
     assert done.returncode == 0, done.stderr
     report = json.loads((folder / "plan.json").read_text())
     assert (folder / "plan.png").read_bytes()[:8] == PNG
-    assert done.stdout.endswith("plan: plan.png\n")
+    assert done.stdout.endswith("picture: plan.png\n")
     assert (report["goal"], report["target_hit_rate"], report["clock"]) == ("target", 0.6, "trace")
     assert (
         f"({report['goal_blocks']:,} blocks) is the least capacity with a hit rate of 60.00%." in done.stdout

@@ -48,6 +48,7 @@ REFUSED = {
     f"sweep {BROKEN} --png folder.png": "folder.png: cannot write the picture: it is a folder",
     f"sweep {BROKEN} --png curve.xyz": "curve.xyz: cannot write the picture: its name must end in",
     f"sweep {BROKEN} --png curve": "curve: cannot write the picture: its name must end in",
+    f"{SWEEP} --overlay earlier.json": "--overlay is drawn into the picture of --png; pass --png, too",
     f"{SWEEP} --host-tier some": "--host-tier: 'some' is not a whole number",
     f"{SWEEP} --host-tier 9 --clock trace": "need the bytes of a block (--model or",
     f"{SWEEP} --memory 1GiB": "pass the capacity either as --blocks or as --memory",

@@ -7,11 +7,10 @@ from typing import Annotated
 import pytest
 
 from kv_pool import InvalidArgumentError
-from kv_pool.cli.replay import replay
+from kv_pool.cli.replay import replay, sweep
 from kv_pool.cli.serve import serve
 from kv_pool.cli.setting_options import takes, takes_given
 from kv_pool.cli.sub_commands import make_command
-from kv_pool.cli.sweep import sweep
 from kv_pool.control.serve_settings import ServeSettings
 from kv_pool.replay.option import Option, describe_options, list_options
 from kv_pool.replay.settings import EngineRates, ReplaySettings

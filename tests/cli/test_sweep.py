@@ -7,7 +7,6 @@ from cli.kv_pool_command import kv_pool_command, list_rows
 from replay.made_trace import record, write_trace
 
 TRACE = [record(24, [1, 2, 3]), record(32, [4, 5, 6, 7]), record(32, [1, 2, 8, 9])]
-PNG = b"\x89PNG\r\n\x1a\n"
 
 
 @pytest.fixture
@@ -47,15 +46,6 @@ def test_host_tier_is_combined_with_each_capacity(folder):
     assert [row[:2] for row in cells] == [["4", "0"], ["4", "9"], ["5", "0"], ["5", "9"]]
     assert cells[0][3] == "0.00%"
     assert cells[1][3] != "0.00%"
-    assert (folder / "sweep.png").read_bytes()[:8] == PNG
-
-
-def test_curve_is_drawn_to_the_named_file(folder):
-    done = sweep(folder, "--blocks", "4,50", "--jobs", "1", "--png", "curve.png")
-    assert done.returncode == 0, done.stderr
-    assert "curve: curve.png" in done.stdout
-    assert (folder / "curve.png").read_bytes()[:8] == PNG
-    assert not (folder / "sweep.png").exists()
 
 
 @pytest.mark.slow

@@ -1,16 +1,19 @@
-"""`CompareSettings`, `Comparison`: what a comparison runs, and its results; JSON, CSV, differences of two."""
+"""`CompareSettings`, `Comparison`: what a comparison runs, its results, their tables and differences."""
 
 from collections.abc import Iterator
 from dataclasses import replace
 from math import isclose
+from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from kv_pool.core.arguments import as_count
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.replay.report import InfiniteCache, Provenance, read_json, write_csv_rows
+from kv_pool.replay.curves.curve_report import describe_bound
+from kv_pool.replay.report import InfiniteCache, Provenance, read_json
 from kv_pool.replay.settings import OPTIMUM, ReplaySettings
+from kv_pool.replay.tables import Column, Report, ReportTable, make_record, make_table, show_factor
 
 LRU = "lru"
 
@@ -178,20 +181,84 @@ def read_comparison(path: str) -> Comparison:
     return read_json(path, Comparison, "a comparison")
 
 
-def write_csv(comparison: Comparison, path: str) -> None:
-    """Write all rows: the trace, the fields of `ComparisonRow`, and the capacity in bytes if it is known.
-
-    Raises:
-        TraceError: the file cannot be written.
-    """
+def report_comparison(comparison: Comparison) -> Report:
+    """Return a table of each trace with its sentences. A file has all rows, with the trace of each."""
+    shown: list[ReportTable | str] = []
+    errors = []
+    records = []
     has_bytes = any(found.block_bytes for found in comparison.traces)
-    rows = []
     for found in comparison.traces:
+        trace = Path(found.provenance.trace).name
+        shown += [_tabulate(found, trace), *_describe(found, comparison.settings.resamples)]
         for row in found.rows:
-            first = {"trace": found.provenance.trace, "policy": row.policy, "num_blocks": row.num_blocks}
-            size = {"bytes": row.num_blocks * found.block_bytes or None} if has_bytes else {}
-            rows.append(first | size | msgspec.structs.asdict(row))
-    write_csv_rows(path, rows)
+            first = {"trace": found.provenance.trace, "policy": row.policy}
+            records.append(make_record(row, found.block_bytes if has_bytes else None, **first))
+            if row.error is not None:
+                errors.append(f"{row.policy} at {row.num_blocks:,} blocks, {trace}: {row.error}")
+    states = {found.optimum_blocks for found in comparison.traces} - {None}
+    if states and not comparison.contradictions:
+        shown.append(f"no policy is above the {'optimum' if 'optimal' in states else 'bound'}")
+    return Report(comparison, shown, [*errors, *comparison.contradictions], records)
+
+
+def _tabulate(found: TraceComparison, trace: str) -> ReportTable:
+    """Return one row per policy and capacity, the most important columns first."""
+    columns = (
+        Column("blocks", lambda row: row.num_blocks if _is_first(row) else None),
+        Column("policy", lambda row: _name_policy(row, found), str),
+        Column(
+            "token hits",
+            lambda row: row.error.split(":")[0] if row.error else _show_rate(row, "token_hit_rate"),
+            str,
+        ),
+        Column("block hits", lambda row: _show_rate(row, "block_hit_rate"), str),
+        Column("gap closed", lambda row: _show_rate(row, "gap_closed", "{:.1f}"), str),
+        Column("points over LRU", lambda row: _show_rate(row, "above_lru", "{:+.2f}", ""), str),
+        Column("hits", "blocks_hit"),
+        Column("misses", "blocks_missed"),
+        Column("evictions", "evictions"),
+        Column("admitted", "admitted"),
+        Column("seconds", "seconds", show_factor),
+    )
+    rows: list[ComparisonRow | None] = []
+    for row in found.rows:
+        rows += [None, row] if _is_first(row) else [row]
+    title = f"{trace}, {found.requests:,} requests, blocks of {found.block_size} tokens"
+    return make_table(columns, rows, texts=("policy",), title=title, num_keys=2)
+
+
+def _is_first(row: ComparisonRow) -> bool:
+    """Return True for a row that begins a group: that of LRU for each capacity, and of the infinite cache."""
+    return row.policy in (LRU, CEILING)
+
+
+def _name_policy(row: ComparisonRow, found: TraceComparison) -> str:
+    if row.policy == OPTIMUM and found.optimum_tokens == "bound":
+        return "bound" if found.optimum_blocks == "bound" else "optimum, bound of tokens"
+    return {LRU: "LRU", CEILING: "infinite cache"}.get(row.policy, row.policy)
+
+
+def _show_rate(row: ComparisonRow, name: str, form: str = "{:.2f}", unit: str = "%") -> str | None:
+    """Return a rate of a row with its confidence interval, or None."""
+    value, low, high = (getattr(row, each, None) for each in (name, f"{name}_low", f"{name}_high"))
+    if value is None:
+        return None
+    text = form.format(100 * value) + unit
+    if low is None or high is None:
+        return text
+    return f"{text} [{form.format(100 * low)}, {form.format(100 * high)}]"
+
+
+def _describe(found: TraceComparison, num_samples: int) -> Iterator[str]:
+    """Yield sentences about the intervals, the bound, and a missing optimum."""
+    if num_samples and found.units > 1:
+        yield (
+            f"in brackets: 95 % confidence intervals, from {num_samples:,} samples of the {found.units:,} "
+            f"{found.unit}s"
+        )
+    if found.why_no_optimum is not None:
+        yield f"no optimum: {found.why_no_optimum}"
+    yield from describe_bound(found.optimum_blocks, found.optimum_tokens)
 
 
 def list_changed_inputs(old: Comparison, new: Comparison) -> list[str]:

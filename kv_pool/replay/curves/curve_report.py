@@ -1,11 +1,13 @@
-"""`CurveReport`: hit rates of LRU and of optimal replacement over capacity; JSON and CSV."""
+"""`CurveReport`: hit rates of LRU and of optimal replacement over capacity, and their table."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from math import log
 
 import msgspec
 
-from kv_pool.replay.report import InfiniteCache, Provenance, write_csv_rows
+from kv_pool.replay.report import InfiniteCache, Provenance
+from kv_pool.replay.tables import Column, Report, describe_broken, make_record, make_table
 
 
 class CurveCounts(msgspec.Struct):
@@ -128,22 +130,10 @@ def choose_in_steps(capacities: Sequence[int], num_chosen: int, *others: int | N
     return sorted(chosen.union(other for other in others if other is not None))
 
 
-def write_csv(report: CurveReport, path: str) -> None:
-    """Write one row per point: capacity, refused requests, and the fields of both policies.
-
-    A column `bytes` follows the capacity if the size of a block is known. Raises TraceError.
-    """
-    block_bytes = int(report.settings.get("block_bytes", 0))
-    rows = []
-    for point in report.points:
-        size = {"bytes": point.num_blocks * block_bytes} if block_bytes else {}
-        row = {"num_blocks": point.num_blocks, **size, "refused_requests": point.refused_requests}
-        for policy, counts in (("lru", point.lru), ("optimum", point.optimum)):
-            for name, value in msgspec.structs.asdict(counts).items():
-                if report.sample is not None or not name.endswith("_error"):
-                    row[f"{policy}_{name}"] = value
-        rows.append(row)
-    write_csv_rows(path, rows)
+def describe_choice(num_shown: int, num_points: int) -> list[str]:
+    """Return a sentence about the rows that a table of a curve leaves out, if there are any."""
+    shown = f"the table shows {num_shown} of {num_points} capacities; the file of --json has all"
+    return [shown] * (num_shown < num_points)
 
 
 def describe_bound(of_blocks: str | None, of_tokens: str | None) -> list[str]:
@@ -155,3 +145,72 @@ def describe_bound(of_blocks: str | None, of_tokens: str | None) -> list[str]:
     if of_tokens == "bound":
         return ["bound: hits of partial blocks have different tokens, so the token hits may be fewer"]
     return []
+
+
+_MAX_ROWS = 14
+
+
+def report_curves(found: CurveReport) -> Report:
+    """Return a row per capacity, of many capacities some in equal steps and the knee, and sentences on them.
+
+    A file has all capacities, in bytes, too, if the size of a block is known.
+    """
+    capacities = [point.num_blocks for point in found.points]
+    if len(capacities) > _MAX_ROWS:
+        capacities = choose_in_steps(capacities, _MAX_ROWS - 1, found.knee)
+    ceiling = found.infinite_cache
+    table = make_table(
+        list(_list_columns(found)),
+        [point for point in found.points if point.num_blocks in capacities],
+        title=f"hit rate over capacity in blocks of {found.block_size} tokens",
+        caption=f"an infinite cache: {ceiling.token_hit_rate:.2%} of tokens, {ceiling.block_hit_rate:.2%} of "
+        f"blocks, {ceiling.num_blocks:,} blocks{'' if found.sample is None else ' in the sample'}",
+    )
+    block_bytes = int(found.settings.get("block_bytes", 0))
+    records = [
+        {
+            name: value
+            for name, value in make_record(point, block_bytes or None).items()
+            if found.sample is not None or not name.endswith("_error")
+        }
+        for point in found.points
+    ]
+    left_out = describe_choice(len(table.rows), len(found.points))
+    return Report(found, [table, *left_out, *_describe(found, block_bytes)], records=records)
+
+
+def _list_columns(found: CurveReport) -> Iterator[Column]:
+    yield Column("blocks", "num_blocks")
+    yield Column("refused", "refused_requests")
+    for kind, state in (("token", found.optimum_tokens), ("block", found.optimum_blocks)):
+        for policy, name in (("lru", "LRU"), ("optimum", "optimum" if state == "optimal" else "bound")):
+            yield Column(f"{name} {kind}s", partial(_show_rate, found, f"{kind}_", policy), str)
+    yield Column("", lambda point: "knee" if point.num_blocks == found.knee else None, str)
+
+
+def _show_rate(found: CurveReport, kind: str, policy: str, point: CurvePoint) -> str:
+    counts = getattr(point, policy)
+    error = "" if found.sample is None else f" ±{getattr(counts, f'{kind}rate_error'):.2%}"
+    return f"{getattr(counts, f'{kind}hit_rate'):.2%}{error}"
+
+
+def _describe(found: CurveReport, block_bytes: int) -> Iterator[str]:
+    """Yield sentences about the sample, the knee, bounds, refused requests and skipped lines."""
+    if found.sample is not None:
+        yield (
+            f"estimated from {found.sample.requests:,} of {found.requests:,} requests, sampled by "
+            f"{found.sample.unit}; ± is one standard error"
+        )
+    for point in found.points:
+        if point.num_blocks == found.knee:
+            memory = f" ({point.num_blocks * block_bytes / 2**30:,.1f} GiB)" if block_bytes else ""
+            optimum = "optimum" if found.optimum_tokens == "optimal" else "upper bound"
+            yield (
+                f"knee: {point.num_blocks:,} blocks{memory}, {point.lru.token_hit_rate:.2%} of tokens with "
+                f"LRU, {point.optimum.token_hit_rate:.2%} with the {optimum}, "
+                f"{found.infinite_cache.token_hit_rate:.2%} without evictions"
+            )
+    yield from describe_bound(found.optimum_blocks, found.optimum_tokens)
+    if found.points[0].num_blocks < found.largest_request:
+        yield f"below {found.largest_request:,} blocks, pools refuse requests that are larger"
+    yield from describe_broken(found.broken_lines, found.first_broken)

@@ -1,9 +1,30 @@
-"""`describe_plan`: a plan in sentences."""
+"""`report_plan`: a plan in sentences and tables."""
 
-from kv_pool.replay.plan.plan_report import CapacityPlan, PlanBlockSize
+from kv_pool.replay.curves.curve_report import choose_in_steps, describe_choice
+from kv_pool.replay.plan.plan_report import CapacityPlan, PlanBlockSize, PlanCheck, PlanPoint
+from kv_pool.replay.tables import (
+    Column,
+    Report,
+    ReportTable,
+    describe_broken,
+    make_table,
+    show_factor,
+    show_share,
+)
+
+_ROWS = 9
 
 _GIB = 2**30
 _MIB = 2**20
+
+
+def report_plan(plan: CapacityPlan) -> Report:
+    """Return the sentences of a plan, its curve, the block sizes compared, and its checks."""
+    sizes = [_tabulate_block_sizes(plan)] if plan.block_sizes else []
+    sentences = [*describe_plan(plan), *describe_broken(plan.broken_lines, plan.first_broken)]
+    curve = _tabulate_curve(plan)
+    left_out = describe_choice(len(curve.rows), len(plan.points))
+    return Report(plan, [*sentences, curve, *left_out, *sizes, _tabulate_checks(plan)])
 
 
 def describe_plan(plan: CapacityPlan) -> list[str]:
@@ -170,3 +191,66 @@ def _describe_checks(plan: CapacityPlan) -> list[str]:
 
 def _describe_pool(plan: CapacityPlan, num_blocks: int) -> str:
     return f"{format_bytes((num_blocks + 1) * plan.block_bytes)} ({num_blocks:,} blocks)"
+
+
+def _tabulate_curve(plan: CapacityPlan) -> ReportTable:
+    num_needed = 0 if plan.demand is None else plan.demand.p99_blocks
+
+    def note(point: PlanPoint) -> str:
+        notes = {
+            "recommended": point.num_blocks == plan.recommended.num_blocks,
+            "knee": point.num_blocks == plan.knee,
+            "requests wait": point.num_blocks < num_needed,
+        }
+        return ", ".join(text for text, is_true in notes.items() if is_true)
+
+    columns = (
+        Column("memory", "memory_bytes", format_bytes),
+        Column("blocks", "num_blocks"),
+        Column("token hits", "token_hit_rate", show_share),
+        Column("points per GiB", "points_per_gib", "{:.4f}".format),
+        Column("prefill speed-up", "prefill_speedup", show_factor),
+        Column("", note, str),
+    )
+    points = {point.num_blocks: point for point in [*plan.points, plan.recommended]}
+    capacities = [point.num_blocks for point in plan.points]
+    return make_table(
+        columns,
+        map(points.get, choose_in_steps(capacities, _ROWS, plan.knee, plan.recommended.num_blocks)),
+        title=f"predicted, blocks of {plan.block_size} tokens",
+        caption="points per GiB: percentage points that each GiB of 10% more memory adds",
+    )
+
+
+def _tabulate_block_sizes(plan: CapacityPlan) -> ReportTable:
+    def note(size: PlanBlockSize) -> str:
+        if size.refuses:
+            return "refuses requests"
+        return "most hits" if size.block_size == plan.best_block_size else ""
+
+    columns = (
+        Column("tokens per block", "block_size"),
+        Column("blocks", "num_blocks"),
+        Column("token hits", "token_hit_rate", show_share),
+        Column("", note, str),
+    )
+    title = f"predicted, {format_bytes(plan.recommended.memory_bytes)} in blocks of other sizes"
+    return make_table(columns, plan.block_sizes, title=title)
+
+
+def _tabulate_checks(plan: CapacityPlan) -> ReportTable:
+    def measure(check: PlanCheck) -> float:
+        return check.num_held_blocks * plan.block_bytes * check.block_size / plan.block_size
+
+    columns = (
+        Column("", "name", str),
+        Column("memory", measure, format_bytes),
+        Column("predicted", "predicted", show_share),
+        Column("replayed", "replayed", show_share),
+        Column("difference", lambda check: 100 * (check.replayed - check.predicted), "{:+.2f}".format),
+        Column("speed-up, tokens", "speedup_by_tokens", show_factor),
+        Column("FLOPs", "speedup_by_flops", show_factor),
+        Column("", lambda check: None if check.agrees else "differs", str),
+    )
+    caption = "difference: in percentage points"
+    return make_table(columns, plan.checks, title="predictions beside replays", caption=caption)

@@ -17,7 +17,7 @@ from kv_pool.replay.compare.comparison import (
     Comparison,
     list_changed_inputs,
     list_differences,
-    write_csv,
+    report_comparison,
 )
 from kv_pool.replay.compare.measuring import (
     compare_trace,
@@ -29,7 +29,7 @@ from kv_pool.replay.compare.measuring import (
 from kv_pool.replay.compare.policy_run import Failure, PolicyRun, pack, unpack
 from kv_pool.replay.compare.references import OptimumPoint, References
 from kv_pool.replay.curves.curve_report import CurveCounts
-from kv_pool.replay.report import InfiniteCache, make_provenance
+from kv_pool.replay.report import InfiniteCache, make_provenance, write_csv_rows
 
 SIZE = 10  # tokens per block
 
@@ -207,7 +207,7 @@ def comparison(tmp_path):
 
 def test_csv_has_the_rows_of_the_comparison(comparison, tmp_path):
     path = tmp_path / "compare.csv"
-    write_csv(comparison, str(path))
+    write_csv_rows(str(path), report_comparison(comparison).records)
     with open(path, newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == len(comparison.traces[0].rows) == 7
@@ -218,7 +218,7 @@ def test_csv_has_the_rows_of_the_comparison(comparison, tmp_path):
             value = getattr(expected, name)
             assert row[name] == ("" if value is None else str(value))
     with pytest.raises(TraceError, match="cannot write the table"):
-        write_csv(comparison, str(tmp_path))
+        write_csv_rows(str(tmp_path), report_comparison(comparison).records)
 
 
 def test_json_matches_the_schema(comparison):
