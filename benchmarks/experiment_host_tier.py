@@ -11,12 +11,13 @@ from typing import Any
 from measuring import make_parser, read_options, start_run, write_results
 from request_runs import AGENTIC
 
-from kv_pool.replay.pictures.figure import check_can_draw
+from kv_pool.drawing import check_can_draw
 from kv_pool.replay.pictures.hit_rates import draw_hit_rates
 from kv_pool.replay.report import ReplayReport
 from kv_pool.replay.settings import ReplaySettings
 from kv_pool.replay.simulator import run_replay
-from kv_pool.replay.trace import BUNDLED_TRACES, Trace
+from kv_pool.replay.trace import Trace
+from kv_pool.shared_options import BUNDLED_TRACES
 
 
 @dataclass(frozen=True)

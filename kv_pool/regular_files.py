@@ -107,3 +107,21 @@ def check_private(
 def _refuse(descriptor: int, name: str, reason: str) -> NoReturn:
     os.close(descriptor)
     raise OSError(errno.EPERM, reason, name)
+
+
+def find_obstacle(path: str) -> str | None:
+    """Return why the file `path` cannot be written now, or None. A full disk is found only when writing."""
+    try:
+        if os.path.isdir(path):
+            return "it is a folder"
+        if os.path.exists(path):
+            return None if os.access(path, os.W_OK) else "writing it is not permitted"
+        folder = Path(path).absolute().parent
+        if not folder.is_dir():
+            return f"there is no folder {folder}"
+        os.lstat(folder / (Path(path).name or "."))
+    except FileNotFoundError:
+        return None if os.access(folder, os.W_OK | os.X_OK) else f"writing to {folder} is not permitted"
+    except (OSError, ValueError) as error:  # the name is too long, or contains a null byte
+        return getattr(error, "strerror", None) or str(error)
+    return "it is a broken symbolic link"

@@ -25,8 +25,8 @@ from kv_pool.replay.compare.comparison import (
 from kv_pool.replay.pictures.hit_rates import draw_comparison
 from kv_pool.replay.settings import ReplaySettings, list_known_policies
 from kv_pool.replay.tables import Report
-from kv_pool.replay.trace import BUNDLED_TRACES
 from kv_pool.replay.worker_processes import open_executor
+from kv_pool.shared_options import BUNDLED_TRACES
 
 _FINISHED = ".runs"
 

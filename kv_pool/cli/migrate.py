@@ -25,7 +25,7 @@ from kv_pool.error_names import ERRORS_BY_NAME
 from kv_pool.errors import MigrationCancelledError, MigrationError
 from kv_pool.ids import NodeName, RequestId, SequenceId
 from kv_pool.migration.messages import MigrationPhase, MigrationStatus
-from kv_pool.replay.capacity import parse_rate
+from kv_pool.quantities import parse_rate
 from kv_pool.replay.tables import Report, ReportTable
 
 _SECONDS_BETWEEN_LOOKS = 0.05

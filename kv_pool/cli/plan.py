@@ -9,7 +9,7 @@ import typer
 from kv_pool.cli import options
 from kv_pool.cli.console import show_progress
 from kv_pool.cli.setting_options import takes
-from kv_pool.replay.capacity import parse_memory
+from kv_pool.quantities import parse_memory
 from kv_pool.replay.pictures.hit_rates import draw_plan
 from kv_pool.replay.plan.make_plan import plan_capacity
 from kv_pool.replay.plan.plan_report import PRICE_FORMAT, PlanGoal, parse_prices, parse_share

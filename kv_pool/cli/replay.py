@@ -15,7 +15,7 @@ from kv_pool.cli.publishing import describe_publisher, open_publisher
 from kv_pool.cli.setting_options import takes
 from kv_pool.core.kv_events import MEDIUM_GPU
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.replay.event_feed import EVENTS_PANEL, EventFeed
+from kv_pool.replay.event_feed import EventFeed
 from kv_pool.replay.pictures.hit_rates import draw_breakdowns, draw_hit_rates
 from kv_pool.replay.report import CallTimes, ReplayReport, TierReport, read_reports
 from kv_pool.replay.request_outcomes import BreakdownRow, parse_breakdowns, write_outcomes
@@ -32,6 +32,7 @@ from kv_pool.replay.tables import (
     make_table,
     show_share,
 )
+from kv_pool.shared_options import EVENTS_PANEL
 
 _REPLAY_ORDER = """
 trace blocks memory model num_layers num_kv_heads head_size dtype_bytes block_size policy convention clock

@@ -14,8 +14,8 @@ import typer
 
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import NodeName
-from kv_pool.replay.capacity import parse_count
-from kv_pool.replay.option import Option, list_options
+from kv_pool.option import Option, list_options
+from kv_pool.quantities import parse_count
 
 Socket = Annotated[
     str | None,

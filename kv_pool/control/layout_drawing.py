@@ -12,8 +12,8 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
+from kv_pool.drawing import check_can_draw
 from kv_pool.errors import DrawingError, InvalidArgumentError
-from kv_pool.replay.pictures.figure import check_can_draw
 from kv_pool.reports import BlockState, PoolLayout
 
 Kinds = NDArray[np.integer[Any]]

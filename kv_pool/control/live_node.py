@@ -47,7 +47,7 @@ from kv_pool.migration.topology import (
     read_topology,
 )
 from kv_pool.migration.transfer_backend import TransferBackend
-from kv_pool.replay.capacity import parse_rate
+from kv_pool.quantities import parse_rate
 from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.threads import start_thread
 

@@ -11,12 +11,17 @@ from kv_pool.adapter.gpu_kv_pool import GPUKVPool
 from kv_pool.contiguous.defragmenter import Defragmentable, Defragmenter
 from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH
 from kv_pool.errors import InvalidArgumentError, describe_known
+from kv_pool.option import Option, describe_options, list_options
+from kv_pool.quantities import parse_memory
 from kv_pool.regular_files import read_toml
-from kv_pool.replay.capacity import parse_memory
-from kv_pool.replay.event_feed import PUBLISH, PUBLISH_CONFIG, PUBLISH_REPLAY
-from kv_pool.replay.option import Option, describe_options, list_options
-from kv_pool.replay.settings import TIME_UNIT, TRACE_BLOCK_SIZE
-from kv_pool.replay.trace import BUNDLED_TRACES
+from kv_pool.shared_options import (
+    BUNDLED_TRACES,
+    PUBLISH,
+    PUBLISH_CONFIG,
+    PUBLISH_REPLAY,
+    TIME_UNIT,
+    TRACE_BLOCK_SIZE,
+)
 
 _Count = Annotated[int, msgspec.Meta(ge=1)]
 _Size = Annotated[int, msgspec.Meta(ge=0)]

@@ -16,7 +16,6 @@ from kv_pool.errors import InvalidArgumentError, PoolExhaustedError, UnknownSequ
 from kv_pool.ids import BlockHash, BlockId, BlockMove, RequestId, SequenceId
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.slot_mapping import find_block_and_offset, list_slots
-from kv_pool.replay.capacity import ModelKV
 from kv_pool.reports.statistics import PoolStatistics, read_statistics
 from kv_pool.storage.kv_storage import KVStorage
 
@@ -151,9 +150,12 @@ class KVCacheAllocator:
         Raises:
             InvalidArgumentError: not even one block fits.
         """
-        block_bytes = ModelKV(num_layers, num_heads, head_dim, dtype_bytes=dtype_bytes).count_block_bytes(
-            block_size
-        )
+        block_bytes = 2 * num_layers * num_heads * head_dim * dtype_bytes * block_size  # of K and V
+        if block_bytes < 1:
+            raise InvalidArgumentError(
+                f"blocks of {block_size} tokens, {num_layers} layers, {num_heads} heads of {head_dim} elements and "
+                f"{dtype_bytes} bytes have no K and V"
+            )
         num_blocks = int(memory_bytes // block_bytes)  # no null block: ids run from 0
         if num_blocks < 1:
             raise InvalidArgumentError(

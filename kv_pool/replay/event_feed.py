@@ -6,29 +6,7 @@ from collections.abc import Callable
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.events.event_publisher import EventPublisher
 from kv_pool.manager.kv_cache_manager import KVCacheManager
-from kv_pool.replay.option import Option
 from kv_pool.tiers.swapper import BlockSwapper
-
-EVENTS_PANEL = "Events"
-
-PUBLISH = Option(
-    "Publish the pool's events at this endpoint, such as tcp://127.0.0.1:5557; port 0 picks a free one. "
-    "kv-pool events shows them. Token ids are the trace's. If it has hash ids instead, each token of a "
-    "block has the block's hash id as its token id, and generated tokens have 0.",
-    metavar="ENDPOINT",
-    panel=EVENTS_PANEL,
-)
-PUBLISH_REPLAY = Option(
-    "Endpoint where subscribers request missed events, such as tcp://127.0.0.1:5657.",
-    metavar="ENDPOINT",
-    panel=EVENTS_PANEL,
-)
-PUBLISH_CONFIG = Option(
-    "TOML file whose table [publisher] sets topic, heartbeat_s, hwm, CURVE keys or other fields of "
-    "PublisherConfig. The two options above override its endpoints.",
-    metavar="FILE",
-    panel=EVENTS_PANEL,
-)
 
 _MAX_QUEUED = 64
 _SECONDS_BETWEEN_LOOKS = 0.001

@@ -8,12 +8,13 @@ from typing import Annotated
 from kv_pool.core.block_hash import BlockHasher
 from kv_pool.core.policy_names import find_policy, list_policies
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.replay.capacity import parse_memory
+from kv_pool.option import Option, check_options, describe_options, setting
+from kv_pool.quantities import parse_memory
 from kv_pool.replay.groups import FORMAT, STATES
-from kv_pool.replay.option import Option, check_options, describe_options, setting
 from kv_pool.replay.replay_request import CONVENTIONS, ReplayRequest
 from kv_pool.replay.request_outcomes import BREAKDOWNS, parse_breakdowns
-from kv_pool.replay.trace import BUNDLED_TRACES, MS_PER_UNIT, Trace
+from kv_pool.replay.trace import Trace
+from kv_pool.shared_options import BUNDLED_TRACES, TIME_UNIT, TRACE_BLOCK_SIZE
 
 CLOCKS = ("instant", "trace")
 PREEMPTIONS = ("cost", "swap", "recompute")
@@ -29,13 +30,6 @@ DEFAULT_BLOCK_SIZE = 16
 
 ENGINE_PANEL = "Simulated engine of the trace clock"
 TIERS_PANEL = "Lower tiers, for cached blocks that the pool reuses"
-
-TIME_UNIT = Option(
-    f"Unit of the trace's timestamps: {', '.join(MS_PER_UNIT)}.",
-    flags=("--time-unit", "--timestamp-unit"),
-    known=lambda: MS_PER_UNIT,
-)
-TRACE_BLOCK_SIZE = Option("Tokens per hash id. Default: inferred from the trace.", min=1)
 
 
 def list_known_policies() -> list[str]:

@@ -16,18 +16,13 @@ import msgspec
 
 from kv_pool.errors import InvalidArgumentError, TraceError, describe_known
 from kv_pool.replay.line_reader import MAX_DECOMPRESSED_BYTES, MAX_LINE_BYTES, LineReader
-
-BUNDLED_TRACES = {"mooncake_conversation": "mooncake_conversation.jsonl.gz"}
-"""Traces that ship with the package: name to file."""
+from kv_pool.shared_options import BUNDLED_TRACES, MS_PER_UNIT
 
 MAX_LENGTH = 10**9
 """Maximum number of tokens of a prompt or an output. A longer one is broken."""
 
 MAX_ARRIVAL_MS = 1e17
 """Maximum arrival, three million years. A later one is broken."""
-
-MS_PER_UNIT = {"ns": 1e-6, "us": 1e-3, "ms": 1.0, "s": 1000.0}
-"""The units of timestamps, each with its milliseconds."""
 
 _EXAMPLE_LINE = '{"timestamp": 0, "input_length": 600, "output_length": 52, "hash_ids": [0, 1]}'
 _MAX_HASH_ID = 2**64 - 1

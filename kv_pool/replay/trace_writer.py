@@ -13,6 +13,7 @@ from typing import IO, Any
 import msgspec
 
 from kv_pool.errors import InvalidArgumentError, TraceError, describe_install
+from kv_pool.regular_files import find_obstacle
 
 WriteLine = Callable[[object], None]
 """Writes one object as a line of JSON."""
@@ -30,24 +31,6 @@ def check_can_write(path: str, what: str = "the report") -> None:
     obstacle = find_obstacle(path)
     if obstacle is not None:
         raise TraceError(f"{path}: cannot write {what}: {obstacle}")
-
-
-def find_obstacle(path: str) -> str | None:
-    """Return why the file `path` cannot be written now, or None. A full disk is found only when writing."""
-    try:
-        if os.path.isdir(path):
-            return "it is a folder"
-        if os.path.exists(path):
-            return None if os.access(path, os.W_OK) else "writing it is not permitted"
-        folder = Path(path).absolute().parent
-        if not folder.is_dir():
-            return f"there is no folder {folder}"
-        os.lstat(folder / (Path(path).name or "."))
-    except FileNotFoundError:
-        return None if os.access(folder, os.W_OK | os.X_OK) else f"writing to {folder} is not permitted"
-    except (OSError, ValueError) as error:  # the name is too long, or contains a null byte
-        return getattr(error, "strerror", None) or str(error)
-    return "it is a broken symbolic link"
 
 
 def choose_unused(name: str, is_used: Callable[[str], bool]) -> str:

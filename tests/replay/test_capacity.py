@@ -5,7 +5,8 @@ import json
 import pytest
 
 from kv_pool import InvalidArgumentError
-from kv_pool.replay.capacity import ModelKV, count_blocks, find_model, parse_memory, parse_rate
+from kv_pool.quantities import parse_memory, parse_rate
+from kv_pool.replay.capacity import ModelKV, count_blocks, find_model
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from kv_pool import InvalidArgumentError
-from kv_pool.replay.capacity import parse_count, parse_memory, parse_range
+from kv_pool.quantities import parse_count, parse_memory, parse_range
 
 
 @pytest.mark.parametrize(

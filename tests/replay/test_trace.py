@@ -14,7 +14,8 @@ from backports import zstd
 from replay.made_trace import COMPRESS, record, write_trace
 
 from kv_pool import InvalidArgumentError, TraceError
-from kv_pool.replay.trace import BUNDLED_TRACES, Trace, TraceRequest, find_trace
+from kv_pool.replay.trace import Trace, TraceRequest, find_trace
+from kv_pool.shared_options import BUNDLED_TRACES
 
 MOONCAKE_STYLE = [
     record(6758, list(range(14)), 500),

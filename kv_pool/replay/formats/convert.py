@@ -10,6 +10,7 @@ from typing import Annotated
 
 from kv_pool.core.block_hash import BlockHasher
 from kv_pool.errors import InvalidArgumentError, TraceError, describe_known
+from kv_pool.option import Option, describe_options, setting
 from kv_pool.replay.formats.csv_lengths import CsvReader
 from kv_pool.replay.formats.dynamo import DynamoReader
 from kv_pool.replay.formats.event_lines import EventLineReader
@@ -19,10 +20,9 @@ from kv_pool.replay.formats.lmcache import LMCacheReader
 from kv_pool.replay.formats.mooncake import MooncakeReader
 from kv_pool.replay.formats.qwen_bailian import QwenBailianReader
 from kv_pool.replay.formats.vllm_log import VLLMLogReader
-from kv_pool.replay.option import Option, describe_options, setting
-from kv_pool.replay.settings import TIME_UNIT, TRACE_BLOCK_SIZE
-from kv_pool.replay.trace import MS_PER_UNIT, Trace, TraceRequest, describe_suspicious_times, find_ms_per_unit
+from kv_pool.replay.trace import Trace, TraceRequest, describe_suspicious_times, find_ms_per_unit
 from kv_pool.replay.trace_writer import open_parts, open_trace_writer
+from kv_pool.shared_options import MS_PER_UNIT, TIME_UNIT, TRACE_BLOCK_SIZE
 
 _READERS: dict[str, type[ForeignReader]] = {
     "mooncake": MooncakeReader,

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kv_pool.replay.option import describe_options, setting
+from kv_pool.option import describe_options, setting
 from kv_pool.replay.workloads.distributions import Distribution, RandomStream
 from kv_pool.replay.workloads.workload import (
     GeneratedRequest,

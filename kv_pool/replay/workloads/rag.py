@@ -8,7 +8,7 @@ from struct import Struct
 import xxhash
 
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.replay.option import describe_options, setting
+from kv_pool.option import describe_options, setting
 from kv_pool.replay.workloads.chat import ChatSettings, Conversation
 from kv_pool.replay.workloads.distributions import Distribution, RandomStream, ZipfSampler
 from kv_pool.replay.workloads.workload import (

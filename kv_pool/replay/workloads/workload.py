@@ -8,7 +8,7 @@ from typing import Annotated, Any, Protocol
 import msgspec
 
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.replay.option import Option, check_options, describe_options, setting
+from kv_pool.option import Option, check_options, describe_options, setting
 from kv_pool.replay.workloads.distributions import (
     Distribution,
     RandomStream,

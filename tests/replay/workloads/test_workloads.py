@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from kv_pool import InvalidArgumentError
-from kv_pool.replay.option import list_options
+from kv_pool.option import list_options
 from kv_pool.replay.workloads import rag
 from kv_pool.replay.workloads.agent import AgentSettings, generate_agent
 from kv_pool.replay.workloads.chat import ChatSettings, generate_chat

@@ -9,7 +9,7 @@ import msgspec
 
 from kv_pool.core.arguments import as_count, refuse_type
 from kv_pool.errors import InvalidArgumentError, InvalidTypeError
-from kv_pool.replay.capacity import parse_memory
+from kv_pool.quantities import parse_memory
 
 
 class ConnectorSettings(msgspec.Struct, frozen=True):
