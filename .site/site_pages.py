@@ -105,12 +105,12 @@ GUIDES: Mapping[str, tuple[Page, ...]] = {
     ),
     "Researchers": (
         Page(
-            "kv_pool/replay/research.md",
+            "kv_pool/lab/research.md",
             "From a question to a figure",
             "ten minutes to a figure, how hits are counted, what is modelled, published claims reproduced",
         ),
         Page(
-            "kv_pool/replay/README.md",
+            "kv_pool/lab/README.md",
             "Replaying traces",
             "trace and report formats, clocks, sweeps, curves",
         ),

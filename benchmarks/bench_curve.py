@@ -16,7 +16,7 @@ NEW_BLOCKS = (28, 142)  # per turn
 NUM_ACTIVE = 60
 MEASURE = """
 import json, sys
-from kv_pool.replay import ReplaySettings, measure_curves
+from kv_pool.lab import ReplaySettings, measure_curves
 report = measure_curves(ReplaySettings(sys.argv[1], 1))
 print(json.dumps({
     "read_seconds": report.read_seconds,

@@ -11,8 +11,8 @@ from request_runs import read_fitting_requests, run_requests
 
 from kv_pool import BlockPool
 from kv_pool.core.live_curve import LiveCurve
-from kv_pool.replay import ReplaySettings, measure_curves
-from kv_pool.replay.replay_request import ReplayRequest
+from kv_pool.lab import ReplaySettings, measure_curves
+from kv_pool.lab.replay_request import ReplayRequest
 from kv_pool.reports import read_live_curve
 
 MULTIPLES = (0.5, 0.8, 1.0, 1.2, 1.5, 2.0, 3.0, 4.0)

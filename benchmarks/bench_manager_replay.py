@@ -12,7 +12,7 @@ from request_runs import make_vllm_config, make_vllm_manager, make_vllm_request,
 
 import kv_pool
 from kv_pool.ids import BlockHash
-from kv_pool.replay.replay_request import ReplayRequest
+from kv_pool.lab.replay_request import ReplayRequest
 
 OWN, OURS, VLLM = "kv_pool's manager on kv_pool", "vLLM's manager on kv_pool", "vLLM's manager on vLLM"
 """The compared pairs of `KVCacheManager` and `BlockPool`."""

@@ -11,7 +11,7 @@ from request_runs import read_requests
 
 import kv_pool
 from kv_pool import BlockRetention, KVCacheManager, RetentionDirective
-from kv_pool.replay.replay_request import ReplayRequest
+from kv_pool.lab.replay_request import ReplayRequest
 
 NONE = "no retention"
 AGAIN = "no retention, again"  # shows the scatter of the measurement

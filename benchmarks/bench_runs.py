@@ -18,8 +18,8 @@ from kv_pool.contiguous.plan import plan_pack
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.ids import BlockMove, GroupId
-from kv_pool.replay.settings import ReplaySettings
-from kv_pool.replay.simulator import run_replay
+from kv_pool.lab.settings import ReplaySettings
+from kv_pool.lab.simulator import run_replay
 
 BLOCK_SIZE = 16
 RUN_LENGTH = 16

@@ -13,13 +13,13 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_keys import get_group_id
 from kv_pool.core.kv_events import BlockStored
 from kv_pool.ids import BlockHash, BlockHashWithGroupId, GroupId
+from kv_pool.lab.driver import ReplayDriver
+from kv_pool.lab.groups import PromptSteps, make_prefix_rules, parse_groups
+from kv_pool.lab.replay_request import ReplayRequest
+from kv_pool.lab.report import ReplayReport
+from kv_pool.lab.simulator import run_instantly
+from kv_pool.lab.trace import Trace, TraceRequest
 from kv_pool.manager.kv_cache_manager import KVCacheManager
-from kv_pool.replay.driver import ReplayDriver
-from kv_pool.replay.groups import PromptSteps, make_prefix_rules, parse_groups
-from kv_pool.replay.replay_request import ReplayRequest
-from kv_pool.replay.report import ReplayReport
-from kv_pool.replay.simulator import run_instantly
-from kv_pool.replay.trace import Trace, TraceRequest
 
 STATE_GROUP = GroupId(1)
 SIZES = [

@@ -12,11 +12,11 @@ from measuring import make_parser, read_options, start_run, write_results
 from request_runs import AGENTIC
 
 from kv_pool.drawing import check_can_draw
-from kv_pool.replay.pictures.hit_rates import draw_hit_rates
-from kv_pool.replay.report import ReplayReport
-from kv_pool.replay.settings import ReplaySettings
-from kv_pool.replay.simulator import run_replay
-from kv_pool.replay.trace import Trace
+from kv_pool.lab.pictures.hit_rates import draw_hit_rates
+from kv_pool.lab.report import ReplayReport
+from kv_pool.lab.settings import ReplaySettings
+from kv_pool.lab.simulator import run_replay
+from kv_pool.lab.trace import Trace
 from kv_pool.shared_options import BUNDLED_TRACES
 
 

@@ -15,14 +15,14 @@ from measuring import make_parser, read_options, start_run, write_results
 from request_runs import AGENTIC
 
 from kv_pool.core.policy_names import list_policies
-from kv_pool.replay import ReplaySettings, measure_curves, run_replay
-from kv_pool.replay.trace import Trace
-from kv_pool.replay.trace_writer import open_trace_writer
-from kv_pool.replay.workloads.agent import AgentSettings, generate_agent
-from kv_pool.replay.workloads.chat import ChatSettings, generate_chat
-from kv_pool.replay.workloads.distributions import Distribution
-from kv_pool.replay.workloads.rag import RAGSettings, generate_rag
-from kv_pool.replay.workloads.workload import GeneratedRequest
+from kv_pool.lab import ReplaySettings, measure_curves, run_replay
+from kv_pool.lab.trace import Trace
+from kv_pool.lab.trace_writer import open_trace_writer
+from kv_pool.lab.workloads.agent import AgentSettings, generate_agent
+from kv_pool.lab.workloads.chat import ChatSettings, generate_chat
+from kv_pool.lab.workloads.distributions import Distribution
+from kv_pool.lab.workloads.rag import RAGSettings, generate_rag
+from kv_pool.lab.workloads.workload import GeneratedRequest
 
 SHARED = {"conversation": "mooncake_conversation", "agentic": str(AGENTIC)}
 CAPACITIES = (3_000, 10_000, 30_000)

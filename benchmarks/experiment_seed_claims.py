@@ -16,12 +16,12 @@ from measuring import make_parser, read_options, start_run, write_results
 from request_runs import AGENTIC
 
 import kv_pool
+from kv_pool.lab.replay_request import ReplayRequest
+from kv_pool.lab.report import ReplayReport
+from kv_pool.lab.settings import EngineRates, ReplaySettings
+from kv_pool.lab.simulator import run_replay
+from kv_pool.lab.trace import Trace, TraceRequest
 from kv_pool.manager.kv_cache_manager import KVCacheManager
-from kv_pool.replay.replay_request import ReplayRequest
-from kv_pool.replay.report import ReplayReport
-from kv_pool.replay.settings import EngineRates, ReplaySettings
-from kv_pool.replay.simulator import run_replay
-from kv_pool.replay.trace import Trace, TraceRequest
 
 BATCH, MAX_LENGTH, BLOCK_SIZE = 256, 2048, 16
 TOKEN_BYTES = 64 * 1024

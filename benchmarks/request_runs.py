@@ -15,9 +15,9 @@ from measuring import gc_off
 
 if TYPE_CHECKING:
     from kv_pool import BlockPool
-    from kv_pool.replay.replay_request import ReplayRequest
+    from kv_pool.lab.replay_request import ReplayRequest
 
-AGENTIC = Path(__file__).parent.parent / "tests/replay/data/agentic_coding_a.jsonl.xz"
+AGENTIC = Path(__file__).parent.parent / "tests/lab/data/agentic_coding_a.jsonl.xz"
 """A trace of coding agents, which the tests read too."""
 BLOCK_SIZE = 16
 REQUEST_BLOCKS = 64
@@ -105,7 +105,7 @@ class Documents:
 
 def read_requests(trace: str, block_size: int, limit: int | None) -> "list[ReplayRequest]":
     """Return the first requests of a trace, whose name is that of a bundled one or of a file."""
-    from kv_pool.replay import ReplaySettings
+    from kv_pool.lab import ReplaySettings
 
     settings = ReplaySettings(trace, 1, limit=limit)
     return list(settings.read_requests(settings.open_trace(), block_size))

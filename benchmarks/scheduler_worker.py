@@ -19,7 +19,7 @@ from typing import Any
 from measuring import gc_off, resident_bytes
 from request_runs import BLOCK_SIZE, make_vllm_config, make_vllm_hasher, make_vllm_request
 
-from kv_pool.replay.trace import Trace, TraceRequest, find_trace
+from kv_pool.lab.trace import Trace, TraceRequest, find_trace
 
 VLLM, POOL, MANAGER = "vLLM", "level pool", "level manager"
 SIDES = (VLLM, POOL, MANAGER)

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from kv_pool import BlockHasher, BlockPool, BlockSwapper, KVCacheManager, Request, RequestId
+from kv_pool.lab import Trace
 from kv_pool.manager import (
     PreemptionCost,
     PreemptionKind,
@@ -27,7 +28,6 @@ from kv_pool.manager import (
     find_victim,
     list_slots,
 )
-from kv_pool.replay import Trace
 from kv_pool.storage import KVStorage
 
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 from kv_pool import InvalidArgumentError, SequenceId
 from kv_pool.core.arguments import as_int, as_ints
 from kv_pool.integrations.sequence_allocator import KVCacheAllocator
-from kv_pool.replay.capacity import MODELS
+from kv_pool.lab.capacity import MODELS
 
 _NEAR_TOKENS = 16
 _USABLE_SHARE = 0.9

@@ -3,7 +3,7 @@
 Run it: python examples/replay_a_trace.py
 """
 
-from kv_pool.replay import ReplaySettings, run_replay
+from kv_pool.lab import ReplaySettings, run_replay
 
 print("blocks   token hit rate   evictions")
 for num_blocks in (1_000, 5_000, 25_000):

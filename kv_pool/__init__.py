@@ -14,7 +14,7 @@ More names, each imported when it is first used:
     kv_pool.tiers           host memory and disk below a pool, swap, dumps
     kv_pool.migration       blocks that move between processes and nodes
     kv_pool.events          the event stream: publisher, subscriber, PrefixMirror
-    kv_pool.replay          production traces through the pool
+    kv_pool.lab          production traces through the pool
     kv_pool.control         a running pool from outside, as kv-pool stats sees it
     kv_pool.errors          every error
 

@@ -15,7 +15,7 @@ from kv_pool.events import KVEventBatch, PublisherConfig, decode_batch, encode_b
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 EVENTS_README = (ROOT / "kv_pool" / "events" / "README.md").read_text()
-REPLAY_README = (ROOT / "kv_pool" / "replay" / "README.md").read_text()
+REPLAY_README = (ROOT / "kv_pool" / "lab" / "README.md").read_text()
 GUIDES = {
     "README": README,
     "readers of the event stream": EVENTS_README.partition("\n## Reading the stream\n")[2],

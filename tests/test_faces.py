@@ -20,7 +20,7 @@ PACKAGES = (
     "events",
     "tiers",
     "migration",
-    "replay",
+    "lab",
     "control",
 )
 FACES = ("kv_pool", *(f"kv_pool.{package}" for package in PACKAGES))

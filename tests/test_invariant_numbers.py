@@ -19,7 +19,7 @@ OTHER_MEANINGS = {
     "kv_pool/README.md": ("L", "layers"),
     "kv_pool/events/curve_keys.py": ("Z", "Z85, an encoding"),
     "kv_pool/events/subscriber_sockets.py": ("Z", "Z85, an encoding"),
-    "kv_pool/replay/research.md": ("P", "percentiles"),
+    "kv_pool/lab/research.md": ("P", "percentiles"),
     "tests/core/test_kv_events.py": ("V", "recorded vectors"),
     "tests/events/test_batch.py": ("V", "recorded vectors"),
     "tests/events/test_continuity.py": ("S", "snapshots"),

@@ -20,24 +20,29 @@ LAYERS = {
     "core": 1,
     "error_names": 1,
     "foreign_bytes": 1,
+    "option": 1,
     "protocol": 1,
+    "quantities": 1,
     "regular_files": 1,
     "threads": 1,
     "contiguous": 2,
+    "drawing": 2,
     "events": 2,
     "storage": 2,
     "metrics": 2,
     "policies": 2,
+    "shared_options": 2,
     "manager": 3,
     "reports": 3,
     "migration": 4,
     "tiers": 4,
     "adapter": 5,
-    "replay": 5,
     "control": 6,
-    "cli": 7,
     "integrations": 7,
-    "__main__": 8,
+    "lab": 7,
+    "cli": 8,
+    "replay": 8,
+    "__main__": 9,
 }
 FORBIDDEN_NAMES = {"utils", "common", "helpers", "base"}
 KEPT_OUT_OF_CORE = {"torch", "zmq", "time", "io", "pathlib"}
@@ -148,6 +153,11 @@ def test_imports_point_down(path):
     assert source in LAYERS, f"{source} has no layer: add it here and to the map"
     wrong = sorted({target for target in find_arrows(path) if not is_allowed(source, target)})
     assert not wrong, f"{path.relative_to(PACKAGE)} (L{LAYERS[source]}) imports from {wrong}"
+
+
+def test_only_commands_import_the_lab():
+    importers = {part_of(path) for path in FILES if "lab" in find_arrows(path)} - {"lab", "__init__"}
+    assert importers == {"cli"}
 
 
 def test_no_module_has_a_meaningless_name():

@@ -3,9 +3,10 @@
 from pictures.drawing import Drawing
 
 ROWS = (
-    ("L7", (("cli", "the command kv-pool"), ("integrations", "vLLM, nano-vllm, transformers"))),
+    ("L8", (("cli", "the command kv-pool"),)),
+    ("L7", (("integrations", "vLLM, nano-vllm, transformers"), ("lab", "production traces"))),
     ("L6", (("control", "the control socket of a running pool"),)),
-    ("L5", (("adapter", "GPUKVPool: blocks by id"), ("replay", "production traces"))),
+    ("L5", (("adapter", "GPUKVPool: blocks by id"),)),
     ("L4", (("migration", "blocks between nodes"), ("tiers", "blocks in host memory, on disk"))),
     ("L3", (("manager", "KVCacheManager, sequences"), ("reports", "statistics, layout"))),
     (
@@ -23,7 +24,9 @@ ROWS = (
 """From the top: each layer's name, and its packages with a few words about each."""
 
 SMALL = {
-    "L1": "error_names, foreign_bytes, protocol, regular_files, threads",
+    "L8": "replay",
+    "L2": "drawing, shared_options",
+    "L1": "error_names, foreign_bytes, option, protocol, quantities, regular_files, threads",
     "L0": "ids, errors, environment, closing, lazy_names, documentation, version",
 }
 """Modules that are not drawn as boxes."""
@@ -38,9 +41,9 @@ def draw() -> Drawing:
     drawing = Drawing(
         "layers",
         "The layers of kv_pool",
-        "Eight layers. Each imports only from lower ones; packages of one layer do not import each other.",
+        "Nine layers. Each imports only from lower ones; packages of one layer do not import each other.",
         760,
-        552,
+        614,
     )
     for number, (layer, packages) in enumerate(ROWS):
         y = 14 + number * _STEP
@@ -50,7 +53,7 @@ def draw() -> Drawing:
             fill = "blue" if package in _COMPILED else "green" if package in _PARTLY_COMPILED else "plain"
             drawing.add_box(_LEFT + place * (width + 10), y, width, 46, (package, about), fill)
     y = 14 + len(ROWS) * _STEP
-    drawing.add_text(400, y + 2, SMALL["L1"], "small soft")
+    drawing.add_text(400, y + 2, f"{SMALL['L1']}; L2: {SMALL['L2']}", "small soft")
     drawing.add_text(30, y + 35, "L0", "soft")
     drawing.add_box(_LEFT, y + 16, _RIGHT - _LEFT, 30)
     drawing.add_text(400, y + 35, SMALL["L0"], "small")

@@ -12,8 +12,8 @@ from kv_pool.cli import options
 from kv_pool.cli.console import show_progress
 from kv_pool.cli.setting_options import complete, takes
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.replay.compare.compare import compare_policies
-from kv_pool.replay.compare.comparison import (
+from kv_pool.lab.compare.compare import compare_policies
+from kv_pool.lab.compare.comparison import (
     ComparedTrace,
     CompareSettings,
     Comparison,
@@ -22,10 +22,10 @@ from kv_pool.replay.compare.comparison import (
     read_comparison,
     report_comparison,
 )
-from kv_pool.replay.pictures.hit_rates import draw_comparison
-from kv_pool.replay.settings import ReplaySettings, list_known_policies
-from kv_pool.replay.tables import Report
-from kv_pool.replay.worker_processes import open_executor
+from kv_pool.lab.pictures.hit_rates import draw_comparison
+from kv_pool.lab.settings import ReplaySettings, list_known_policies
+from kv_pool.lab.tables import Report
+from kv_pool.lab.worker_processes import open_executor
 from kv_pool.shared_options import BUNDLED_TRACES
 
 _FINISHED = ".runs"

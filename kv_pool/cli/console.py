@@ -17,8 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kv_pool.cli.foreign_text import MAX_CHARS, escape_json, escape_lines, escape_text, make_cell
-from kv_pool.replay.report import OnProgress
-from kv_pool.replay.tables import REMARK, Report, ReportTable
+from kv_pool.lab.report import OnProgress
+from kv_pool.lab.tables import REMARK, Report, ReportTable
 
 SECONDS_BETWEEN_LOOKS = 0.5
 """Slow enough to read. Each refresh costs the pool some microseconds."""

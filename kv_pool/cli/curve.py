@@ -9,10 +9,10 @@ import typer
 from kv_pool.cli import options
 from kv_pool.cli.console import show_progress
 from kv_pool.cli.setting_options import takes
-from kv_pool.replay.curves.curve_report import report_curves
-from kv_pool.replay.curves.measure import measure_curves
-from kv_pool.replay.pictures.hit_rates import draw_curves
-from kv_pool.replay.settings import ReplaySettings
+from kv_pool.lab.curves.curve_report import report_curves
+from kv_pool.lab.curves.measure import measure_curves
+from kv_pool.lab.pictures.hit_rates import draw_curves
+from kv_pool.lab.settings import ReplaySettings
 
 _ORDER = """
 trace blocks memory model num_layers num_kv_heads head_size dtype_bytes block_size convention limit

@@ -32,7 +32,7 @@ from kv_pool.events.stream_items import (
     StreamSource,
 )
 from kv_pool.ids import GroupId
-from kv_pool.replay.tables import ReportTable
+from kv_pool.lab.tables import ReportTable
 
 if TYPE_CHECKING:
     from kv_pool.events.subscriber import KVEventSubscriber

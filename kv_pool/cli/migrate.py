@@ -24,9 +24,9 @@ from kv_pool.control.messages import MigrationList
 from kv_pool.error_names import ERRORS_BY_NAME
 from kv_pool.errors import MigrationCancelledError, MigrationError
 from kv_pool.ids import NodeName, RequestId, SequenceId
+from kv_pool.lab.tables import Report, ReportTable
 from kv_pool.migration.messages import MigrationPhase, MigrationStatus
 from kv_pool.quantities import parse_rate
-from kv_pool.replay.tables import Report, ReportTable
 
 _SECONDS_BETWEEN_LOOKS = 0.05
 

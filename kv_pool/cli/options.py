@@ -12,14 +12,14 @@ from kv_pool.cli.foreign_text import escape_json, escape_text
 from kv_pool.cli.setting_options import declare
 from kv_pool.drawing import check_can_draw
 from kv_pool.errors import InvalidArgumentError, TraceError
+from kv_pool.lab.capacity import MODELS, ModelKV, count_blocks, find_model
+from kv_pool.lab.groups import parse_groups
+from kv_pool.lab.report import encode_json, write_csv_rows, write_json
+from kv_pool.lab.settings import ReplaySettings, find_block_size
+from kv_pool.lab.tables import Report
+from kv_pool.lab.trace_writer import check_can_write
 from kv_pool.option import Option
 from kv_pool.quantities import RANGE_FORMAT, parse_count, parse_memory, parse_range
-from kv_pool.replay.capacity import MODELS, ModelKV, count_blocks, find_model
-from kv_pool.replay.groups import parse_groups
-from kv_pool.replay.report import encode_json, write_csv_rows, write_json
-from kv_pool.replay.settings import ReplaySettings, find_block_size
-from kv_pool.replay.tables import Report
-from kv_pool.replay.trace_writer import check_can_write
 from kv_pool.shared_options import PUBLISH, PUBLISH_CONFIG, PUBLISH_REPLAY
 
 MODEL_PANEL = "Model, for --memory and for the time of copies"

@@ -15,14 +15,14 @@ from kv_pool.cli.publishing import describe_publisher, open_publisher
 from kv_pool.cli.setting_options import takes
 from kv_pool.core.kv_events import MEDIUM_GPU
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.replay.event_feed import EventFeed
-from kv_pool.replay.pictures.hit_rates import draw_breakdowns, draw_hit_rates
-from kv_pool.replay.report import CallTimes, ReplayReport, TierReport, read_reports
-from kv_pool.replay.request_outcomes import BreakdownRow, parse_breakdowns, write_outcomes
-from kv_pool.replay.settings import TIERS_PANEL, ReplaySettings
-from kv_pool.replay.simulator import run_replay
-from kv_pool.replay.sweep import run_sweep
-from kv_pool.replay.tables import (
+from kv_pool.lab.event_feed import EventFeed
+from kv_pool.lab.pictures.hit_rates import draw_breakdowns, draw_hit_rates
+from kv_pool.lab.report import CallTimes, ReplayReport, TierReport, read_reports
+from kv_pool.lab.request_outcomes import BreakdownRow, parse_breakdowns, write_outcomes
+from kv_pool.lab.settings import TIERS_PANEL, ReplaySettings
+from kv_pool.lab.simulator import run_replay
+from kv_pool.lab.sweep import run_sweep
+from kv_pool.lab.tables import (
     Column,
     Fact,
     Report,

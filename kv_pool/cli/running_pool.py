@@ -20,8 +20,8 @@ from kv_pool.control.layout_drawing import draw_layout, print_layout
 from kv_pool.drawing import check_can_draw
 from kv_pool.errors import DrawingError
 from kv_pool.ids import BlockId
+from kv_pool.lab.tables import Column, Report, ReportTable, make_table
 from kv_pool.metrics.latency import CallLatency
-from kv_pool.replay.tables import Column, Report, ReportTable, make_table
 from kv_pool.reports import (
     HoldList,
     HoldSummary,

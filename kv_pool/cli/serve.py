@@ -14,9 +14,9 @@ from kv_pool.cli.publishing import describe_publisher, open_publisher
 from kv_pool.cli.setting_options import takes_given
 from kv_pool.cli.signals import defer_signals
 from kv_pool.control.live_node import LiveNode
-from kv_pool.control.live_replay import LiveReplay
 from kv_pool.control.serve_settings import ServeSettings, check_is_node, read_settings
 from kv_pool.control.server import ControlServer
+from kv_pool.lab.live.live_replay import LiveReplay
 from kv_pool.threads import submit
 
 _SECONDS_BETWEEN_LOOKS = 0.5

@@ -10,16 +10,16 @@ from kv_pool.cli.console import print_report, show_progress
 from kv_pool.cli.foreign_text import escape_text
 from kv_pool.cli.setting_options import Json, takes
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.replay.formats.convert import READ_LOSSES, WRITE_LOSSES, ConvertSettings, convert_trace
-from kv_pool.replay.merge import PARTITIONS, merge_traces, split_trace
-from kv_pool.replay.settings import ReplaySettings
-from kv_pool.replay.trace_info import describe_trace, report_trace
-from kv_pool.replay.trace_writer import open_trace_writer
-from kv_pool.replay.workloads.agent import AgentSettings, generate_agent
-from kv_pool.replay.workloads.chat import ChatSettings, generate_chat
-from kv_pool.replay.workloads.distributions import FORMAT
-from kv_pool.replay.workloads.rag import RAGSettings, generate_rag
-from kv_pool.replay.workloads.workload import GeneratedRequest
+from kv_pool.lab.formats.convert import READ_LOSSES, WRITE_LOSSES, ConvertSettings, convert_trace
+from kv_pool.lab.merge import PARTITIONS, merge_traces, split_trace
+from kv_pool.lab.settings import ReplaySettings
+from kv_pool.lab.trace_info import describe_trace, report_trace
+from kv_pool.lab.trace_writer import open_trace_writer
+from kv_pool.lab.workloads.agent import AgentSettings, generate_agent
+from kv_pool.lab.workloads.chat import ChatSettings, generate_chat
+from kv_pool.lab.workloads.distributions import FORMAT
+from kv_pool.lab.workloads.rag import RAGSettings, generate_rag
+from kv_pool.lab.workloads.workload import GeneratedRequest
 
 Output = Annotated[
     str,

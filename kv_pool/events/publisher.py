@@ -202,7 +202,8 @@ class ZMQEventPublisher(Closing):
         except Exception:
             # One bad event must not end the stream: this batch becomes a hole, the next one is sent.
             if state is not None and state.last_sequence != sequence:
-                state.apply([], sequence)  # snapshots include its number, so that readers get the next one
+                # Snapshots include its number, so that readers get the next one, and none of its blocks.
+                state.apply([AllBlocksCleared()], sequence)
             if server is not None:
                 server.buffer.leave_hole(sequence)
             count_failed(self._counts, events)

@@ -153,8 +153,8 @@ class KVCacheAllocator:
         block_bytes = 2 * num_layers * num_heads * head_dim * dtype_bytes * block_size  # of K and V
         if block_bytes < 1:
             raise InvalidArgumentError(
-                f"blocks of {block_size} tokens, {num_layers} layers, {num_heads} heads of {head_dim} elements and "
-                f"{dtype_bytes} bytes have no K and V"
+                f"a block of {block_size} tokens with {num_heads} heads of {head_dim} elements in "
+                f"{num_layers} layers, {dtype_bytes} bytes each, has no K and V"
             )
         num_blocks = int(memory_bytes // block_bytes)  # no null block: ids run from 0
         if num_blocks < 1:

@@ -8,8 +8,8 @@ import signal
 import pytest
 from cli.kv_pool_command import kv_pool_command, list_rows
 from cli.running_commands import BOUND_S, running, wait_for_all, wait_until
-from replay.compare.made_comparison import MINE
-from replay.made_trace import make_random_records, write_trace
+from lab.compare.made_comparison import MINE
+from lab.made_trace import make_random_records, write_trace
 
 SIZES = ("--trace-block-size", "8")
 

@@ -9,15 +9,15 @@ import sys
 import pytest
 from cli.kv_pool_command import kv_pool_command
 from cli.running_commands import serving
-from replay.made_trace import record, write_trace
+from lab.made_trace import record, write_trace
 from rich import box
 from rich.console import Console
 
 from kv_pool.cli.console import lay_out, print_parts, refresh_forever
 from kv_pool.cli.migrate import tabulate
 from kv_pool.control.messages import MigrationList
+from kv_pool.lab.tables import Fact, ReportTable, make_facts
 from kv_pool.migration.messages import MigrationPhase, MigrationStatus
-from kv_pool.replay.tables import Fact, ReportTable, make_facts
 
 SIZES = ("--trace-block-size", "8", "--blocks", "50")
 REPLAY = f"replay trace.jsonl {' '.join(SIZES)}"

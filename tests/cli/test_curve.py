@@ -5,7 +5,7 @@ import json
 
 import pytest
 from cli.kv_pool_command import kv_pool_command, list_rows
-from replay.made_trace import record, write_trace
+from lab.made_trace import record, write_trace
 
 TRACE = [
     record(24, [1, 2, 3]),

@@ -9,7 +9,7 @@ import pytest
 from cli.kv_pool_command import kv_pool_command
 
 import kv_pool
-from kv_pool.replay.capacity import MODELS
+from kv_pool.lab.capacity import MODELS
 
 
 def test_help_names_the_sub_commands(tmp_path):

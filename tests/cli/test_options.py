@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 import pytest
-from replay.made_trace import record, write_trace
+from lab.made_trace import record, write_trace
 
 from kv_pool.cli.options import CapacityOptions
-from kv_pool.replay.settings import ReplaySettings
+from kv_pool.lab.settings import ReplaySettings
 
 BLOCK_BYTES = 8 * 131_072  # of the trace's blocks, for llama-3-8b
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from cli.kv_pool_command import kv_pool_command
-from replay.made_trace import record, write_trace
+from lab.made_trace import record, write_trace
 
 SIZES = ("--trace-block-size", "8", "--blocks", "50")
 

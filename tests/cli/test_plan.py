@@ -4,7 +4,7 @@ import json
 
 import pytest
 from cli.kv_pool_command import kv_pool_command
-from replay.made_trace import record, write_trace
+from lab.made_trace import record, write_trace
 
 PNG = b"\x89PNG\r\n\x1a\n"
 DIMENSIONS = "--num-layers 1 --num-kv-heads 1 --head-size 2"

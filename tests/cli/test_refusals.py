@@ -2,7 +2,7 @@
 
 import pytest
 from cli.kv_pool_command import kv_pool_command
-from replay.made_trace import record, write_trace
+from lab.made_trace import record, write_trace
 
 SIZE = "--trace-block-size 8"
 REPLAY = f"replay trace.jsonl {SIZE} --blocks 20"

@@ -10,7 +10,7 @@ from itertools import islice
 
 import pytest
 from cli.kv_pool_command import kv_pool_command, list_rows
-from replay.made_trace import record, write_trace
+from lab.made_trace import record, write_trace
 
 from kv_pool import BlockStored, __version__
 from kv_pool.events.stream_items import ReceivedBatch

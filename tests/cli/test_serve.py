@@ -12,7 +12,7 @@ import zmq.auth
 from adapter.made_pool import make
 from cli.kv_pool_command import kv_pool_command
 from cli.running_commands import serving
-from replay.made_trace import record, write_trace
+from lab.made_trace import record, write_trace
 
 from kv_pool.cli.publishing import open_publisher
 from kv_pool.control import ControlClient, ControlServer

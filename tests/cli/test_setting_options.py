@@ -12,8 +12,8 @@ from kv_pool.cli.serve import serve
 from kv_pool.cli.setting_options import takes, takes_given
 from kv_pool.cli.sub_commands import make_command
 from kv_pool.control.serve_settings import ServeSettings
+from kv_pool.lab.settings import EngineRates, ReplaySettings
 from kv_pool.option import Option, describe_options, list_options
-from kv_pool.replay.settings import EngineRates, ReplaySettings
 
 
 def read_rate(text):

@@ -19,7 +19,7 @@ from cli.running_commands import (
     wait_for_all,
     wait_until,
 )
-from replay.made_trace import record, write_trace
+from lab.made_trace import record, write_trace
 
 from kv_pool.cli.signals import GRACE_S
 

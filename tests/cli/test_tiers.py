@@ -4,7 +4,7 @@ import json
 
 from cli.kv_pool_command import kv_pool_command
 from cli.running_commands import serving
-from replay.made_trace import record, write_trace
+from lab.made_trace import record, write_trace
 
 from kv_pool.control import ControlClient
 

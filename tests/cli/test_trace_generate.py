@@ -5,7 +5,7 @@ import json
 import pytest
 from cli.kv_pool_command import kv_pool_command
 
-from kv_pool.replay.trace import Trace
+from kv_pool.lab.trace import Trace
 
 
 @pytest.mark.parametrize("kind", ["chat", "agent", "rag"])

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from cli.kv_pool_command import kv_pool_command
-from replay.made_trace import record, write_trace
+from lab.made_trace import record, write_trace
 
 TRACE = [
     record(24, [1, 2, 3], 5, 0, session_id="x", tenant="t"),

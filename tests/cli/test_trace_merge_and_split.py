@@ -2,9 +2,9 @@
 
 import pytest
 from cli.kv_pool_command import kv_pool_command
-from replay.made_trace import record, write_trace
+from lab.made_trace import record, write_trace
 
-from kv_pool.replay.trace import Trace
+from kv_pool.lab.trace import Trace
 
 
 @pytest.fixture

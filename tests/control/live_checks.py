@@ -1,14 +1,14 @@
 """Live replays on a test clock, and checks of them, over a `GPUKVPool` and over a `KVCacheManager`."""
 
 from adapter import made_pool
-from replay.made_trace import record, write_trace
+from lab.made_trace import record, write_trace
 
 from kv_pool import GPUKVPool
 from kv_pool.contiguous import invariants
-from kv_pool.control.live_replay import STEP_S, LiveReplay
 from kv_pool.control.serve_settings import ServeSettings
+from kv_pool.lab.live.live_replay import STEP_S, LiveReplay
+from kv_pool.lab.settings import EngineRates
 from kv_pool.migration.pool_site import PoolSite
-from kv_pool.replay.settings import EngineRates
 
 RATES = EngineRates(prefill_tokens_per_s=1000, decode_tokens_per_s=10)
 # The trace repeats one second after its last request.

@@ -1,6 +1,6 @@
 """Bytes derived from a block's name."""
 
-from kv_pool.control.live_replay import BlockContents
+from kv_pool.lab.live.live_replay import BlockContents
 
 
 def test_each_name_has_its_own_bytes_and_wrong_bytes_are_found():

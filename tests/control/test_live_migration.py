@@ -18,11 +18,11 @@ from control.live_checks import (
     make_site,
     run_for,
 )
-from replay.made_trace import make_random_records, record
+from lab.made_trace import make_random_records, record
 
 from kv_pool import CorruptedPoolError, InvalidArgumentError, PoolExhaustedError
-from kv_pool.control.live_replay import STEP_S, _LiveRequest, find_first_number
 from kv_pool.events.event_publisher import NullEventPublisher
+from kv_pool.lab.live.live_replay import STEP_S, _LiveRequest, find_first_number
 from kv_pool.migration.backends.in_process import InProcessBackend
 from kv_pool.migration.messages import SequenceSubject
 from kv_pool.migration.migration_hook import MigrationHook

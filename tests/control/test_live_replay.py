@@ -7,15 +7,15 @@ from itertools import islice
 import pytest
 from control.live_checks import LAST, RATES, Clock, count_free, list_held, make_live, run_for
 from events.pool_map import pool_map
-from replay.made_trace import make_random_records, record, write_trace
+from lab.made_trace import make_random_records, record, write_trace
 
 from kv_pool import GPUKVPool, InvalidArgumentError
-from kv_pool.control.live_replay import STEP_S, LiveReplay, repeat_requests
 from kv_pool.control.serve_settings import ServeSettings
 from kv_pool.events.event_publisher import NullEventPublisher
 from kv_pool.events.mirror import PrefixMirror
 from kv_pool.events.stream_state import StreamState
-from kv_pool.replay.trace import Trace
+from kv_pool.lab.live.live_replay import STEP_S, LiveReplay, repeat_requests
+from kv_pool.lab.trace import Trace
 from kv_pool.reports.layout import BlockState
 
 

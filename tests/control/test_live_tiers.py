@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 from control.live_checks import LAST, Clock, make_live, run_for
-from replay.made_trace import make_random_records, record
+from lab.made_trace import make_random_records, record
 
 from kv_pool import ControlError
 from kv_pool.control import ControlClient, ControlServer

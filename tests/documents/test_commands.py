@@ -6,7 +6,7 @@ import re
 import pytest
 from cli.kv_pool_command import kv_pool_command
 from cli.running_commands import serving
-from replay.made_trace import record, write_trace
+from lab.made_trace import record, write_trace
 
 LATER_MS = 9_000_000_000
 

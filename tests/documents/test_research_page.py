@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from kv_pool.replay import ReplaySettings, run_replay
-from kv_pool.replay.replay_request import CONVENTIONS
+from kv_pool.lab import ReplaySettings, run_replay
+from kv_pool.lab.replay_request import CONVENTIONS
 
 ROOT = Path(__file__).parent.parent.parent
-PAGE = (ROOT / "kv_pool" / "replay" / "research.md").read_text()
-DATA = ROOT / "tests" / "replay" / "data"
+PAGE = (ROOT / "kv_pool" / "lab" / "research.md").read_text()
+DATA = ROOT / "tests" / "lab" / "data"
 AGENTIC = "agentic_coding_a.jsonl.xz"
 SHOWN = [block for block in re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL) if block.startswith("$ ")]
 CLAIMS = re.findall(r"^\|[^|]*\| `(kv-pool [^`]*)`[^|]*\|([^|]*)\|[^|]*\|$", PAGE, re.MULTILINE)

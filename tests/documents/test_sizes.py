@@ -9,7 +9,7 @@ import pytest
 from documents.made_examples import load_example
 
 from kv_pool import BlockAllocationRequest, GPUKVPool, InvalidArgumentError, InvalidTypeError
-from kv_pool.replay.capacity import ModelKV
+from kv_pool.lab.capacity import ModelKV
 
 AdaptiveBlockManager = load_example("recommended_sizes").AdaptiveBlockManager
 SystemConfigOptimizer = load_example("recommended_sizes").SystemConfigOptimizer

@@ -201,6 +201,16 @@ def test_batch_that_cannot_be_encoded_is_followed_by_a_clear():
     assert drawn == {0: ["- 1"], 2: ["clear", "- 3"], 3: ["- 4"]}
 
 
+def test_snapshot_after_a_broken_batch_has_no_removed_block():
+    state = StreamState()
+    with make_publisher(state) as publisher:
+        publisher.publish([BlockStored([1, 2], None, list(range(32)), 16, None, None, None)])
+        publisher.publish([removed(1), object()])
+        wait_until(lambda: publisher.get_statistics().last_sequence == 1, "sent")
+        sequence, events = state.iter_snapshot()
+    assert (sequence, [draw(part) for part in events]) == (1, [["clear"]])
+
+
 def test_heartbeat_shows_a_loss_that_no_batch_follows():
     entered, gate = threading.Event(), threading.Event()
     state = GatedState(entered, gate)

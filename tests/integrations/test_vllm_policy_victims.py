@@ -1,16 +1,16 @@
 """The same requests evict the same blocks live and under vLLM's scheduler (marker `vllm`).
 
-`tests/replay/test_policies.py` compares the replay with the live pool.
+`tests/lab/test_policies.py` compares the replay with the live pool.
 """
 
 import random
 
 import pytest
-from replay.made_trace import make_random_records, write_trace
+from lab.made_trace import make_random_records, write_trace
 
 from kv_pool import BlockPool, KVCacheManager
 from kv_pool.core.policy_names import list_policies
-from kv_pool.replay.settings import ReplaySettings
+from kv_pool.lab.settings import ReplaySettings
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("no_warnings")]
 

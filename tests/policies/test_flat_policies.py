@@ -13,11 +13,11 @@ from core.policy_pool import look_up_alone
 from policies.record_libcachesim import read_ids
 
 from kv_pool import BlockPool
-from kv_pool.replay.trace import Trace
+from kv_pool.lab.trace import Trace
 
 DATA = Path(__file__).parent / "data" / "libcachesim_hits.json"
 RECORDED = json.loads(DATA.read_text())
-AGENTIC = Path(__file__).parent.parent / "replay" / "data" / "agentic_coding_a.jsonl.xz"
+AGENTIC = Path(__file__).parent.parent / "lab" / "data" / "agentic_coding_a.jsonl.xz"
 SHIPPED = {"cloudPhysicsIO": "cloudPhysicsIO.txt", "twitter_cluster52": "twitter_cluster52.csv"}
 SHIPPED_FOLDER = os.environ.get("KV_POOL_LIBCACHESIM_DATA")
 

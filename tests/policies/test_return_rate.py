@@ -1,11 +1,11 @@
 """`ReturnRate` beats LRU where returns can be told apart, and loses little elsewhere; on a bundled trace."""
 
 import pytest
-from replay.made_trace import record, write_trace
+from lab.made_trace import record, write_trace
 
 from kv_pool import BlockPool
-from kv_pool.replay.settings import ReplaySettings
-from kv_pool.replay.simulator import run_replay
+from kv_pool.lab.settings import ReplaySettings
+from kv_pool.lab.simulator import run_replay
 
 
 def count_hits(trace, num_blocks, policy, limit=None):

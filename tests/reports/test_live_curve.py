@@ -7,7 +7,7 @@ from core.policy_pool import make_manager, run
 
 from kv_pool import BlockPool, InvalidArgumentError, KVCacheManager
 from kv_pool.core.live_curve import LiveCurve
-from kv_pool.replay import ReplaySettings, measure_curves
+from kv_pool.lab import ReplaySettings, measure_curves
 from kv_pool.reports import read_live_curve
 
 CAPACITY = 2000

@@ -1,0 +1,203 @@
+"""`compare_trace`: the rows of one trace from its finished runs: rates, gaps and confidence intervals."""
+
+from collections.abc import Mapping
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_pool.lab.compare.comparison import CEILING, LRU, ComparedTrace, ComparisonRow, TraceComparison
+from kv_pool.lab.compare.policy_run import Failure, PolicyRun, unpack
+from kv_pool.lab.compare.references import References
+from kv_pool.lab.curves.curve_report import CurveCounts
+from kv_pool.lab.report import InfiniteCache, Provenance, find_share
+from kv_pool.lab.settings import OPTIMUM
+
+Runs = Mapping[tuple[str, int], PolicyRun | Failure]
+"""Results by policy and capacity."""
+
+_Sums = NDArray[np.float64]
+
+_BLOCKS, _TOKENS = 0, 1
+_CONFIDENCE = 0.95
+_SAMPLES_AT_ONCE = 32
+
+
+def resample(counts: NDArray[np.int64], num_samples: int, seed: int) -> _Sums:
+    """Return the sums of samples of as many units as a trace has, drawn with replacement (the bootstrap).
+
+    All counts of a comparison are summed over the same samples, so that differences between policies are
+    paired: what both have in common does not widen their intervals. Replays are not repeated. An interval
+    therefore covers the choice of conversations, and not that other conversations would leave other blocks
+    in the cache (Efron and Tibshirani, "An introduction to the bootstrap", 1993: the percentile interval).
+
+    Args:
+        counts: one row per unit, which is a session or a root. The result has one row per sample.
+        seed: seed of the samples.
+    """
+    random = np.random.default_rng(seed)
+    num_units = len(counts)
+    sums = np.empty((num_samples, counts.shape[1]))
+    numbers = counts.astype(np.float64)
+    for first in range(0, num_samples, _SAMPLES_AT_ONCE):
+        end = min(first + _SAMPLES_AT_ONCE, num_samples)
+        times = [
+            np.bincount(random.integers(num_units, size=num_units), minlength=num_units)
+            for _ in range(first, end)
+        ]
+        sums[first:end] = np.array(times, dtype=np.float64) @ numbers
+    return sums
+
+
+def find_interval(values: NDArray[np.float64]) -> tuple[float, float] | None:
+    """Return the 2.5th and 97.5th percentile; None if there are no values, or one is not a number."""
+    if not len(values) or not np.isfinite(values).all():
+        return None
+    low, high = np.quantile(values, [(1 - _CONFIDENCE) / 2, (1 + _CONFIDENCE) / 2])
+    return float(low), float(high)
+
+
+def sum_by_unit(counts: NDArray[np.int64], unit_of: NDArray[np.int64], num_units: int) -> NDArray[np.int64]:
+    """Return the sums over the requests of each unit. `counts` has one row per request."""
+    sums = np.zeros((num_units, counts.shape[1]), dtype=np.int64)
+    np.add.at(sums, unit_of, counts)
+    return sums
+
+
+class _Samples:
+    """The sums of each sample of a trace's units: of prompt sizes, of the hits of runs and of the optimum.
+
+    It fills in the rows of the trace.
+
+    Args:
+        references: of the trace.
+        runs: of the trace.
+        num_samples: 0 for none; a trace with a single unit has none either.
+    """
+
+    def __init__(self, references: References, runs: Runs, num_samples: int, seed: int) -> None:
+        self._references = references
+        num_requests, num_units = references.requests, references.units
+        unit_of = unpack(references.unit_of, num_requests)[:, 0]
+        counts = [unpack(references.sizes, num_requests, 2)]
+        places: dict[tuple[str, int], int] = {}
+        for name, run in runs.items():
+            if isinstance(run, PolicyRun):
+                places[name] = 2 * len(counts)
+                counts.append(unpack(run.hits, num_requests, 2))
+        num_columns = 2 * len(counts)
+        for number, point in enumerate(references.points):
+            places[OPTIMUM, point.num_blocks] = num_columns + number
+            counts.append(unpack(point.hits, num_requests))
+        self._places = places
+        by_unit = sum_by_unit(np.hstack(counts), unit_of, num_units)
+        self._sums = resample(by_unit, num_samples if num_units > 1 else 0, seed)
+
+    def find_above_lru(self, policy: str, num_blocks: int) -> tuple[float, float] | None:
+        """Return the interval of the token hit rate minus that of LRU."""
+        tokens_in = self._sums[:, _TOKENS]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            difference = self._get(policy, num_blocks, _TOKENS) - self._get(LRU, num_blocks, _TOKENS)
+            return find_interval(difference / tokens_in)
+
+    def find_gap_closed(self, policy: str, num_blocks: int) -> tuple[float, float] | None:
+        """Return the interval of the share of the gap; None if the gap of some sample is not above 0."""
+        lru = self._get(LRU, num_blocks, _BLOCKS)
+        gap = self._get(OPTIMUM, num_blocks, _BLOCKS) - lru
+        if not len(gap) or gap.min() <= 0:
+            return None
+        return find_interval((self._get(policy, num_blocks, _BLOCKS) - lru) / gap)
+
+    def fill_hits(self, row: ComparisonRow, found: PolicyRun | CurveCounts | InfiniteCache) -> None:
+        """Set the counts and rates of a row."""
+        num_blocks, num_tokens = self._references.blocks_looked_up, self._references.tokens_in
+        row.blocks_hit, row.tokens_hit = found.blocks_hit, found.tokens_hit
+        row.blocks_missed = num_blocks - found.blocks_hit
+        row.block_hit_rate = find_share(found.blocks_hit, num_blocks)
+        row.token_hit_rate = find_share(found.tokens_hit, num_tokens)
+
+    def fill_comparison(
+        self,
+        row: ComparisonRow,
+        found: PolicyRun | CurveCounts,
+        lru: PolicyRun,
+        optimum: CurveCounts | None,
+    ) -> None:
+        """Set the differences of a row to LRU and to the optimum, with their intervals."""
+        row.above_lru = (found.tokens_hit - lru.tokens_hit) / self._references.tokens_in
+        if optimum is not None and optimum.blocks_hit != lru.blocks_hit:
+            row.gap_closed = (found.blocks_hit - lru.blocks_hit) / (optimum.blocks_hit - lru.blocks_hit)
+        if row.policy not in (LRU, OPTIMUM):
+            at, unknown = (row.policy, row.num_blocks), (None, None)
+            row.above_lru_low, row.above_lru_high = self.find_above_lru(*at) or unknown
+            if row.gap_closed is not None:
+                row.gap_closed_low, row.gap_closed_high = self.find_gap_closed(*at) or unknown
+
+    def _get(self, policy: str, num_blocks: int, kind: int) -> _Sums:
+        return self._sums[:, self._places[policy, num_blocks] + kind]
+
+
+def compare_trace(
+    compared: ComparedTrace,
+    policies: list[str],
+    references: References,
+    runs: Runs,
+    provenance: Provenance,
+    num_samples: int,
+    seed: int,
+) -> TraceComparison:
+    """Return the results of one trace.
+
+    Args:
+        policies: the replayed policies, LRU first.
+        runs: one for each policy and capacity.
+        num_samples: samples for confidence intervals; 0 for none.
+    """
+    samples = _Samples(references, runs, num_samples, seed)
+    optimum_at = {point.num_blocks: point.optimum for point in references.points}
+    rows = []
+    for num_blocks in compared.capacities:
+        lru, optimum = runs[LRU, num_blocks], optimum_at.get(num_blocks)
+        results: dict[str, PolicyRun | Failure | CurveCounts]
+        results = {policy: runs[policy, num_blocks] for policy in policies}
+        if optimum is not None:
+            results[OPTIMUM] = optimum
+        for policy, found in results.items():
+            row = ComparisonRow(policy, num_blocks, "curve" if policy == OPTIMUM else "replay")
+            rows.append(row)
+            if isinstance(found, Failure):
+                row.error = found.describe()
+                continue
+            samples.fill_hits(row, found)
+            if isinstance(found, PolicyRun):
+                row.evictions, row.admitted, row.seconds = found.evictions, found.admitted, found.seconds
+            if isinstance(lru, PolicyRun):
+                samples.fill_comparison(row, found, lru, optimum)
+    ceiling = ComparisonRow(CEILING, references.infinite_cache.num_blocks, "curve")
+    samples.fill_hits(ceiling, references.infinite_cache)
+    rows.append(ceiling)
+    facts = msgspec.structs.asdict(references)
+    return TraceComparison(
+        provenance=provenance,
+        block_bytes=compared.settings.block_bytes,
+        **{name: facts[name] for name in TraceComparison.__struct_fields__ if name in facts},
+        rows=rows,
+    )
+
+
+def find_contradictions(references: References, runs: Runs, trace: str) -> list[str]:
+    """Return one sentence for each replay with more hits than the optimum, and for each wrong one of LRU."""
+    points = {point.num_blocks: point for point in references.points}
+    found = []
+    for (policy, num_blocks), run in runs.items():
+        point = points.get(num_blocks)
+        if point is None or isinstance(run, Failure):
+            continue
+        lru, optimum = point.lru, point.optimum
+        hits = f"{run.blocks_hit:,} block hits and {run.tokens_hit:,} token hits"
+        at = f"{trace}: {policy} at {num_blocks:,} blocks has {hits}"
+        if run.blocks_hit > optimum.blocks_hit or run.tokens_hit > optimum.tokens_hit:
+            found.append(f"{at}, above the optimum of {optimum.blocks_hit:,} and {optimum.tokens_hit:,}")
+        if policy == LRU and (run.blocks_hit, run.tokens_hit) != (lru.blocks_hit, lru.tokens_hit):
+            found.append(f"{at} in the replay, {lru.blocks_hit:,} and {lru.tokens_hit:,} on the curve")
+    return found

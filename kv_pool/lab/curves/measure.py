@@ -1,0 +1,119 @@
+"""`measure_curves`: hit rates of LRU and of the optimum over capacity, from one reading of a trace."""
+
+from collections.abc import Sequence
+from time import perf_counter
+
+import numpy as np
+
+from kv_pool.errors import InvalidArgumentError
+from kv_pool.lab.curves.curve_report import CurveCounts, CurvePoint, CurveReport, CurveSample, locate_knee
+from kv_pool.lab.curves.estimates import Estimates
+from kv_pool.lab.curves.sampling import Sampler, read_prompts
+from kv_pool.lab.report import OnProgress, make_provenance
+from kv_pool.lab.settings import ReplaySettings, find_block_size
+
+_NUM_POINTS = 64
+_REPORTED = [
+    "trace",
+    "convention",
+    "limit",
+    "trace_block_size",
+    "timestamp_unit",
+    "skip_broken",
+    "seed",
+    "block_bytes",
+]
+USED = (*_REPORTED, "num_blocks", "block_size")
+"""The settings that decide a curve."""
+
+
+def measure_curves(
+    settings: ReplaySettings,
+    capacities: Sequence[int] | None = None,
+    on_progress: OnProgress | None = None,
+    sample_rate: float | None = None,
+) -> CurveReport:
+    """Measure the hits of LRU and of optimal replacement at several capacities.
+
+    Args:
+        settings: the trace and how it is read. `num_blocks` is ignored, and the model is that of the instant
+            clock with full attention.
+        capacities: in blocks. None: 64 capacities in equal ratios, from the largest request, below which
+            pools refuse requests, to the least capacity at which LRU has all hits of an infinite cache.
+        on_progress: called with the shares of one part of the work after the other.
+        sample_rate: share of the sessions, or roots, from which hits are estimated; None for exact counts.
+    Raises:
+        TraceError: the trace cannot be read, or its ids do not identify prefixes.
+        InvalidArgumentError: a setting has no effect on a curve, a capacity is below 1, the rate is not a
+            share, or the sample is too small.
+
+    Cost: reading the trace once; O(pieces * log requests) for LRU at all capacities that refuse no request,
+    and the same for each other one; O(pieces) for each capacity of the optimum. `Reuse` explains the pieces.
+    """
+    _check(settings, capacities)
+    notify = on_progress or (lambda doing, share: None)
+    started = perf_counter()
+    trace = settings.open_trace()
+    block_size = find_block_size(settings.block_size, trace)
+    sampler = None if sample_rate is None else Sampler(settings, trace, block_size, sample_rate)
+    read = read_prompts(settings, trace, block_size, sampler, lambda share: notify("reading", share))
+    read_at = perf_counter()
+    read.reuse.on_share = lambda share: notify("LRU", share)
+    estimates = Estimates(read.reuse, read.groups, sample_rate or 1.0)
+    largest = max(read.num_blocks, default=1)
+    if capacities is None:
+        capacities = choose_capacities(largest, estimates.lru.find_least_full_capacity())
+    capacities = sorted(set(capacities))
+    of_lru = [estimates.count_lru(capacity) for capacity in capacities]
+    lru_at = perf_counter()
+    of_optimum: list[CurveCounts] = []
+    read.reuse.on_share = lambda share: notify("optimum", (len(of_optimum) + share) / len(capacities))
+    for capacity in capacities:
+        of_optimum.append(estimates.count_optimum(capacity))
+    optimum_at = perf_counter()
+    sizes = np.sort(np.array(read.num_blocks))
+    num_fitting = np.searchsorted(sizes, capacities, "right").tolist()
+    points = [
+        CurvePoint(capacity, len(sizes) - fitting, lru, optimum)
+        for capacity, fitting, lru, optimum in zip(capacities, num_fitting, of_lru, of_optimum, strict=True)
+    ]
+    sample = None
+    if sampler is not None:
+        sample = CurveSample(sampler.rate, sampler.unit, len(read.reuse), len(read.groups))
+    return CurveReport(
+        block_size=block_size,
+        convention=settings.convention,
+        requests=len(sizes),
+        blocks_looked_up=read.blocks_looked_up,
+        tokens_in=read.tokens_in,
+        largest_request=largest,
+        optimum_blocks=estimates.optimum_blocks,
+        optimum_tokens=estimates.optimum_tokens,
+        infinite_cache=estimates.count_infinite(),
+        knee=locate_knee(capacities, [one.token_hit_rate for one in of_lru]),
+        points=points,
+        sample=sample,
+        broken_lines=trace.num_broken,
+        first_broken=trace.first_broken,
+        read_seconds=read_at - started,
+        lru_seconds=lru_at - read_at,
+        optimum_seconds=optimum_at - lru_at,
+        settings={name: value for name, value in settings.describe().items() if name in _REPORTED},
+        provenance=make_provenance(trace, trace.digest(), settings.seed),
+    )
+
+
+def _check(settings: ReplaySettings, capacities: Sequence[int] | None) -> None:
+    why = "it is for one request at a time and full attention; leave the default, or use a sweep"
+    settings.check_used(USED, "a curve", why)
+    if capacities is not None and (not capacities or min(capacities) < 1):
+        raise InvalidArgumentError(
+            f"the capacities are {list(capacities)}; a curve needs at least one, each of 1 block or more"
+        )
+    settings.check()
+
+
+def choose_capacities(first: int, last: int) -> list[int]:
+    """Return at most 64 capacities in equal ratios from `first` to `last`, both included."""
+    ratio = max(first, last) / first
+    return sorted({round(first * ratio ** (step / (_NUM_POINTS - 1))) for step in range(_NUM_POINTS)})

@@ -1,0 +1,339 @@
+"""`PromptKeys`: the blocks of a prompt. `Reuse`: which request used each of them last, for curves.
+
+The prompts of a trace share prefixes only, so the blocks that a request used and that no later request has
+used since are one interval of its prompt. A prompt is therefore a few consecutive pieces, head first, each
+with the request that used it last, and a new tail:
+
+    request 0   |------------- new -------------|              6 blocks, no pieces
+    request 1   |---- used by 0 ----|---- new ----|            one piece: (0, end 4)
+    request 2   |---- used by 1 ----| used by 0 |-- new --|    two pieces: (1, end 4), (0, end 6)
+
+The number of pieces is O(requests * log requests), as in the access operation of link-cut trees (Sleator and
+Tarjan, 1983), whatever the number of blocks.
+"""
+
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice, pairwise
+
+import numpy as np
+
+from kv_pool.errors import TraceError
+from kv_pool.lab.settings import ReplaySettings
+from kv_pool.lab.trace import Trace, TraceRequest
+from kv_pool.threads import Workers
+
+_ID_BYTES = 8
+_HASH_BYTES = 16
+_UNKNOWN = np.uint64(1 << 63)
+
+
+@dataclass(slots=True)
+class PromptKeys:
+    """The cacheable blocks of one prompt, and the numbers that decide its hits.
+
+    Attributes:
+        keys: one key of fixed width for each cacheable block, head first. Equal keys are equal prefixes.
+        num_cacheable: number of cacheable blocks.
+        num_blocks: blocks that the prompt occupies while it runs, including a block without a hash.
+        max_hit: maximum number of leading blocks that can be a hit.
+        num_tokens: tokens that the prompt has in the pool: those of all its ids if ids are blocks, otherwise
+            `input_length`.
+        input_length: prompt tokens.
+        output_length: generated tokens, which have no keys.
+        arrival_ms: milliseconds since the trace's first request.
+        line: the request's line in the trace, from 1.
+        session_id: the request's conversation, or None.
+    """
+
+    keys: bytes
+    num_cacheable: int
+    num_blocks: int
+    max_hit: int
+    num_tokens: int
+    input_length: int
+    output_length: int
+    arrival_ms: float
+    line: int
+    session_id: str | None
+
+
+def find_key_bytes(trace: Trace, block_size: int) -> int:
+    """Return the width of the keys of this trace in bytes."""
+    return _ID_BYTES if trace.block_size and block_size % trace.block_size == 0 else _HASH_BYTES
+
+
+def read_prompt_keys(settings: ReplaySettings, trace: Trace, block_size: int) -> Iterator[PromptKeys]:
+    """Yield the prompts of the trace, up to the limit, in order.
+
+    The keys are made of the trace's hash ids if the pool's block size is a multiple or a divisor of the
+    trace's, and are otherwise the block hashes of a replay, which takes several times longer.
+
+    Raises:
+        TraceError: the trace cannot be read, or it mixes hash ids and token ids.
+    """
+    id_tokens = trace.block_size
+    if id_tokens is not None and (block_size % id_tokens == 0 or id_tokens % block_size == 0):
+        for traced in islice(trace, settings.limit):
+            yield _pack_hash_ids(traced, id_tokens, block_size, settings.convention)
+        return
+    for request in settings.read_requests(trace, block_size):
+        num_cacheable = len(request.block_hashes)
+        yield PromptKeys(
+            b"".join([block_hash.rjust(_HASH_BYTES, b"\0") for block_hash in request.block_hashes]),
+            num_cacheable,
+            -(-request.num_tokens // block_size),
+            min(request.max_hit_tokens // block_size, num_cacheable),
+            request.num_tokens,
+            request.input_length,
+            request.num_output_left,
+            request.arrival_ms,
+            request.number,
+            request.session_id,
+        )
+
+
+def _pack_hash_ids(traced: TraceRequest, id_tokens: int, block_size: int, convention: str) -> PromptKeys:
+    """Return a prompt of hash ids. The numbers are those of `ReplayRequest` and of the manager."""
+    ids = traced.hash_ids
+    if ids is None:
+        raise TraceError(f"line {traced.line} has token ids in a trace of hash ids; a curve needs one kind")
+    num_tokens = len(ids) * id_tokens if convention.startswith("ids_as_blocks") else traced.input_length
+    num_cacheable = num_tokens // block_size
+    max_hit_tokens = traced.input_length - 1 if convention.endswith("_cap") else num_tokens
+    ids_per_block = block_size // id_tokens
+    if ids_per_block:
+        wanted = ids if ids_per_block == 1 else ids[ids_per_block - 1 :: ids_per_block]
+        keys = array("Q", wanted if len(wanted) == num_cacheable else wanted[:num_cacheable]).tobytes()
+    else:
+        keys = _split_ids(ids, id_tokens // block_size, num_cacheable, traced.line)
+    return PromptKeys(
+        keys,
+        num_cacheable,
+        -(-num_tokens // block_size),
+        min(max_hit_tokens // block_size, num_cacheable),
+        num_tokens,
+        traced.input_length,
+        traced.output_length,
+        traced.arrival_ms,
+        traced.line,
+        traced.session_id,
+    )
+
+
+def _split_ids(ids: list[int], blocks_per_id: int, num_blocks: int, line: int) -> bytes:
+    """Return the keys (hash id, number of the block in it) of blocks smaller than those of the trace.
+
+    Full blocks after the last id have content that the trace does not tell; each gets a key of its own.
+    """
+    num_known = min(num_blocks, len(ids) * blocks_per_id)
+    keys = np.empty((num_blocks, 2), dtype=np.uint64)
+    keys[:num_known, 0] = np.repeat(np.array(ids, dtype=np.uint64), blocks_per_id)[:num_known]
+    keys[:num_known, 1] = np.arange(num_known, dtype=np.uint64) % np.uint64(blocks_per_id)
+    keys[num_known:, 0] = line
+    keys[num_known:, 1] = np.arange(num_known, num_blocks, dtype=np.uint64) + _UNKNOWN
+    return keys.tobytes()
+
+
+_NEEDED = (
+    "a curve needs ids that identify the whole prefix up to the block. kv-pool sweep replays such a trace"
+)
+
+
+class Reuse:
+    """The requests of a trace and their pieces. Requests are numbered from 0 in the order of the trace.
+
+    Attributes:
+        block_size: tokens per block.
+        num_cacheable, num_blocks, max_hit, input_length: per request, as in `PromptKeys`.
+        first_piece: the index of each request's first piece; one more entry than requests.
+        owner, end: per piece: the request that used it last, and the position in the prompt, in blocks, where
+            it ends. A request's first piece starts at 0, others where their predecessor ends.
+        num_distinct: number of distinct cacheable blocks.
+        num_recomputed: number of times that a request uses a known block beyond its `max_hit`, and so
+            computes a block that may be cached.
+        on_share: called about a thousand times in each `list_pieces`, with the share of the requests so far.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.on_share: Callable[[float], object] = lambda share: None
+        self.num_cacheable = array("q")
+        self.num_blocks = array("q")
+        self.max_hit = array("q")
+        self.input_length = array("q")
+        self.first_piece = array("q", [0])
+        self.owner = array("q")
+        self.end = array("q")
+        self.num_distinct = 0
+        self.num_recomputed = 0
+
+    def __len__(self) -> int:
+        return len(self.num_cacheable)
+
+    @property
+    def largest_request(self) -> int:
+        """Blocks of the largest request: a pool of this capacity refuses none."""
+        return max(self.num_blocks, default=0)
+
+    def list_pieces(self) -> Iterator[tuple[list[int], list[int]]]:
+        """Yield the owners and the ends of each request's pieces."""
+        owner, end = self.owner.tolist(), self.end.tolist()
+        step = max(1, len(self) // 1000)
+        for number, (first, last) in enumerate(pairwise(self.first_piece)):
+            if number % step == 0:
+                self.on_share(number / len(self))
+            yield owner[first:last], end[first:last]
+
+
+def admit(reuse: Reuse, capacity: int) -> Reuse:
+    """Return the requests that fit into `capacity` blocks, renumbered, with their pieces among each other.
+
+    Cost: O(pieces).
+    """
+    if capacity >= reuse.largest_request:
+        return reuse
+    admitted = Reuse(reuse.block_size)
+    admitted.on_share = reuse.on_share
+    number_of: list[int] = []  # -1 for a refused request
+    pieces_of_refused: dict[int, list[tuple[int, int]]] = {}
+    for number, (owners, ends) in enumerate(reuse.list_pieces()):
+        pieces: list[tuple[int, int]] = []
+        start = 0
+        for owner, end in zip(owners, ends, strict=True):
+            if number_of[owner] >= 0:
+                _append_piece(pieces, number_of[owner], end)
+            else:
+                for earlier, earlier_end in pieces_of_refused[owner]:
+                    if earlier_end > start:
+                        _append_piece(pieces, earlier, min(earlier_end, end))
+                    if earlier_end >= end:
+                        break
+            start = end
+        if reuse.num_blocks[number] > capacity:
+            number_of.append(-1)
+            pieces_of_refused[number] = pieces
+            continue
+        number_of.append(len(admitted))
+        admitted.num_cacheable.append(reuse.num_cacheable[number])
+        admitted.num_blocks.append(reuse.num_blocks[number])
+        admitted.max_hit.append(reuse.max_hit[number])
+        admitted.input_length.append(reuse.input_length[number])
+        for owner, end in pieces:
+            admitted.owner.append(owner)
+            admitted.end.append(end)
+        admitted.first_piece.append(len(admitted.owner))
+        admitted.num_recomputed += max(0, (pieces[-1][1] if pieces else 0) - reuse.max_hit[number])
+        admitted.num_distinct += reuse.num_cacheable[number] - (pieces[-1][1] if pieces else 0)
+    return admitted
+
+
+def _append_piece(pieces: list[tuple[int, int]], owner: int, end: int) -> None:
+    if pieces and pieces[-1][0] == owner:
+        pieces[-1] = (owner, end)
+    else:
+        pieces.append((owner, end))
+
+
+@dataclass(slots=True)
+class _Rest:
+    """The blocks of a request that no later request has used: their keys, and where they start."""
+
+    owner: int
+    start: int
+    keys: bytes
+
+
+class ReuseRecorder:
+    """Finds the pieces of prompts, one prompt at a time.
+
+    Args:
+        block_size: tokens per block.
+        key_bytes: width of the prompts' keys.
+
+    Cost: one comparison of memory per prompt, and memory for one key per distinct block.
+    """
+
+    def __init__(self, block_size: int, key_bytes: int) -> None:
+        self._key_bytes = key_bytes
+        self._reuse = Reuse(block_size)
+        self._rests: dict[bytes, _Rest] = {}  # by their first key
+        self._new_keys: list[bytes] = []
+
+    def add(self, prompt: PromptKeys) -> None:
+        """Add the next prompt of the trace. Raises TraceError if a key has another position than before."""
+        reuse, rests, key_bytes = self._reuse, self._rests, self._key_bytes
+        number = len(reuse)
+        reuse.num_cacheable.append(prompt.num_cacheable)
+        reuse.num_blocks.append(prompt.num_blocks)
+        reuse.max_hit.append(prompt.max_hit)
+        reuse.input_length.append(prompt.input_length)
+        keys = prompt.keys
+        place = 0
+        while place < len(keys):
+            rest = rests.pop(keys[place : place + key_bytes], None)
+            if rest is None:
+                break
+            if rest.start * key_bytes != place:
+                raise TraceError(
+                    f"line {prompt.line}: block {place // key_bytes} of the prompt has the id of a block "
+                    f"with another prefix; {_NEEDED}"
+                )
+            num_equal = _count_equal(keys, place, rest.keys, key_bytes)
+            place += num_equal
+            reuse.owner.append(rest.owner)
+            reuse.end.append(place // key_bytes)
+            if num_equal < len(rest.keys):
+                rest.start = place // key_bytes
+                rest.keys = rest.keys[num_equal:]
+                rests[rest.keys[:key_bytes]] = rest
+        reuse.num_recomputed += max(0, place // key_bytes - prompt.max_hit)
+        if place < len(keys):
+            self._new_keys.append(keys[place:] if place else keys)
+        if keys:
+            rests[keys[:key_bytes]] = _Rest(number, 0, keys)
+        reuse.first_piece.append(len(reuse.owner))
+
+    def finish(self) -> Reuse:
+        """Return the pieces of all prompts.
+
+        Raises:
+            TraceError: a block occurs after two different prefixes, so its key does not identify a prefix.
+            OutOfThreadsError: the system cannot start another thread.
+        """
+        reuse = self._reuse
+        reuse.num_distinct = sum(map(len, self._new_keys)) // self._key_bytes
+        # In another thread: a signal such as Ctrl-C would wait for the sort, of seconds for a long trace.
+        counted = Workers("kv_pool curve", 1).submit(
+            partial(_count_distinct, self._new_keys, self._key_bytes)
+        )
+        if counted.result() != reuse.num_distinct:
+            raise TraceError(f"a block occurs after two different prefixes, or twice in a prompt; {_NEEDED}")
+        return reuse
+
+
+def _count_equal(keys: bytes, place: int, other: bytes, key_bytes: int) -> int:
+    """Return the bytes of the whole keys in which `keys[place:]` and `other` agree from the start."""
+    if keys.startswith(other, place):
+        return len(other)
+    low, high = 0, min(len(other), len(keys) - place) // key_bytes
+    while low < high:
+        middle = (low + high + 1) // 2
+        start, end = low * key_bytes, middle * key_bytes
+        if keys[place + start : place + end] == other[start:end]:
+            low = middle
+        else:
+            high = middle - 1
+    return low * key_bytes
+
+
+def _count_distinct(new_keys: list[bytes], key_bytes: int) -> int:
+    words = np.frombuffer(b"".join(new_keys), dtype=np.uint64)
+    if key_bytes > words.itemsize:
+        pairs = words.reshape(-1, key_bytes // words.itemsize)
+        pairs = pairs[np.lexsort(pairs.T)]
+        return len(pairs) and 1 + int(np.count_nonzero((pairs[1:] != pairs[:-1]).any(axis=1)))
+    words = np.sort(words)  # np.unique, which hashes since NumPy 2.3, takes ten times as long
+    return len(words) and 1 + int(np.count_nonzero(words[1:] != words[:-1]))

@@ -1,0 +1,49 @@
+"""Mooncake's traces, with the additions of kv_pool: session and tenant.
+
+Source: kvcache-ai/Mooncake, FAST25-release/traces at commit 3b5a594: JSON lines of `timestamp` (ms),
+`input_length`, `output_length`, `hash_ids` (one for each block of 512 tokens, a partial last one included).
+Fields of kv_pool are described in `kv_pool/lab/README.md`.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from kv_pool.lab.formats.foreign_reader import ForeignReader
+from kv_pool.lab.trace import Trace, TraceRequest
+
+
+class MooncakeReader(ForeignReader):
+    """Reads a trace."""
+
+    losses = ("fields other than those of a trace line",)
+    write_losses = ("the ids themselves: they are numbered by first appearance",)
+
+    def __init__(self, trace: Trace) -> None:
+        self.block_size = trace.block_size
+        self.notes = []
+        self._files = [trace]
+        self._trace = trace
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        for request in self._trace:
+            if request.session_id is not None and request.tenant is not None:
+                request.session_id = request.session_id.removeprefix(f"{request.tenant}/")
+            yield request
+
+    @staticmethod
+    def make_lines(request: TraceRequest, number: int, block_size: int | None) -> list[dict[str, Any]]:
+        arrival_ms = request.arrival_ms
+        line: dict[str, Any] = {
+            "timestamp": int(arrival_ms) if arrival_ms == int(arrival_ms) else arrival_ms,
+            "input_length": request.input_length,
+            "output_length": request.output_length,
+        }
+        if request.hash_ids is None:
+            line["token_ids"] = request.token_ids
+        else:
+            line["hash_ids"] = request.hash_ids
+        if request.session_id is not None:
+            line["session_id"] = request.session_id
+        if request.tenant is not None:
+            line["tenant"] = request.tenant
+        return [line]

@@ -1,0 +1,268 @@
+"""`LineReader`: the lines of a foreign file, plain or decompressed as a stream, in bounded memory."""
+
+import gzip
+import lzma
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from io import BufferedReader, RawIOBase
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+import msgspec
+
+from kv_pool.core.arguments import as_count
+from kv_pool.errors import TraceError
+from kv_pool.foreign_bytes import BYTE_ORDER_MARK, UNDECODABLE
+from kv_pool.lab.trace_writer import import_zstd
+
+XZ_MEMORY_LIMIT = 256 << 20
+"""Memory limit in bytes for decompressing .xz; `xz -9` needs 65 MiB, the format allows 4 GiB."""
+
+_CHUNK = 1 << 16
+_BUFFER = 1 << 20
+
+
+class _XzContent:
+    """The content of a .xz file, decompressed like `lzma.open`, with a memory limit.
+
+    Raises:
+        lzma.LZMAError: the data is damaged, or needs more memory than `XZ_MEMORY_LIMIT`.
+        EOFError: the data ends inside a stream.
+    """
+
+    def __init__(self, raw: IO[bytes]) -> None:
+        self._raw = raw
+        self._decoder = lzma.LZMADecompressor(lzma.FORMAT_XZ, XZ_MEMORY_LIMIT)
+
+    def read1(self, max_bytes: int) -> bytes:
+        """Return the bytes of at most one decoder step; b"" at the end."""
+        while True:
+            data = b""
+            if self._decoder.eof:
+                # Another stream may follow, after zeros that pad to four bytes.
+                data = self._decoder.unused_data.lstrip(b"\0")
+                while not data:
+                    if not (chunk := self._raw.read(_CHUNK)):
+                        return b""
+                    data = chunk.lstrip(b"\0")
+                self._decoder = lzma.LZMADecompressor(lzma.FORMAT_XZ, XZ_MEMORY_LIMIT)
+            elif self._decoder.needs_input:
+                data = self._raw.read(_CHUNK)
+                if not data:
+                    raise EOFError("Compressed file ended before the end-of-stream marker was reached")
+            if found := self._decoder.decompress(data, max_bytes):
+                return found
+
+
+class _Pieces(RawIOBase):
+    """The content of a decompressor, as far as each of its steps gives: what comes before damage is read."""
+
+    def __init__(self, read_once: Callable[[int], bytes]) -> None:
+        self._read_once = read_once
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: "bytearray | memoryview") -> int:  # type: ignore[override]  # typeshed: Buffer
+        found = self._read_once(len(buffer))
+        buffer[: len(found)] = found
+        return len(found)
+
+
+@contextmanager
+def decompress(raw: IO[bytes], path: Path) -> Iterator[IO[bytes]]:
+    """Yield the decompressed content of `raw`. Its first bytes decide: gzip, xz, zstd or uncompressed.
+
+    Raises:
+        TraceError: the file is zstd, and backports.zstd is not installed.
+    """
+    magic = raw.read(6)
+    raw.seek(0)
+    if magic[:2] == b"\x1f\x8b":
+        content: Any = gzip.open(raw)  # noqa: SIM115, closed below
+    elif magic == b"\xfd7zXZ\x00":
+        content = nullcontext(_XzContent(raw))
+    elif magic[:4] == b"\x28\xb5\x2f\xfd":
+        content = import_zstd(path, "reading").open(raw)
+    else:
+        yield raw
+        return
+    with content as decompressed:
+        yield BufferedReader(_Pieces(decompressed.read1), _BUFFER)
+
+
+MAX_LINE_BYTES = 64 << 20
+"""Maximum length of a line, about nine million token ids. A longer line is broken."""
+
+MAX_DECOMPRESSED_BYTES = 64 << 30
+"""Maximum decompressed size of a compressed file. Reading beyond it is an error."""
+
+_FOREIGN_FILES = (
+    ((b"\xff\xfe", b"\xfe\xff"), "UTF-16 text; save it as UTF-8"),
+    ((b"PAR1",), "a Parquet file; write its rows as JSON lines"),
+    ((b"PK\x03\x04",), "a zip archive; extract it, or compress the file with gzip, xz or zstd"),
+)
+"""The first bytes of files that have no lines of JSON, and what they are."""
+
+_Item = TypeVar("_Item")
+
+
+class LineReader:
+    """Reads a file line by line. Each reading starts at the first line.
+
+    Args:
+        path: the file.
+        max_line_bytes: maximum length of a line, also in memory. A longer line is broken.
+        max_decompressed_bytes: maximum decompressed size. Reading beyond it is an error.
+        skip_broken: skip broken lines and count them, instead of raising an error.
+
+    Attributes:
+        num_broken: number of broken lines in the last reading.
+        first_broken: the error message of the first broken line, or None.
+        position: share of the file read in the current reading, 0 to 1.
+
+    Raises:
+        InvalidArgumentError: a limit is below 1.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        max_line_bytes: int = MAX_LINE_BYTES,
+        max_decompressed_bytes: int = MAX_DECOMPRESSED_BYTES,
+        *,
+        skip_broken: bool = False,
+    ) -> None:
+        self.path = path
+        self.skip_broken = skip_broken
+        self.num_broken = 0
+        self.first_broken: str | None = None
+        self.position = 0.0
+        self._max_line_bytes = as_count("max_line_bytes", max_line_bytes, 1)
+        self._max_decompressed_bytes = as_count("max_decompressed_bytes", max_decompressed_bytes, 1)
+
+    def __repr__(self) -> str:
+        return f"<LineReader {str(self.path)!r}: {self.position:.0%} read>"
+
+    def read(self, parse: Callable[[bytes, int], _Item], first_line_hint: str = "") -> Iterator[_Item]:
+        """Yield what `parse` returns for each line that is not blank.
+
+        Args:
+            parse: called with the text of a line and its number, from 1. A decoding error or a ValueError
+                that it raises makes the line broken.
+            first_line_hint: added to the message of a JSON decoding error in the first line; a table of
+                comma-separated values gets another hint.
+        Raises:
+            TraceError: a line is broken (the message has file and line number), or the file cannot be
+                decompressed.
+        """
+        self._forget_broken()
+        size = self.path.stat().st_size or 1
+        with self.open() as raw:
+            for number, text in enumerate(self._read_texts(raw), 1):
+                self.position = raw.tell() / size
+                try:
+                    if text is None:
+                        raise self.make_error(
+                            number, f"the line has more than {self._max_line_bytes:,} bytes (max_line_bytes)"
+                        )
+                    if number == 1:
+                        for beginnings, kind in _FOREIGN_FILES:
+                            if text.startswith(beginnings):
+                                raise self.make_error(1, f"this is {kind}")
+                    text = text.removeprefix(BYTE_ORDER_MARK)
+                    if not text.strip():
+                        continue
+                    found = parse(text, number)
+                except UNDECODABLE as error:
+                    if number == 1 and text is not None and isinstance(error, msgspec.DecodeError):
+                        error = self.make_error(1, _describe_csv(text) or f"{error}{first_line_hint}")
+                    self.pass_broken(number, error)
+                    continue
+                yield found
+        self.position = 1.0
+
+    def read_whole(self, parse: Callable[[bytes], _Item]) -> Iterator[_Item]:
+        """Yield what `parse` returns for the whole file; nothing if the file is broken and skipped.
+
+        The file counts as one line: `max_line_bytes` is its maximum length, and `num_broken` is 0 or 1.
+        """
+        self._forget_broken()
+        content = bytearray()
+        try:
+            with self.open() as raw:
+                for text in self._read_texts(raw):
+                    if text is None or len(content) + len(text) > self._max_line_bytes:
+                        raise self.make_error(1, f"the file has more than {self._max_line_bytes:,} bytes")
+                    content += text
+            found = parse(bytes(content).removeprefix(BYTE_ORDER_MARK))
+        except UNDECODABLE as error:
+            self.pass_broken(1, error, "files")
+        else:
+            yield found
+
+    def _forget_broken(self) -> None:
+        self.num_broken = 0
+        self.first_broken = None
+        self.position = 0.0
+
+    def pass_broken(self, line: int, error: Exception, kind: str = "lines") -> None:
+        """Count a broken line, if such lines are skipped. Raises TraceError otherwise."""
+        message = str(error) if isinstance(error, TraceError) else f"{self.path}:{line}: {error}"
+        if not self.skip_broken:
+            raise TraceError(f"{message} (--skip-broken or skip_broken=True skips such {kind})") from error
+        self.num_broken += 1
+        if self.first_broken is None:
+            self.first_broken = message
+
+    def make_error(self, line: int, why: str) -> TraceError:
+        """Return the error of a broken line."""
+        return TraceError(f"{self.path}:{line}: {why}")
+
+    def open(self) -> BufferedReader:
+        """Open the file as stored. Raises TraceError."""
+        try:
+            return self.path.open("rb")
+        except OSError as error:
+            raise TraceError(f"{self.path}: cannot open: {error.strerror}") from error
+
+    def _read_texts(self, raw: BufferedReader) -> Iterator[bytes | None]:
+        """Yield the decompressed lines with their line ends; None for a line that is too long."""
+        number = 1
+        num_bytes = 0
+        limit = self._max_line_bytes + 1  # and the line end
+        is_inside = False  # inside a line that is too long
+        with decompress(raw, self.path) as lines:
+            while True:
+                try:
+                    text = lines.readline(limit)
+                except Exception as error:  # each decompressor has its own exceptions
+                    raise TraceError(f"{self.path}:{number}: cannot decompress: {error}") from error
+                if not text:
+                    return
+                num_bytes += len(text)
+                if num_bytes > self._max_decompressed_bytes and lines is not raw:
+                    raise self.make_error(
+                        number,
+                        f"the decompressed file has more than {self._max_decompressed_bytes:,} bytes "
+                        "(max_decompressed_bytes)",
+                    )
+                is_at_end = len(text) < limit or text.endswith(b"\n")
+                if not is_inside:
+                    yield text if is_at_end else None
+                is_inside = not is_at_end
+                number += is_at_end
+
+
+def _describe_csv(text: bytes) -> str | None:
+    """Return what to do with a file of comma-separated values; None if the first line is not of one."""
+    try:
+        line = text.decode().strip()
+    except UnicodeDecodeError:
+        return None
+    if "," not in line or line.startswith(("{", "[")):
+        return None
+    return (
+        f"this is CSV, with the columns {line[:200]}; kv-pool trace convert --from csv reads lengths of "
+        "prompts and outputs from it"
+    )

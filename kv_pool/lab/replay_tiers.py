@@ -1,0 +1,228 @@
+"""`ReplayTiers`, `HostSwap`: the memory below a replay's pool, with copies in virtual time."""
+
+from kv_pool.core.block_pool import BlockPool
+from kv_pool.core.kv_events import MEDIUM_CPU, MEDIUM_STORAGE
+from kv_pool.ids import RequestId
+from kv_pool.lab.replay_request import ReplayRequest
+from kv_pool.lab.report import ReplayReport, TierReport
+from kv_pool.manager.kv_cache_manager import KVCacheManager
+from kv_pool.manager.preemption import PreemptionKind, PreemptionLoss, PreemptionRule, count_loss
+from kv_pool.manager.prefix_lookup import CachedPrefix
+from kv_pool.tiers.onboarder import OnboardPlan, TierOnboarder
+from kv_pool.tiers.swapper import BlockSwapper
+from kv_pool.tiers.tier import Tier
+from kv_pool.tiers.tier_prefixes import TierHit
+from kv_pool.tiers.tiered_cache import TieredCache
+
+
+class CopyLink:
+    """A connection between two memories, with one rate for both directions together.
+
+    Args:
+        bytes_per_s: the rate in bytes per second.
+
+    Attributes:
+        free_ms: completion time (ms) of all copies requested so far.
+    """
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self.free_ms = 0.0
+        self._bytes_per_ms = bytes_per_s / 1000
+
+    def copy(self, num_bytes: int, now_ms: float) -> float:
+        """Return the completion time (ms) of this copy, queued behind earlier ones; `now_ms` for 0 bytes."""
+        if not num_bytes:
+            return now_ms
+        self.free_ms = max(now_ms, self.free_ms) + num_bytes / self._bytes_per_ms
+        return self.free_ms
+
+
+class ReplayTiers:
+    """Lower tiers of the manager's pool, without bytes, and the copies to and from them, in virtual time.
+
+        find -> begin --> is_reading --> finish    the request has its blocks
+                                    \\--> abort   it has none
+
+    Args:
+        manager: the manager of the pool.
+        host_blocks, disk_blocks: capacities; 0 for no such tier. At least one must be above 0.
+        write: "back" or "through", as in `TieredCache`.
+        block_bytes: size of a block.
+        link: the connection between device and host.
+        disk: the connection between host and disk.
+
+    Attributes:
+        onboarder: the `TierOnboarder` that an engine would use.
+        reports: the reports of the tiers, fastest first.
+
+    A step waits until the blocks that it overwrites are offloaded, like an engine that calls
+    `TieredCache.flush`.
+    """
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        host_blocks: int,
+        disk_blocks: int,
+        write: str,
+        block_bytes: int,
+        link: CopyLink,
+        disk: CopyLink,
+    ) -> None:
+        sizes = ((MEDIUM_CPU, host_blocks), (MEDIUM_STORAGE, disk_blocks))
+        tiers = [Tier(num_blocks, medium) for medium, num_blocks in sizes if num_blocks]
+        pool = manager.block_pool
+        self._cache = TieredCache(pool, None, tiers, write, enable_events=pool.enable_kv_cache_events)
+        self.onboarder = TierOnboarder(manager, self._cache)
+        self.reports = [TierReport(tier.medium, tier.capacity) for tier in tiers]
+        self._block_size = manager.block_size
+        self._plans: dict[RequestId, OnboardPlan] = {}
+        self._block_bytes = block_bytes
+        self._link = link
+        self._disk = disk
+        self._num_linked = 0
+        self._num_on_disk = 0
+
+    def find(self, request: ReplayRequest, prefix: CachedPrefix) -> TierHit:
+        """Find the prefix that the tiers have after the request's prefix on the device."""
+        return self.onboarder.find_prefix(request, prefix, request.max_hit_tokens)
+
+    def begin(self, request: ReplayRequest, hit: TierHit, prefix: CachedPrefix, num_new_tokens: int) -> bool:
+        """Allocate blocks for a hit and `num_new_tokens` more tokens, and start loading the hit's blocks.
+
+        Returns:
+            False, with nothing changed, if the whole request does not fit.
+        """
+        plan = self.onboarder.plan_onboard(
+            request, hit, prefix, num_new_tokens=num_new_tokens, full_sequence_must_fit=True
+        )
+        if plan is None:
+            return False
+        self._plans[request.request_id] = plan
+        is_loaded = plan.load()
+        assert is_loaded, "a tier without bytes has no errors"
+        return True
+
+    def is_reading(self, request: ReplayRequest) -> bool:
+        """Return True while the request's blocks are being loaded."""
+        return request.request_id in self._plans
+
+    def finish(self, request: ReplayRequest) -> None:
+        """Complete the load: the request gets its blocks."""
+        plan = self._plans.pop(request.request_id)
+        plan.commit()
+        request.num_computed_tokens = plan.num_computed_tokens
+
+    def abort(self, request: ReplayRequest) -> None:
+        """Abort the load: the request loses its blocks."""
+        self._plans.pop(request.request_id).abort()
+
+    def copy(self, now_ms: float) -> float:
+        """Return the completion time (ms) of the copies of all stores and reads since the last call."""
+        statistics = self._cache.get_statistics()
+        num_linked = statistics[0].num_stored + sum(tier.num_read for tier in statistics)
+        num_on_disk = sum(
+            tier.num_stored + tier.num_read for tier in statistics if tier.medium == MEDIUM_STORAGE
+        )
+        linked_ms = self._link.copy((num_linked - self._num_linked) * self._block_bytes, now_ms)
+        on_disk_ms = self._disk.copy((num_on_disk - self._num_on_disk) * self._block_bytes, now_ms)
+        self._num_linked, self._num_on_disk = num_linked, num_on_disk
+        return max(linked_ms, on_disk_ms)
+
+    def note_hit(self, hit: TierHit, num_missing: int) -> None:
+        """Count a hit without the last `num_missing` tokens of its last block, which is in the last tier."""
+        for report in reversed(self.reports):
+            num_tokens = hit.num_tokens_by_medium[report.medium]
+            if num_tokens:
+                report.blocks_hit += num_tokens // self._block_size
+                report.tokens_hit += num_tokens - num_missing
+                num_missing = 0
+
+    def fill_reports(self) -> None:
+        """Copy the tiers' current statistics into the reports."""
+        for report, tier in zip(self.reports, self._cache.get_statistics(), strict=True):
+            report.blocks_held = tier.num_blocks
+            report.blocks_written = tier.num_stored
+            report.blocks_read = tier.num_read
+            report.bytes_moved = (tier.num_stored + tier.num_read) * self._block_bytes
+            report.evictions = tier.num_removed
+
+
+class HostSwap:
+    """A host pool for preempted requests, with copies between device and host in virtual time.
+
+    A swapped-out request releases its device blocks at once and continues when its copy back is done. An
+    engine would also wait for the copy out before it writes into the released blocks.
+
+    Args:
+        manager: the manager of the requests.
+        num_blocks: capacity of the host pool, without the null block.
+        block_bytes: size of a block.
+        link: the connection between device and host.
+        rule: decides whether a request is swapped out, if the host has free blocks, or recomputed.
+        report: receives the counts of copies.
+    """
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        num_blocks: int,
+        block_bytes: int,
+        link: CopyLink,
+        rule: PreemptionRule,
+        report: ReplayReport,
+    ) -> None:
+        pool = manager.block_pool
+        host_pool = BlockPool(
+            num_blocks + 1, True, pool.hash_block_size, pool.enable_kv_cache_events, medium="CPU"
+        )
+        self.swapper = BlockSwapper(manager, host_pool)
+        self._manager = manager
+        self._link = link
+        self._block_bytes = block_bytes
+        self._rule = rule
+        self._report = report
+
+    def holds(self, request: ReplayRequest) -> bool:
+        """Return True while the request is swapped out."""
+        return self.swapper.is_swapped_out(request.request_id)
+
+    def take_out(self, request: ReplayRequest, now_ms: float) -> bool:
+        """Swap out a running request; its current step is lost.
+
+        Returns:
+            False, with nothing changed, if the rule decides to recompute or the host has too few free blocks.
+        """
+        if self._rule(count_loss(self._manager, request)) is not PreemptionKind.SWAP:
+            return False
+        plan = self.swapper.swap_out(request)
+        if plan is None:
+            return False
+        plan.commit()
+        self._report.swapped_out += 1
+        self._report.blocks_swapped_out += len(plan.moves)
+        self._copy(len(plan.moves), now_ms)
+        return True
+
+    def bring_back(self, request: ReplayRequest, num_next_tokens: int, now_ms: float) -> float | None:
+        """Swap in a request, with slots for `num_next_tokens` more tokens.
+
+        Returns:
+            The completion time of its copy (ms); None, with nothing changed, if the pool has too few blocks.
+        """
+        plan = self.swapper.swap_in(request, num_new_tokens=num_next_tokens)
+        if plan is None:
+            return None
+        plan.commit()
+        self._report.swapped_in += 1
+        self._report.blocks_swapped_in += len(plan.moves)
+        return self._copy(len(plan.moves), now_ms)
+
+    def _copy(self, num_blocks: int, now_ms: float) -> float:
+        self._report.bytes_moved += num_blocks * self._block_bytes
+        return self._link.copy(num_blocks * self._block_bytes, now_ms)
+
+
+def swap_always(loss: PreemptionLoss, /) -> PreemptionKind:
+    """Return SWAP for every request that has computed tokens."""
+    return PreemptionKind.SWAP if loss.num_computed_tokens else PreemptionKind.RECOMPUTE

@@ -1,0 +1,346 @@
+"""`WorkerProcesses`: a `concurrent.futures.Executor` of processes that end at once when the caller ends.
+
+`open_executor` opens these, or the workers of a Dask or Ray cluster.
+"""
+
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from threading import Lock, Thread, get_ident
+from typing import Any, ParamSpec, TypeVar
+
+from kv_pool.core.arguments import as_count
+from kv_pool.errors import (
+    InvalidArgumentError,
+    KVPoolError,
+    MissingDependencyError,
+    WorkerLostError,
+    describe_install,
+)
+from kv_pool.threads import start_thread, submit
+
+_Result = TypeVar("_Result")
+_Arguments = ParamSpec("_Arguments")
+
+_Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+
+_NAME = "kv_pool replays"
+
+_LOOK_S = 0.2
+
+
+class WorkerProcesses(Executor):
+    """Runs jobs in processes; use it in a `with` statement, which starts them.
+
+    Each process runs one job at a time. An exception that leaves the `with` block, such as KeyboardInterrupt,
+    kills all processes before it propagates. They also end if this process is killed. If a worker is lost,
+    the future of its job raises WorkerLostError and the other workers go on; with no worker left, all further
+    jobs raise it.
+
+    The processes import the calling script: it must use this under `if __name__ == "__main__":`.
+
+    Args:
+        num_processes: number of jobs that run at the same time.
+    Raises:
+        InvalidArgumentError: `num_processes` is below 1.
+        OutOfThreadsError: at the start of the `with` block, the system cannot start a thread.
+    """
+
+    def __init__(self, num_processes: int) -> None:
+        self._num_processes = as_count("num_processes", num_processes, 1)
+        # Spawned, not forked: forking is unsafe if the caller runs threads.
+        self._context = multiprocessing.get_context("spawn")
+        self._processes: list[multiprocessing.process.BaseProcess] = []
+        self._pipes: list[Connection] = []
+        # A thread for each worker passes jobs to any idle one.
+        self._threads = ThreadPoolExecutor(num_processes)
+        self._idle: SimpleQueue[Connection] = SimpleQueue()
+        self._shares: dict[int, float] = {}  # of running jobs that report them, by thread
+        self._lock = Lock()
+        self._num_left = num_processes
+        self._is_closed = False
+
+    def __enter__(self) -> "WorkerProcesses":
+        with ExitStack() as on_failure:
+            on_failure.callback(self._kill)
+            # In another thread, so that no signal handler interrupts the start of a worker.
+            with ThreadPoolExecutor(1) as starter:
+                submit(starter, _NAME, self._start).result()
+            on_failure.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.shutdown()
+        else:
+            self._kill()
+
+    def submit(
+        self,
+        fn: Callable[_Arguments, _Result],
+        /,
+        *args: _Arguments.args,
+        **kwargs: _Arguments.kwargs,
+    ) -> "Future[_Result]":
+        """Queue the call `fn(*args, **kwargs)` for a worker. All of it must pickle.
+
+        Raises:
+            OutOfThreadsError: the system cannot start the thread of a worker.
+        """
+        if self._is_closed:
+            raise RuntimeError("no job can be submitted after the shutdown")
+        return submit(self._threads, _NAME, self._run, (fn, args, kwargs))
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """End the processes after the queued jobs, or after the running ones if `cancel_futures` is set.
+
+        Args:
+            wait: return after the processes have ended. If False, they end when the last job has ended.
+        """
+        self._is_closed = True
+        self._threads.shutdown(wait=False, cancel_futures=cancel_futures)
+        if not wait:
+            start_thread(_NAME, self.shutdown)
+            return
+        try:
+            self._threads.shutdown()
+        finally:
+            self._kill()
+
+    def _start(self) -> None:
+        """Start the workers with SIGINT, SIGTERM and SIGHUP blocked, here and in the calling thread."""
+        if hasattr(signal, "pthread_sigmask"):
+            resource_tracker.ensure_running()  # it unblocks signals
+            signal.pthread_sigmask(signal.SIG_BLOCK, _list_signals())
+        for _ in range(self._num_processes):
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=work, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+            self._idle.put(ours)
+
+    def _run(self, call: _Call) -> Any:
+        """Return what an idle worker returns for a call, or raise its error."""
+        pipe = self._idle.get()
+        try:
+            pipe.send(call)
+            while isinstance(result := pipe.recv(), _Share):
+                self._shares[get_ident()] = result.share
+        except (EOFError, OSError) as error:
+            with self._lock:
+                self._num_left -= 1
+                if self._num_left <= 0:
+                    self._idle.put(pipe)  # the others take the jobs; the last one refuses them
+            raise WorkerLostError(
+                "a worker process ended before its job: it was killed, the machine ran out of memory "
+                f"({self._num_processes} processes; use fewer), or a script starts it outside "
+                "`if __name__ == '__main__':`"
+            ) from error
+        except Exception:  # the call or its result cannot be pickled
+            self._idle.put(pipe)
+            raise
+        finally:
+            self._shares.pop(get_ident(), None)
+        self._idle.put(pipe)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def _kill(self) -> None:
+        """Kill all workers, including running jobs, and cancel the queued jobs."""
+        self._is_closed = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        with self._lock:  # a shutdown without waiting may be here, too
+            processes, self._processes = self._processes, []
+            pipes, self._pipes = self._pipes, []
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join()
+            process.close()
+        self._threads.shutdown()
+        for pipe in pipes:
+            pipe.close()
+
+
+@dataclass(frozen=True)
+class _Share:
+    """A message of a worker before its result: the share of the job that is done."""
+
+    share: float
+
+
+_caller: Connection | None = None
+
+
+def report_share(doing: str, share: float | None) -> None:
+    """Report progress of the job that this process runs; no-op in other processes than `WorkerProcesses`."""
+    if _caller is not None and share is not None:
+        with suppress(OSError):  # the caller is gone, and this process ends, too
+            _caller.send(_Share(share))
+
+
+def count_running(executor: Executor) -> float:
+    """Return the running jobs of `WorkerProcesses`, each by the share of it that it has reported."""
+    return sum(list(executor._shares.values())) if isinstance(executor, WorkerProcesses) else 0.0
+
+
+def list_ended(
+    futures: Iterable["Future[_Result]"], on_wait: Callable[[], object]
+) -> Iterator["Future[_Result]"]:
+    """Yield each future when it ends. `on_wait` is called a few times per second meanwhile."""
+    pending = set(futures)
+    while pending:
+        ended, pending = wait(pending, _LOOK_S, FIRST_COMPLETED)
+        if not ended:
+            on_wait()
+        yield from ended
+
+
+def work(pipe: Connection) -> None:
+    """Run the calls that arrive, in order, and send back each result or exception, until the pipe closes.
+
+    A call that cannot be read, such as one of a module that only the caller can import, is an exception, too.
+    """
+    # SIGINT stays blocked: the process that started this one handles Ctrl-C and ends this one.
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _list_signals() - {signal.SIGINT})
+    logging.getLogger("kv_pool.lab.trace").setLevel(logging.ERROR)  # the caller has opened the trace
+    logging.getLogger("kv_pool.core.policy_host").setLevel(logging.CRITICAL)  # the replay raises the error
+    global _caller
+    _caller = pipe
+    watcher: Thread | None = None
+    while True:
+        try:
+            try:
+                function, arguments, options = pipe.recv()
+            except (EOFError, OSError):
+                os._exit(1)
+            watcher = watcher or start_thread(_NAME, _end_with_caller)  # without one, the call is refused
+            pipe.send(function(*arguments, **options))
+        except Exception as error:
+            if not isinstance(error, KVPoolError):
+                error.add_note(traceback.format_exc())  # pickling drops the traceback
+            pipe.send(error)
+
+
+def _end_with_caller() -> None:
+    caller = multiprocessing.parent_process()
+    assert caller is not None
+    caller.join()
+    os._exit(1)
+
+
+def _list_signals() -> set[signal.Signals]:
+    return {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+
+
+CONNECT_S = 5
+"""Seconds to wait for an answer of a cluster."""
+
+
+@contextmanager
+def open_executor(address: str | None, num_processes: int) -> Iterator[Executor]:
+    """Yield an executor, and end it or disconnect from it at the end.
+
+    Args:
+        address: dask://HOST:PORT of a Dask scheduler, ray://HOST:PORT of a Ray Client server, or None for
+            local processes.
+        num_processes: number of local processes.
+    Raises:
+        InvalidArgumentError: the address is none of these.
+        MissingDependencyError: the package of the cluster is not installed.
+        WorkerLostError: the cluster does not answer.
+    """
+    if address is None:
+        with WorkerProcesses(num_processes) as workers:
+            yield workers
+        return
+    kind, _, place = address.partition("://")
+    if kind not in ("dask", "ray") or ":" not in place:
+        raise InvalidArgumentError(
+            f"{address!r} is not an address such as dask://HOST:8786 or ray://HOST:10001"
+        )
+    with (_connect_to_dask if kind == "dask" else _connect_to_ray)(place) as executor:
+        yield executor
+
+
+def _check_listens(what: str, place: str) -> None:
+    """Raise WorkerLostError at once if nothing listens: the clusters' clients would try again and again."""
+    host, _, port = place.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), port), CONNECT_S).close()
+    except (OSError, ValueError) as error:
+        raise WorkerLostError(f"no {what} answers at {place}: {error}") from error
+
+
+@contextmanager
+def _connect_to_dask(place: str) -> Iterator[Executor]:
+    try:
+        from distributed import Client
+    except ImportError as error:
+        raise MissingDependencyError(f"dask:// needs distributed: {describe_install('dask')}") from error
+    _check_listens("Dask scheduler", place)
+    try:
+        client = Client(f"tcp://{place}", timeout=CONNECT_S, set_as_default=False)
+    except Exception as error:  # another server may answer anything
+        raise WorkerLostError(f"no Dask scheduler answers at {place}: {error}") from error
+    with client:
+        yield client.get_executor(pure=False)
+
+
+@contextmanager
+def _connect_to_ray(place: str) -> Iterator[Executor]:
+    try:
+        import ray
+    except ImportError as error:
+        raise MissingDependencyError(f"ray:// needs Ray: {describe_install('ray')}") from error
+    _check_listens("Ray cluster", place)
+    try:
+        connection = ray.init(f"ray://{place}", log_to_driver=False, logging_level="ERROR")
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise WorkerLostError(
+            f"no Ray cluster answers at {place}: {error}. A cluster with token authentication also needs "
+            "its token in RAY_AUTH_TOKEN"
+        ) from error
+    with connection:
+        yield RayExecutor()
+
+
+class RayExecutor(Executor):
+    """Runs each job as a Ray task, which takes one CPU.
+
+    `ray.init` must have been called. Each task may run in another process; jobs are pickled by cloudpickle.
+    """
+
+    def __init__(self) -> None:
+        import ray
+
+        self._call = ray.remote(_call)
+
+    def submit(
+        self,
+        fn: Callable[_Arguments, _Result],
+        /,
+        *args: _Arguments.args,
+        **kwargs: _Arguments.kwargs,
+    ) -> "Future[_Result]":
+        """Start a task that calls `fn(*args, **kwargs)`."""
+        future: Future[_Result] = self._call.remote(fn, args, kwargs).future()
+        return future
+
+
+def _call(function: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    return function(*arguments, **options)
