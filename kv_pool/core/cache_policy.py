@@ -22,7 +22,8 @@ class CachePolicy:
     the free queue of blocks. Blocks without content are always reused first. The host evicts the last blocks
     of the front run of the chosen queue. It passes over runs in use and runs with cached children, which
     return to the front of their queue when they are free again and the last child is gone: no policy evicts a
-    parent before its children, unless a copy of its last block is cached, behind which lookups find them.
+    parent before its children, unless a copy of its last block is cached, behind which lookups find them, or
+    a retention has claims on the children.
 
     The methods are called in the pool's calls; they must not call the pool. Each has a default, so a policy
     overrides what it needs. Cost: once per run and call of the pool, not once per block.

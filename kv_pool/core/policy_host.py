@@ -176,17 +176,19 @@ class PolicyHost(PoolPart):
             return
         if band == EMPTY_BAND:
             self._leave_runs(blocks)
+        elif band == DEFAULT_BAND:
+            self._leave_runs([block for block in blocks if block.key is None])
         self._note_back(blocks)
         if band == DEFAULT_BAND:
-            self.place(blocks)
+            self.note_freed(blocks, True)
         elif band != EMPTY_BAND:
-            self.note_touched(blocks, 0, False)
+            self.note_touched(blocks[::-1], 0, False)  # bands get their blocks tail first
             for block in blocks:
+                if block not in self.elsewhere:
+                    self.num_above += band > DEFAULT_BAND
                 self.elsewhere[block] = band > DEFAULT_BAND
                 if block.run_id > 0:
                     self._detach(self.table.runs[block.run_id])
-            if band > DEFAULT_BAND:
-                self.num_above += len(blocks)
 
     def place(self, freed: list[KVCacheBlock]) -> None:
         """Put the runs of the free blocks of the default band in this list into queues; split runs for it."""
@@ -244,6 +246,9 @@ class PolicyHost(PoolPart):
                 self.table.split(run, first)
             self._free(run)
 
+    def note_unlinked(self, blocks: list[KVCacheBlock]) -> None:
+        self.note_taken(blocks)
+
     def note_taken(self, blocks: list[KVCacheBlock]) -> None:
         if self.failure is None:
             self._leave_runs(blocks)
@@ -288,14 +293,10 @@ class PolicyHost(PoolPart):
         self._start_policy()
 
     def rebuild_from(self, pool: Any) -> None:
-        """Follow blocks that a merge of the bands or a failed reuse watcher has taken out of their bands."""
-        if self.failure is not None or not self.elsewhere:
-            return
-        bands = dict(self._order.list_bands())
-        default = bands.pop(DEFAULT_BAND)
-        self.note_moved_to([block for block in default if block in self.elsewhere], DEFAULT_BAND)
-        stayed = {block for blocks in bands.values() for block in blocks}
-        self.note_moved_to([block for block in self.elsewhere if block not in stayed], EMPTY_BAND)
+        """Follow blocks that a merge of the bands has brought to the default one."""
+        if self.failure is None and self.elsewhere:
+            default = dict(self._order.list_bands())[DEFAULT_BAND]
+            self.note_moved_to([block for block in default if block in self.elsewhere], DEFAULT_BAND)
 
     def note_removed(self, blocks: list[KVCacheBlock]) -> None:
         self.note_taken(blocks)
@@ -365,7 +366,11 @@ class PolicyHost(PoolPart):
             while start < end and last < len(listed) and listed[last] is blocks[start]:
                 last += 1
                 start += 1
-            part = self.table.split(run, last) if last < len(listed) else run
+            part = run
+            if last < len(listed):
+                part = self.table.split(run, last)
+                if self.elsewhere and run.blocks[0] in self.elsewhere:
+                    self._detach(run)
             if first > 0:
                 self.table.split(part, first)
             self._note_use(part, is_access)

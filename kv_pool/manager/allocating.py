@@ -202,7 +202,8 @@ def copy_content(
     engine knows: the copy becomes the cached one.
     """
     source = table.blocks[table.copy_position]
-    state.copies.add_state(group.group_id, source, copy)
+    # The hit may end in a block that another request of this step is still to get a copy in.
+    state.copies.add_state(group.group_id, state.copies.find_source(source), copy)
     if step.tables is None:
         table.blocks[table.copy_position] = copy
         table.copy_position = -1

@@ -18,12 +18,11 @@ from core.policy_pool import (
     start,
 )
 
-from kv_pool import BlockPool, InvalidArgumentError, KVCacheManager, Request, RetentionDirective
+from kv_pool import BlockPool, InvalidArgumentError, Request, RetentionDirective
 from kv_pool.contiguous import invariants as run_invariants
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core import invariants
 from kv_pool.core.cache_policy import LRU, STAY, CachePolicy
-from kv_pool.core.pool_state import ReuseWatcher
 from kv_pool.errors import CachePolicyError
 from kv_pool.manager.retention.block_retention import BlockRetention
 
@@ -131,26 +130,17 @@ def test_a_parent_with_a_copy_may_go_before_its_children(policy):
     assert run(manager, "d", range(13)) == 3
 
 
-def fail(block):
-    raise RuntimeError("watched")
-
-
-def test_claimed_blocks_at_the_front_have_left_the_policy():
-    pool = BlockPool(9, True, BLOCK_SIZE, policy="lru")
-    retention = BlockRetention(pool, clock=lambda: 0.0)
-    manager = KVCacheManager(pool, retention=retention)
-    for priority in (50, 20):
-        request = Request(f"r{priority}", list(range(8 * BLOCK_SIZE)), HASHER)
-        retention.set_directives(request.request_id, [RetentionDirective(priority=priority)])
-        prefix = manager.get_computed_blocks(request)
-        manager.allocate_slots(request, 8 * BLOCK_SIZE - prefix.num_tokens, prefix)
-        manager.free(request)
-        pool.reuse_watchers[pool.free_block_queue.get_all_free_blocks()[2].block_id] = ReuseWatcher(fail, 0.0)
-        with pytest.raises(RuntimeError, match="watched"):
-            pool.get_new_blocks(3)
-        invariants.check(pool)
-        pool.free_blocks(reversed(pool.get_new_blocks(8)))
-        invariants.check(pool)
+def test_blocks_before_a_claimed_one_may_go_first():
+    manager = make_manager(8, "lru")
+    manager.attach_retention(BlockRetention(manager.block_pool, clock=lambda: 0.0))
+    manager.retention.set_directives("a", [RetentionDirective(8, 16, priority=90)])
+    first, _, added = start(manager, "a", range(16))
+    manager.free(first)
+    assert len(manager.block_pool.policy_host.table.list_runs()) == 2
+    run(manager, "b", range(100, 108))
+    _, _, taken = start(manager, "c", range(200, 216))  # two blocks without content, and two of "a"
+    assert sorted(set(taken) & set(added)) == sorted(added[:2])
+    invariants.check(manager.block_pool)
 
 
 def test_a_pool_has_one_policy_and_one_retention():

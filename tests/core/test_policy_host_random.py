@@ -7,12 +7,14 @@ import pytest
 from core.policy_pool import BLOCK_SIZE, HASHER, look_up_alone, make_manager, start
 from drawing import ids
 
-from kv_pool import BlockPool, OutOfBlocksError
+from kv_pool import BlockPool, BlockRetention, OutOfBlocksError, PinLimitError, RetentionDirective
 from kv_pool.contiguous import invariants as run_invariants
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core import invariants
 from kv_pool.core.cache_policy import STAY, CachePolicy
 from kv_pool.core.policy_names import list_policies
+from kv_pool.core.pool_state import ReuseWatcher
+from kv_pool.manager.retention.invariants import check_retention
 
 NUM_STEPS = 300
 SALT = 0
@@ -50,6 +52,7 @@ class Life:
     """A manager, and the requests that hold blocks of it."""
 
     def __init__(self, seed, policy, pool_type=BlockPool, num_blocks=None):
+        self.steps = STEPS
         self.rng = random.Random(seed)
         num_blocks = num_blocks or self.rng.randrange(6, 40)
         options = {"early_share": 0.0} if pool_type is RunBlockPool else {}
@@ -63,7 +66,7 @@ class Life:
         self.parents = {}  # hash -> the hash of the block before it, None for the first
 
     def step(self):
-        name = self.rng.choices(list(STEPS), list(STEPS.values()))[0]
+        name = self.rng.choices(list(self.steps), list(self.steps.values()))[0]
         result = getattr(self, name)()
         self.manager.take_block_copies()  # of forks; their blocks are held until then
         return name, result
@@ -160,7 +163,7 @@ class Life:
             self.release()
         while self.running:
             self.end()
-        assert self.pool.reset_prefix_cache()
+        assert self.manager.reset_prefix_cache()
 
     def check(self):
         (run_invariants if isinstance(self.pool, RunBlockPool) else invariants).check(self.pool)
@@ -169,6 +172,82 @@ class Life:
         return {key[:-4] for key in self.pool.cached_block_hash_to_block.entries}
 
 
+class ClaimedLife(Life):
+    """A life whose pool has claims as well: directives, sessions, bands that are set by hand."""
+
+    def __init__(self, seed, policy, pool_type):
+        super().__init__(seed, policy, pool_type)
+        self.steps = STEPS | CLAIMS
+        self.retention = BlockRetention(self.pool, lambda: float(self.num_requests), max_pinned_blocks=3)
+        self.manager.attach_retention(self.retention)
+        self.ended = None
+
+    def start(self):
+        if self.rng.random() < 0.5:
+            pin = self.rng.random() < 0.2
+            duration_s = self.rng.choice([None, 1, 5])
+            first = self.rng.choice([0, 0, 3, 8])
+            directive = RetentionDirective(
+                first, first + 9 if pin else None, self.rng.choice([0, 20, 35, 50]), duration_s, pin
+            )
+            with suppress(PinLimitError):
+                self.retention.set_directives(f"request {self.num_requests + 1}", [directive])
+        if super().start() is None:
+            self.retention.set_directives(f"request {self.num_requests}", [])
+
+    def end(self, request=None):
+        if self.running:
+            self.ended = request or self.rng.choice(self.running)
+            super().end(self.ended)
+
+    def keep(self):
+        if self.ended is not None:
+            until = self.num_requests + self.rng.randrange(1, 9)
+            self.retention.keep_session(self.rng.choice("abc"), self.ended, until, self.rng.choice([20, 50]))
+
+    def expire(self):
+        self.retention.expire()
+
+    def release_all(self):
+        self.retention.release_all()
+
+    def find_invalid(self):
+        self.manager.evict_blocks([self.rng.randrange(1, self.pool.num_gpu_blocks)])
+
+    def move(self):
+        free = [
+            block for block in self.pool.free_block_queue.get_all_free_blocks() if block.retention_id == 0
+        ]
+        some = [block for block in free if block.block_hash is not None][: self.rng.randrange(3)]
+        self.pool.move_to_band([*some, *some], self.rng.choice([0, 5, -5]))
+
+    def reuse_watched(self):
+        """A watcher of a block that is taken takes others, or fails."""
+        free = self.pool.free_block_queue.get_all_free_blocks()
+        if len(free) > 1:
+            watched = self.rng.choice(free)
+            self.pool.reuse_watchers[watched.block_id] = ReuseWatcher(self.rng.choice([self.use, fail]), 0.0)
+            with suppress(WatcherError):
+                self.pool.take_blocks([watched])
+                self.pool.free_blocks([watched])
+
+    def use(self, block):
+        self.pool.free_blocks(self.pool.get_new_blocks(self.pool.get_num_free_blocks() // 2))
+
+    def check(self):
+        super().check()
+        check_retention(self.retention)
+
+
+class WatcherError(Exception):
+    """The exception of a watcher that fails."""
+
+
+def fail(block):
+    raise WatcherError
+
+
+CLAIMS = {"keep": 2, "expire": 1, "release_all": 0.2, "find_invalid": 0.7, "move": 0.5, "reuse_watched": 0.3}
 REQUESTS = {"start": 8, "grow": 4, "end": 6}
 STEPS = {
     **REQUESTS,
@@ -199,8 +278,7 @@ def test_lru_as_a_policy_takes_the_blocks_of_the_free_queue(seed, pool_type, mon
 @pytest.mark.parametrize("policy", [AtRandom, "lru", *list_policies()], ids=str)
 @pytest.mark.parametrize("first_seed", [0, 2, 4])
 def test_any_policy_keeps_the_invariants_in_any_schedule(first_seed, policy, pool_type):
-    for seed in (first_seed, first_seed + 1):
-        life = Life(seed, policy, pool_type)
+    for life in (Life(first_seed, policy, pool_type), ClaimedLife(first_seed + 1, policy, pool_type)):
         for _ in range(NUM_STEPS):
             life.step()
             life.check()

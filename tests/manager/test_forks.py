@@ -19,6 +19,7 @@ from kv_pool import (
     PrefixRules,
     Request,
 )
+from kv_pool.manager.invariants import check_copies
 
 FULL = FullAttentionSpec(block_size=4)
 
@@ -98,6 +99,29 @@ def test_a_fork_of_a_hit_within_a_block_copies_the_hit():
     ends = [manager.get_block_ids(name, group)[-1] for name in ("child", "parent") for group in (0, 1)]
     assert take_copies(manager) == list(zip(hits * 2, ends, strict=True))
     stop(manager, first, parent, child)
+
+
+def test_two_hits_within_one_block_copy_what_is_there():
+    """The second hit ends in the block that is still to get a copy for the first."""
+    manager = make_manager(
+        (FULL, MambaSpec(block_size=4)), 20, 2, prefix_rules=PrefixRules(retention_interval=0)
+    )
+    first, second, third = (
+        make_request(name, range(end), 2) for name, end in (("a", 11), ("b", 13), ("c", 14))
+    )
+    for num_new in (8, 2, 1):
+        assert manager.allocate_slots(first, num_new) is not None
+        first.num_computed_tokens += num_new
+        take_copies(manager)
+    for request in (second, third):
+        prefix = manager.get_computed_blocks(request)
+        assert prefix.num_tokens == 10
+        manager.allocate_slots(request, request.num_tokens - 10, prefix)
+    check_copies(manager)
+    moves = take_copies(manager)
+    assert len(moves) == 4
+    assert {source for source, _ in moves}.isdisjoint(target for _, target in moves)
+    stop(manager, first, second, third)
 
 
 @pytest.mark.parametrize("first", ["parent", "child"])
