@@ -6,13 +6,17 @@ import sys
 HEAVY = ("torch", "zmq", "matplotlib", "numpy", "cbor2", "typer", "rich", "zstandard", "asyncio")
 
 
+def run_new(code):
+    """Return what a new Python prints."""
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+
 def test_importing_kv_pool_loads_no_heavy_module():
     code = (
         "import sys; before = set(sys.modules); import kv_pool; "
         f"print(sorted(set({HEAVY!r}) & (set(sys.modules) - before)))"
     )
-    report = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert report.stdout.strip() == "[]"
+    assert run_new(code).strip() == "[]"
 
 
 def test_pool_calls_import_nothing_with_the_lock_held():
@@ -31,8 +35,7 @@ def test_pool_calls_import_nothing_with_the_lock_held():
         "pool.get_layout(), pool.get_statistics(), pool.shrink(5)\n"
         "print(moved > 0, sorted(name for name in set(sys.modules) - before if name[:6] != 'numpy.'))"
     )
-    report = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert report.stdout.strip() == "True []"
+    assert run_new(code).strip() == "True []"
 
 
 def test_a_pool_by_id_imports_what_it_needs():
@@ -51,8 +54,7 @@ def test_a_pool_by_id_imports_what_it_needs():
         "pool.free_sequence(1)\n"
         "print(pool.retention.num_retained, sorted(set(sys.modules) - before))"
     )
-    report = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert report.stdout.splitlines() == ["True {'sequences'} False", "1 []"]
+    assert run_new(code).splitlines() == ["True {'sequences'} False", "1 []"]
 
 
 def test_a_pool_reads_no_metadata_of_installed_packages():
@@ -61,8 +63,7 @@ def test_a_pool_reads_no_metadata_of_installed_packages():
         "BlockPool(8, True, 4, policy='s3fifo'); "
         "print('importlib.metadata' in set(sys.modules) - before)"
     )
-    report = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert report.stdout.strip() == "False"
+    assert run_new(code).strip() == "False"
 
 
 def test_storage_in_host_memory_needs_no_torch():
@@ -70,8 +71,7 @@ def test_storage_in_host_memory_needs_no_torch():
         "import sys; from kv_pool.storage import KVStorage; storage = KVStorage.allocate(4, 4, 2, 2, 8); "
         "storage.apply_moves([(3, 1)]); print('torch' in sys.modules)"
     )
-    report = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert report.stdout.strip() == "False"
+    assert run_new(code).strip() == "False"
 
 
 def test_event_names_load_lazily_and_most_without_pyzmq():
@@ -86,8 +86,7 @@ def test_event_names_load_lazily_and_most_without_pyzmq():
         "    except MissingDependencyError: need_zmq.append(name)\n"
         "print(need_zmq)"
     )
-    report = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert report.stdout.splitlines() == [
+    assert run_new(code).splitlines() == [
         "['kv_pool.events']",
         "['ZMQEventPublisher', 'KVEventSubscriber', 'SubscriberStatistics']",
     ]
