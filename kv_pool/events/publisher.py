@@ -8,13 +8,13 @@ from dataclasses import replace
 from queue import Empty, SimpleQueue
 
 from kv_pool.closing import Closing
-from kv_pool.core.kv_events import AllBlocksCleared, KVCacheEvent
+from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.stored_events import add_kinds
 from kv_pool.errors import PublisherClosedError
 from kv_pool.events.batch import KVEventBatch, encode_batch, pack_sequence
 from kv_pool.events.config import PublisherConfig
 from kv_pool.events.event_publisher import PublisherStatistics, count_dropped, count_failed
-from kv_pool.events.replay_server import ReplayServer
+from kv_pool.events.replay_server import ReplayBuffer, ReplayServer
 from kv_pool.events.sockets import PublisherSockets
 from kv_pool.events.stream_state import StreamState
 from kv_pool.events.zmq_module import zmq
@@ -45,9 +45,8 @@ class ZMQEventPublisher(Closing):
     replay thread       replay server's buffer, state.iter_snapshot --> ROUTER socket
     ```
 
-    Readers notice every loss: a batch that was dropped or could not be encoded leaves a hole in the sequence.
-    If the state missed a batch, the next one starts with `AllBlocksCleared`: readers then know too few blocks
-    for a while, but never wrong ones.
+    Readers notice every loss: batches that were dropped or could not be encoded leave a hole in the sequence.
+    The publisher's thread skips it, in the replay buffer and in the state: see `StreamState.skip`.
 
     Args:
         config: see `PublisherConfig`.
@@ -87,13 +86,14 @@ class ZMQEventPublisher(Closing):
         self._is_closed = False
         self._linger_deadline_s = float("inf")
 
-        first_sequence = config.find_first_sequence(clock)
-        self._next_sequence = first_sequence
-        self._last_encoded = first_sequence - 1
+        self._first_sequence = config.find_first_sequence(clock)
+        self._next_sequence = self._first_sequence
         if state is not None:
-            state.apply([], first_sequence - 1)
+            state.last_sequence = self._first_sequence - 1
         self._counts = PublisherStatistics()
         self._sockets = PublisherSockets(config)
+        capacity = 0 if self._sockets.replay is None else config.buffer_steps
+        self._buffer = ReplayBuffer(capacity, self._first_sequence)
         self.endpoint: str | None = self._sockets.endpoint
         self.replay_endpoint = self._sockets.replay_endpoint
         self._replay_server: ReplayServer | None = None
@@ -102,7 +102,7 @@ class ZMQEventPublisher(Closing):
             on_failure.callback(self._close_sockets)
             if self._sockets.replay is not None:
                 self._replay_server = ReplayServer(
-                    self._sockets.replay, config, state, first_sequence, self._counts, clock, monotonic
+                    self._sockets.replay, config, state, self._buffer, self._counts, clock, monotonic
                 )
             self._thread = start_thread("kv_pool event publisher", self._run)
             on_failure.pop_all()
@@ -185,37 +185,33 @@ class ZMQEventPublisher(Closing):
         """
         sequence, ts, events = published
         if self._monotonic() >= self._linger_deadline_s:
+            # The last batch is the one before: a hole would end replays with a snapshot without blocks.
             count_dropped(self._counts, events, self._queue.qsize())
             return None
-        state = self._state
-        server = self._replay_server
+        if sequence > self._buffer.last_sequence + 1:  # the queue has dropped the batches in between
+            self._skip(sequence - 1)
         try:
-            sent = events
-            if state is not None and sequence != self._last_encoded + 1:
-                sent = [AllBlocksCleared(), *events]  # the state missed a batch: it was dropped, or failed
-            add_kinds(sent, self._labels, "unknown")
-            if state is not None:
-                sent = state.apply(sent, sequence, packs_tokens=True)
+            add_kinds(events, self._labels, "unknown")
+            state = self._state
+            sent = events if state is None else state.apply(events, sequence, packs_tokens=True)
             batch = KVEventBatch(ts, sent, self.config.data_parallel_rank)
             payload = encode_batch(batch, self.config.positional)
-            self._last_encoded = sequence
         except Exception:
             # One bad event must not end the stream: this batch becomes a hole, the next one is sent.
-            if state is not None and state.last_sequence != sequence:
-                # Snapshots include its number, so that readers get the next one, and none of its blocks.
-                state.apply([AllBlocksCleared()], sequence)
-            if server is not None:
-                server.buffer.leave_hole(sequence)
             count_failed(self._counts, events)
-            self._counts.last_sequence = sequence
+            self._skip(sequence)
             return None
-        # Buffer the batch before sending it: a reader that has seen a batch live can request it.
-        if server is not None:
-            server.buffer.append(sequence, payload)
         self._counts.num_events_sent += len(sent)
         self._counts.num_empty_batches_sent += not sent
-        self._counts.last_sequence = sequence
+        # Buffer the batch before sending it: a reader that has seen a batch live can request it.
+        self._buffer.append(sequence, payload)
         return sequence, payload
+
+    def _skip(self, sequence: int) -> None:
+        """Leave a hole up to this sequence: the batches there were dropped, or have failed."""
+        if self._state is not None:
+            self._state.skip(sequence)
+        self._buffer.skip(sequence)
 
     def _send(self, ready: list[tuple[int, bytes]]) -> None:
         """Send batches that are already in the replay buffer. Never raises."""
@@ -243,10 +239,12 @@ class ZMQEventPublisher(Closing):
         """Return the counters; a batch that is being sent may be in only some of them."""
         server = self._replay_server
         num_left_out = 0 if server is None else server.num_events_left_out
+        last_sequence = self._buffer.last_sequence
         return replace(
             self._counts,
             num_events_failed=self._counts.num_events_failed + num_left_out,
             num_queued=self._queue.qsize(),
+            last_sequence=None if last_sequence < self._first_sequence else last_sequence,
         )
 
     def close(self) -> None:

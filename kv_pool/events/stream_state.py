@@ -79,6 +79,7 @@ class StreamState:
     def __init__(self, keeps_token_ids: bool = True) -> None:
         self.resident = ResidentBlocks(keeps_token_ids)
         self.last_sequence = NOTHING_APPLIED
+        self._is_behind = False  # batches were skipped since the last one
         self._lock = Lock()  # guards resident, last_sequence; held for a batch or a piece of a copy
         self._snapshot_lock = Lock()  # one snapshot at a time
 
@@ -100,10 +101,24 @@ class StreamState:
         ours = adopt_all(events if type(events) is list else list(events))
         with self._lock:
             sent = self.resident.apply(ours, packs_tokens)
+            if self._is_behind:
+                sent.insert(0, AllBlocksCleared())
+                self._is_behind = False
             self.last_sequence = self.last_sequence + 1 if sequence is None else sequence
             if not self._snapshot_lock.locked():  # a snapshot may not have copied the cleared blocks yet
                 self.resident.drop_some()
         return sent
+
+    def skip(self, sequence: int) -> None:
+        """Forget all blocks, since the batches up to this number are lost; also one that was applied.
+
+        The next batch to send starts with `AllBlocksCleared`, and so do snapshots until then: readers know
+        too few blocks for a while, but never wrong ones.
+        """
+        with self._lock:
+            self.resident.clear()
+            self._is_behind = True
+            self.last_sequence = sequence
 
     def iter_snapshot(
         self, yield_timer: YieldTimer | None = None
@@ -196,7 +211,7 @@ class ResidentBlocks:
             if kind is stored:
                 self._store(event, sent, packs_tokens)
             elif isinstance(event, AllBlocksCleared):
-                self._clear()
+                self.clear()
                 sent.append(event)
             elif not isinstance(event, BlockReported):
                 self._store(event, sent, packs_tokens)
@@ -274,7 +289,7 @@ class ResidentBlocks:
             self.places[blocks.place] = blocks
         return blocks
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
         """Remove all hashes in all places. `drop_some` frees the memory in pieces."""
         for blocks in self.places.values():
             self._forgotten += [blocks.held.values, blocks.held.copies, blocks.children, *blocks.shards]

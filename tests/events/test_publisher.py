@@ -176,39 +176,31 @@ def test_full_queue_drops_batches_and_leaves_a_hole(when_full, sent):
         wait_until(lambda: publisher.get_statistics().num_queued == 0, "taken")
         publisher.publish([removed(6)])
         wait_until(lambda: publisher.get_statistics().last_sequence == 6, "sent")
-        batches = publisher._replay_server.buffer.list_from(0, 9)
+        batches = publisher._buffer.list_from(0, 9)
     assert (dropped.num_batches_dropped, dropped.num_events_dropped, dropped.num_queued) == (2, 2, 3)
     assert {sequence: draw(decode_batch(payload).events) for sequence, payload in batches} == sent
 
 
-def test_batch_that_the_state_rejects_is_followed_by_a_clear():
+@pytest.mark.parametrize("bad", [object(), removed(2**64)], ids=["rejected", "not encoded"])
+def test_broken_batch_is_followed_by_a_clear(bad):
     with make_publisher(StreamState()) as publisher:
-        for events in ([removed(1)], [removed(2), object()], [removed(3)], [removed(4)]):
+        for events in ([removed(1)], [removed(2), bad], [removed(3)], [removed(4)]):
             publisher.publish(events)
         wait_until(lambda: publisher.get_statistics().last_sequence == 3, "sent")
-        batches = publisher._replay_server.buffer.list_from(0, 9)
+        batches = publisher._buffer.list_from(0, 9)
     drawn = {sequence: draw(decode_batch(payload).events) for sequence, payload in batches}
     assert drawn == {0: ["- 1"], 2: ["clear", "- 3"], 3: ["- 4"]}
 
 
-def test_batch_that_cannot_be_encoded_is_followed_by_a_clear():
-    with make_publisher(StreamState()) as publisher:
-        for events in ([removed(1)], [removed(2), removed(2**64)], [removed(3)], [removed(4)]):
-            publisher.publish(events)
-        wait_until(lambda: publisher.get_statistics().last_sequence == 3, "sent")
-        batches = publisher._replay_server.buffer.list_from(0, 9)
-    drawn = {sequence: draw(decode_batch(payload).events) for sequence, payload in batches}
-    assert drawn == {0: ["- 1"], 2: ["clear", "- 3"], 3: ["- 4"]}
-
-
-def test_snapshot_after_a_broken_batch_has_no_removed_block():
+@pytest.mark.parametrize("bad", [object(), removed(2**64)], ids=["rejected", "not encoded"])
+def test_snapshot_after_a_broken_batch_has_no_block(bad):
     state = StreamState()
     with make_publisher(state) as publisher:
         publisher.publish([BlockStored([1, 2], None, list(range(32)), 16, None, None, None)])
-        publisher.publish([removed(1), object()])
+        publisher.publish([removed(1), bad])
         wait_until(lambda: publisher.get_statistics().last_sequence == 1, "sent")
-        sequence, events = state.iter_snapshot()
-    assert (sequence, [draw(part) for part in events]) == (1, [["clear"]])
+        sequence, events = state.take_snapshot()
+    assert (sequence, draw(events)) == (1, ["clear"])
 
 
 def test_heartbeat_shows_a_loss_that_no_batch_follows():
@@ -221,7 +213,7 @@ def test_heartbeat_shows_a_loss_that_no_batch_follows():
         publisher.publish([removed(2)])
         gate.set()
         wait_until(lambda: publisher.get_statistics().num_batches_sent >= 3, "sent")
-        ((sequence, payload),) = publisher._replay_server.buffer.list_from(3, 1)
+        ((sequence, payload),) = publisher._buffer.list_from(3, 1)
     assert publisher.get_statistics().num_batches_dropped == 1
     assert (sequence, decode_batch(payload).events) == (3, [AllBlocksCleared()])
 
