@@ -132,6 +132,30 @@ def test_batch_that_cannot_be_encoded_leaves_a_hole():
     assert (statistics.num_batches_failed, statistics.num_events_failed) == (3, 4)
 
 
+def test_batch_that_cannot_be_sent_ends_its_message():
+    """The next batch was part of the same message, and readers understood neither."""
+
+    class ShortOfMemory:
+        def __init__(self, socket):
+            self.socket = socket
+            self.close = socket.close
+
+        def send(self, frame, flags=0):
+            if len(frame) > 1000:
+                raise MemoryError
+            self.socket.send(frame, flags)
+
+    with make_publisher() as publisher, subscribed(publisher) as (subscriber, first):
+        publisher._sockets.live = ShortOfMemory(publisher._sockets.live)
+        publisher.publish([removed(number) for number in range(1000)])
+        publisher.publish([removed(4)])
+        assert subscriber.receive_frames() == [b"", first.to_bytes(8, "big"), b""]
+        assert subscriber.receive_numbers() == (first + 1, [4])
+    counts = publisher.get_statistics()
+    assert (counts.num_batches_sent, counts.num_events_sent) == (first + 1, first + 1)
+    assert (counts.num_batches_failed, counts.num_events_failed) == (1, 1000)
+
+
 def test_several_threads_may_publish():
     num_threads, num_batches = 4, 500
     with make_publisher() as publisher, subscribed(publisher) as (subscriber, first):
