@@ -87,6 +87,8 @@ EVENTS = [
 def test_event_of_an_engine_is_converted(event):
     assert adopt(make_foreign(event)) == event
     assert adopt(make_foreign(event, news=1)) == event
+    subclass = msgspec.defstruct("Subclass", [], bases=(type(event),))
+    assert adopt(subclass(*msgspec.structs.astuple(event))) == event
     assert adopt(event) is event
 
 
