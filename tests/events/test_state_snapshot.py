@@ -140,15 +140,6 @@ def test_batches_applied_during_the_copy_are_not_in_a_snapshot(batches):
     assert late.known == reader.known
 
 
-def test_snapshot_excludes_batches_applied_after_the_copy():
-    state = made(stored([1, 2]))
-    sequence, chunks = state.iter_snapshot()
-    state.apply([removed(2), stored([3])])
-    assert sequence == 0
-    assert draw(event for chunk in chunks for event in chunk) == ["clear", "> 1 2"]
-    assert not state._snapshot_lock.locked()
-
-
 def test_threaded_snapshots_match_the_state_after_their_batch():
     """Each batch leaves a unique state, so that a snapshot between two batches would be detected."""
     num_batches, num_resident = 3000, 300
