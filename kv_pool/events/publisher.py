@@ -94,9 +94,9 @@ class ZMQEventPublisher(Closing):
         if state is not None:
             state.last_sequence = self._first_sequence - 1
         self._counts = PublisherStatistics()
-        self._sockets = PublisherSockets(config)
-        capacity = 0 if self._sockets.replay is None else config.buffer_steps
+        capacity = 0 if config.rank_replay_endpoint is None else config.buffer_steps
         self._buffer = ReplayBuffer(capacity, self._first_sequence)
+        self._sockets = PublisherSockets(config)
         self.endpoint: str | None = self._sockets.endpoint
         self.replay_endpoint = self._sockets.replay_endpoint
         self._replay_server: ReplayServer | None = None
