@@ -1,4 +1,4 @@
-"""The protocol of a publisher, its statistics, and a publisher that sends nothing."""
+"""The counters of publishers, their protocol, and a publisher that sends nothing."""
 
 import logging
 from dataclasses import dataclass
@@ -47,25 +47,30 @@ class PublisherStatistics:
     num_queued: int = 0
     last_sequence: int | None = None
 
+    def count_sent(self, events: Any, num_bytes: int) -> None:
+        """Count a batch that was sent live, with a payload of `num_bytes`."""
+        self.num_batches_sent += 1
+        self.num_events_sent += len(events)
+        self.num_bytes_sent += num_bytes
+        self.num_empty_batches_sent += not events
 
-def count_dropped(counts: PublisherStatistics, events: Any, num_queued: int) -> None:
-    """Count a batch that is dropped, and log some of these occurrences."""
-    counts.num_batches_dropped += 1
-    counts.num_events_dropped += _count(events)
-    if is_worth_logging(counts.num_batches_dropped):
-        _logger.warning(
-            "%d batches of events dropped so far, %d are queued; raise max_queue_size to queue more",
-            counts.num_batches_dropped,
-            num_queued,
-        )
+    def count_dropped(self, events: Any, num_queued: int) -> None:
+        """Count a batch that is dropped, and log some of these occurrences."""
+        self.num_batches_dropped += 1
+        self.num_events_dropped += _count(events)
+        if is_worth_logging(self.num_batches_dropped):
+            _logger.warning(
+                "%d batches of events dropped so far, %d are queued; raise max_queue_size to queue more",
+                self.num_batches_dropped,
+                num_queued,
+            )
 
-
-def count_failed(counts: PublisherStatistics, events: Any) -> None:
-    """Count a batch that failed with the exception being handled, and log some of these occurrences."""
-    counts.num_batches_failed += 1
-    counts.num_events_failed += _count(events)
-    if is_worth_logging(counts.num_batches_failed):
-        _logger.exception("%d batches of events failed so far", counts.num_batches_failed)
+    def count_failed(self, events: Any) -> None:
+        """Count a batch that failed with the exception being handled, and log some of these occurrences."""
+        self.num_batches_failed += 1
+        self.num_events_failed += _count(events)
+        if is_worth_logging(self.num_batches_failed):
+            _logger.exception("%d batches of events failed so far", self.num_batches_failed)
 
 
 def is_worth_logging(count: int) -> bool:
@@ -81,6 +86,9 @@ def _count(events: Any) -> int:
         return 1
 
 
+# ---- publishers --------------------------------------------------------------------------------------
+
+
 class EventPublisher(Protocol):
     """A publisher of a pool's events.
 
@@ -94,13 +102,16 @@ class EventPublisher(Protocol):
     def publish(self, events: list[KVCacheEvent]) -> None:
         """Publish the events of one scheduler step as one batch. The publisher takes ownership of the list.
 
-        An empty list is not sent. Never blocks; may be called from any thread.
+        An empty list is not sent. Never waits for a socket, an encoder or a reader. May be called from any
+        thread; the batches of one thread are sent in order.
 
         Raises:
             PublisherClosedError: after `close()`.
+        Cost: O(1), independent of the number of events.
         """
 
-    def get_statistics(self) -> PublisherStatistics: ...
+    def get_statistics(self) -> PublisherStatistics:
+        """Return the counters; a batch that is being sent may be in only some of them."""
 
     def close(self) -> None:
         """Send the batches published so far, and stop. Idempotent."""

@@ -3,18 +3,18 @@
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from queue import Empty, SimpleQueue
 
 from kv_pool.closing import Closing
-from kv_pool.core.kv_events import AllBlocksCleared, KVCacheEvent
+from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.stored_events import add_kinds
 from kv_pool.errors import PublisherClosedError
 from kv_pool.events.batch import KVEventBatch, encode_batch, pack_sequence
 from kv_pool.events.config import PublisherConfig
-from kv_pool.events.event_publisher import PublisherStatistics, count_dropped, count_failed
-from kv_pool.events.replay_server import ReplayServer
+from kv_pool.events.event_publisher import PublisherStatistics
+from kv_pool.events.replay_server import ReplayBuffer, ReplayServer
 from kv_pool.events.sockets import PublisherSockets
 from kv_pool.events.stream_state import StreamState
 from kv_pool.events.zmq_module import zmq
@@ -22,6 +22,9 @@ from kv_pool.threads import start_thread
 
 _Published = tuple[int, float, list[KVCacheEvent]]
 """A queued batch: its sequence, its time, its events. A plain tuple, since the pool's thread creates it."""
+
+_Ready = tuple[bytes, bytes, list[KVCacheEvent]]
+"""A batch to send: its sequence, packed; its payload; the events in it."""
 
 MAX_SENT_TOGETHER = 8
 """Batches that are encoded before they are sent together; the first waits for less than a millisecond."""
@@ -45,9 +48,8 @@ class ZMQEventPublisher(Closing):
     replay thread       replay server's buffer, state.iter_snapshot --> ROUTER socket
     ```
 
-    Readers notice every loss: a batch that was dropped or could not be encoded leaves a hole in the sequence.
-    If the state missed a batch, the next one starts with `AllBlocksCleared`: readers then know too few blocks
-    for a while, but never wrong ones.
+    Readers notice every loss: batches that were dropped or could not be encoded leave a hole in the sequence.
+    The publisher's thread skips it, in the replay buffer and in the state: see `StreamState.skip`.
 
     Args:
         config: see `PublisherConfig`.
@@ -87,12 +89,13 @@ class ZMQEventPublisher(Closing):
         self._is_closed = False
         self._linger_deadline_s = float("inf")
 
-        first_sequence = config.find_first_sequence(clock)
-        self._next_sequence = first_sequence
-        self._last_encoded = first_sequence - 1
+        self._first_sequence = config.find_first_sequence(clock)
+        self._next_sequence = self._first_sequence
         if state is not None:
-            state.apply([], first_sequence - 1)
+            state.last_sequence = self._first_sequence - 1
         self._counts = PublisherStatistics()
+        capacity = 0 if config.rank_replay_endpoint is None else config.buffer_steps
+        self._buffer = ReplayBuffer(capacity, self._first_sequence)
         self._sockets = PublisherSockets(config)
         self.endpoint: str | None = self._sockets.endpoint
         self.replay_endpoint = self._sockets.replay_endpoint
@@ -102,7 +105,7 @@ class ZMQEventPublisher(Closing):
             on_failure.callback(self._close_sockets)
             if self._sockets.replay is not None:
                 self._replay_server = ReplayServer(
-                    self._sockets.replay, config, state, first_sequence, self._counts, clock, monotonic
+                    self._sockets.replay, config, state, self._buffer, self._counts, clock, monotonic
                 )
             self._thread = start_thread("kv_pool event publisher", self._run)
             on_failure.pop_all()
@@ -110,15 +113,7 @@ class ZMQEventPublisher(Closing):
     # ---- the pool's thread ---------------------------------------------------------------------------
 
     def publish(self, events: list[KVCacheEvent]) -> None:
-        """Publish the events of one scheduler step as one batch. The publisher takes ownership of the list.
-
-        An empty list is not sent. Never waits for a socket, an encoder or a reader. May be called from any
-        thread; the batches of one thread are sent in order.
-
-        Raises:
-            PublisherClosedError: after `close()`.
-        Cost: O(1), independent of the number of events.
-        """
+        """Publish the events of one scheduler step; see `EventPublisher.publish`."""
         if not events and not self._is_closed:
             return
         # `with` takes twice as long here; benchmarks/bench_event_stream.py
@@ -136,13 +131,13 @@ class ZMQEventPublisher(Closing):
     def _make_room(self, events: list[KVCacheEvent]) -> bool:
         """Drop and count the oldest batch; or count these events as dropped and return False."""
         if self.config.when_full == "drop_newest":
-            count_dropped(self._counts, events, self._queue.qsize())
+            self._counts.count_dropped(events, self._queue.qsize())
             return False
         try:
             _, _, dropped = self._queue.get_nowait()
         except Empty:  # the publisher's thread has taken them meanwhile
             return True
-        count_dropped(self._counts, dropped, self._queue.qsize())
+        self._counts.count_dropped(dropped, self._queue.qsize())
         return True
 
     # ---- the publisher's thread ----------------------------------------------------------------------
@@ -178,59 +173,55 @@ class ZMQEventPublisher(Closing):
                         self._next_sequence += 1
             return batches, False
 
-    def _prepare(self, published: _Published) -> tuple[int, bytes] | None:
-        """Return a batch's sequence and payload; on failure leave a hole in the sequence. Never raises.
+    def _prepare(self, published: _Published) -> _Ready | None:
+        """Encode a batch and buffer it for replays; on failure leave a hole in the sequence. Never raises.
 
         With a state the batch is sent even if no event is left: snapshots from now on include its sequence.
         """
         sequence, ts, events = published
         if self._monotonic() >= self._linger_deadline_s:
-            count_dropped(self._counts, events, self._queue.qsize())
+            # The last batch is the one before: a hole would end replays with a snapshot without blocks.
+            self._counts.count_dropped(events, self._queue.qsize())
             return None
-        state = self._state
-        server = self._replay_server
+        if sequence > self._buffer.last_sequence + 1:  # the queue has dropped the batches in between
+            self._skip(sequence - 1)
         try:
-            sent = events
-            if state is not None and sequence != self._last_encoded + 1:
-                sent = [AllBlocksCleared(), *events]  # the state missed a batch: it was dropped, or failed
-            add_kinds(sent, self._labels, "unknown")
-            if state is not None:
-                sent = state.apply(sent, sequence, packs_tokens=True)
+            add_kinds(events, self._labels, "unknown")
+            state = self._state
+            sent = events if state is None else state.apply(events, sequence, packs_tokens=True)
             batch = KVEventBatch(ts, sent, self.config.data_parallel_rank)
             payload = encode_batch(batch, self.config.positional)
-            self._last_encoded = sequence
+            number = pack_sequence(sequence)
         except Exception:
             # One bad event must not end the stream: this batch becomes a hole, the next one is sent.
-            if state is not None and state.last_sequence != sequence:
-                # Snapshots include its number, so that readers get the next one, and none of its blocks.
-                state.apply([AllBlocksCleared()], sequence)
-            if server is not None:
-                server.buffer.leave_hole(sequence)
-            count_failed(self._counts, events)
-            self._counts.last_sequence = sequence
+            self._counts.count_failed(events)
+            self._skip(sequence)
             return None
         # Buffer the batch before sending it: a reader that has seen a batch live can request it.
-        if server is not None:
-            server.buffer.append(sequence, payload)
-        self._counts.num_events_sent += len(sent)
-        self._counts.num_empty_batches_sent += not sent
-        self._counts.last_sequence = sequence
-        return sequence, payload
+        self._buffer.append(sequence, payload)
+        return number, payload, sent
 
-    def _send(self, ready: list[tuple[int, bytes]]) -> None:
+    def _skip(self, sequence: int) -> None:
+        """Leave a hole up to this sequence: the batches there were dropped, or have failed."""
+        if self._state is not None:
+            self._state.skip(sequence)
+        self._buffer.skip(sequence)
+
+    def _send(self, ready: list[_Ready]) -> None:
         """Send batches that are already in the replay buffer. Never raises."""
         send = self._sockets.live.send  # send_multipart takes three times as long
-        for sequence, payload in ready:
+        for number, payload, events in ready:
             try:
-                number = pack_sequence(sequence)  # first: a message that is begun has to be ended
                 send(self._topic, _MORE)
                 send(number, _MORE)
                 send(payload)
             except Exception:
-                count_failed(self._counts, ())
-                continue
-            self._counts.num_batches_sent += 1
-            self._counts.num_bytes_sent += len(payload)
+                # A PUB socket never waits: memory is short for the payload, or the context is terminated.
+                self._counts.count_failed(events)
+                with suppress(Exception):
+                    send(b"")  # end the message, or the next one would be part of it
+            else:
+                self._counts.count_sent(events, len(payload))
 
     def _close_sockets(self) -> None:
         if self._replay_server is not None:
@@ -243,14 +234,16 @@ class ZMQEventPublisher(Closing):
         """Return the counters; a batch that is being sent may be in only some of them."""
         server = self._replay_server
         num_left_out = 0 if server is None else server.num_events_left_out
+        last_sequence = self._buffer.last_sequence
         return replace(
             self._counts,
             num_events_failed=self._counts.num_events_failed + num_left_out,
             num_queued=self._queue.qsize(),
+            last_sequence=None if last_sequence < self._first_sequence else last_sequence,
         )
 
     def close(self) -> None:
-        """Send the batches published so far, and stop. Idempotent.
+        """Send the batches published so far, and stop; see `EventPublisher.close`.
 
         Waits up to `linger_s` for the queue, and as long again for the batches that ZeroMQ holds for slow
         subscribers. The rest is dropped; batches dropped from the queue are counted.

@@ -87,8 +87,8 @@ class ReplayBuffer:
             self._batches.append((sequence, payload))
             self.last_sequence = sequence
 
-    def leave_hole(self, sequence: int) -> None:
-        """Record that the batch with this sequence, higher than all others, will never be sent."""
+    def skip(self, sequence: int) -> None:
+        """Leave a hole up to this sequence, higher than all others: the batches there are never sent."""
         with self._lock:
             self.last_sequence = sequence
 
@@ -190,12 +190,11 @@ class ReplayServer:
 
     Args:
         socket: a ROUTER, used and finally closed by the server's thread.
-        first_sequence: sequence of the first batch.
+        buffer: the last batches, to which the publisher appends.
         counts: what the server does is counted there.
         clock: time in the batches of snapshots, in seconds since the epoch.
 
     Attributes:
-        buffer: the last batches, to which the publisher appends.
         num_events_left_out: events of snapshots that cannot be encoded.
 
     Raises:
@@ -207,13 +206,13 @@ class ReplayServer:
         socket: "zmq.SyncSocket",
         config: PublisherConfig,
         state: StreamState | None,
-        first_sequence: int,
+        buffer: ReplayBuffer,
         counts: PublisherStatistics,
         clock: Callable[[], float],
         monotonic: Callable[[], float],
     ) -> None:
-        self.buffer = ReplayBuffer(config.buffer_steps, first_sequence)
         self.num_events_left_out = 0
+        self._buffer = buffer
         self._socket = socket
         self._config = config
         self._state = state
@@ -382,11 +381,11 @@ class ReplayServer:
 
     def _iter_answer(self, reader: ReplayReader, start: int) -> Iterator[Reply | None]:
         """Yield the replies to one request, created on demand; None while a snapshot has to wait."""
-        number, last = start, self.buffer.last_sequence
+        number, last = start, self._buffer.last_sequence
         state = self._state
         leaves_gaps = state is None
         while number <= last:
-            batches = self.buffer.list_from(number, REPLAY_HWM)
+            batches = self._buffer.list_from(number, REPLAY_HWM)
             if batches and batches[0][0] == number:
                 for sequence, payload in batches:
                     if sequence != number or sequence > last:
@@ -405,7 +404,7 @@ class ReplayServer:
                 first = number if end - number < MAX_FILLED else end
                 yield self._make_reply(first, snapshot[1], is_snapshot=True)
                 yield from self._iter_empty(first + 1, end)
-                number, last = end + 1, max(last, self.buffer.last_sequence)
+                number, last = end + 1, max(last, self._buffer.last_sequence)
             elif batches and leaves_gaps:
                 number = batches[0][0]
             else:
@@ -447,7 +446,7 @@ class ReplayServer:
         None if the state raises an error: readers then get the batches in the buffer.
         """
         snapshot = self._snapshot
-        if snapshot is None or snapshot[0] < number or not self.buffer.has_all_from(snapshot[0] + 1):
+        if snapshot is None or snapshot[0] < number or not self._buffer.has_all_from(snapshot[0] + 1):
             self._snapshot = None
             ts = self._clock()
             try:

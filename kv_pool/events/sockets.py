@@ -51,10 +51,7 @@ class PublisherSockets:
         self._curve: ServerCurve | None = None
         with ExitStack() as on_failure:
             on_failure.callback(self.end)
-            if config.curve_secret_key_file is not None:
-                self._curve = ServerCurve(config.curve_secret_key_file)
-                if config.curve_client_keys_dir is not None:
-                    self._curve.admit_only(self.context, config.curve_client_keys_dir)
+            self._curve = open_curve(config, self.context, on_failure)
             self.live = self._open(zmq.PUB, endpoints, config, config.hwm, on_failure)
             self.endpoint = attach(
                 self.live, endpoint, should_bind(endpoint) if config.bind is None else config.bind
@@ -96,6 +93,23 @@ class PublisherSockets:
         if self._curve is not None:
             self._curve.encrypt(socket)
         return socket
+
+
+def open_curve(
+    config: PublisherConfig, context: "zmq.Context[zmq.SyncSocket]", on_failure: ExitStack
+) -> ServerCurve | None:
+    """Return the encryption of a publisher's sockets; None without. Only listed readers are admitted, if any.
+
+    Raises:
+        InvalidArgumentError: a key file that cannot be used.
+    """
+    if config.curve_secret_key_file is None:
+        return None
+    curve = ServerCurve(config.curve_secret_key_file)
+    on_failure.callback(curve.stop)
+    if config.curve_client_keys_dir is not None:
+        curve.admit_only(context, config.curve_client_keys_dir)
+    return curve
 
 
 def attach(socket: "zmq.SyncSocket", endpoint: str, binds: bool) -> str:

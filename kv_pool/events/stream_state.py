@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from threading import Lock
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from msgspec import Raw
 from msgspec.structs import astuple, replace
@@ -25,24 +25,31 @@ LEAST_PACKED_BYTES: Final = 256
 NUM_FORGOTTEN_AT_ONCE: Final = 1024
 """Number of dict entries that one call of `drop_some` frees, in 0.1 ms."""
 
-# The positions of a `BlockStored`'s fields; a `BlockRemoved` begins with its hashes, too.
+_OWN_CLASSES: Final[dict[str, Any]] = {
+    own.__name__: own for own in (BlockStored, BlockReported, BlockRemoved, AllBlocksCleared)
+}
+
+# Events are read as tuples of their fields: in compiled code `astuple` takes as long as reading two fields by
+# name, and unpacking the tuple takes longer. Positions in a `BlockStored`; a `BlockRemoved` begins with its
+# hashes, too.
 HASHES: Final = 0
 PARENT: Final = 1
 TOKENS: Final = 2
 BLOCK_SIZE: Final = 3
-LORA_ID: Final = 4
-MEDIUM: Final = 5
-LORA_NAME: Final = 6
 EXTRA_KEYS: Final = 7
-GROUP: Final = 8
-KIND: Final = 9
-WINDOW: Final = 10
-LOCALITY: Final = 11
-OWNERSHIP: Final = 12
 LOOKAHEAD: Final = 14
 
-OWN_CLASSES: Final = (BlockStored, BlockRemoved, AllBlocksCleared)
-_BY_NAME: Final[dict[str, Any]] = {own.__name__: own for own in (*OWN_CLASSES, BlockReported)}
+
+def place_of_stored(fields: tuple[Any, ...]) -> Any:
+    """Return where a `BlockStored` is: a tuple equal to a `Place`, and created faster."""
+    medium, group_idx, locality, ownership = fields[5], fields[8], fields[11], fields[12]
+    return medium, group_idx, locality, ownership
+
+
+def kind_of_stored(fields: tuple[Any, ...]) -> Any:
+    """Return what the blocks of a `BlockStored` have in common: a tuple equal to a `BlockKind`."""
+    lora_id, lora_name, kind, window = fields[4], fields[6], fields[9], fields[10]
+    return fields[BLOCK_SIZE], lora_id, lora_name, kind, window, fields[EXTRA_KEYS] is not None
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -79,6 +86,7 @@ class StreamState:
     def __init__(self, keeps_token_ids: bool = True) -> None:
         self.resident = ResidentBlocks(keeps_token_ids)
         self.last_sequence = NOTHING_APPLIED
+        self._is_behind = False  # batches were skipped since the last one
         self._lock = Lock()  # guards resident, last_sequence; held for a batch or a piece of a copy
         self._snapshot_lock = Lock()  # one snapshot at a time
 
@@ -88,7 +96,7 @@ class StreamState:
         """Apply a batch of events; return the events to send instead.
 
         Args:
-            events: oldest first; events of an engine's own classes are converted.
+            events: oldest first; events of an engine's own classes, and of subclasses, are converted.
             sequence: the number of the batch; None for the next one. Send the batch even if no event is left:
                 later snapshots include its number.
             packs_tokens: allow the token ids of returned stores to be a `msgspec.Raw`, which an encoder only
@@ -100,10 +108,24 @@ class StreamState:
         ours = adopt_all(events if type(events) is list else list(events))
         with self._lock:
             sent = self.resident.apply(ours, packs_tokens)
+            if self._is_behind:
+                sent.insert(0, AllBlocksCleared())
+                self._is_behind = False
             self.last_sequence = self.last_sequence + 1 if sequence is None else sequence
             if not self._snapshot_lock.locked():  # a snapshot may not have copied the cleared blocks yet
                 self.resident.drop_some()
         return sent
+
+    def skip(self, sequence: int) -> None:
+        """Forget all blocks, since the batches up to this number are lost; also one that was applied.
+
+        The next batch to send starts with `AllBlocksCleared`, and so do snapshots until then: readers know
+        too few blocks for a while, but never wrong ones.
+        """
+        with self._lock:
+            self.resident.clear()
+            self._is_behind = True
+            self.last_sequence = sequence
 
     def iter_snapshot(
         self, yield_timer: YieldTimer | None = None
@@ -178,9 +200,10 @@ class ResidentBlocks:
         # Reading a local name is faster than reading a module's, for each event.
         stored: Any = BlockStored
         removed: Any = BlockRemoved
+        cleared: Any = AllBlocksCleared
         for event in events:
             kind = type(event)
-            if kind is removed or isinstance(event, BlockRemoved):
+            if kind is removed:
                 fields: tuple[Any, ...] = astuple(event)
                 its_place: Any = fields[1:5]  # equal to a `Place`
                 if its_place != place:
@@ -195,23 +218,20 @@ class ResidentBlocks:
                 hashes = []
             if kind is stored:
                 self._store(event, sent, packs_tokens)
-            elif isinstance(event, AllBlocksCleared):
-                self._clear()
+            elif kind is cleared:
+                self.clear()
                 sent.append(event)
-            elif not isinstance(event, BlockReported):
-                self._store(event, sent, packs_tokens)
         if hashes:
             self._remove(place, hashes, sent)
         return sent
 
     def _store(self, event: Any, sent: list[KVCacheEvent], packs_tokens: bool) -> None:
         """Add one copy of each hash of a `BlockStored`, and send what readers do not know. O(hashes)."""
-        # In compiled code this call takes as long as reading two fields by name, and unpacking takes longer.
         fields: tuple[Any, ...] = astuple(event)
         hashes: list[Any] = fields[HASHES]
         if not hashes:
             return
-        blocks = self._get_or_add_place((fields[MEDIUM], fields[GROUP], fields[LOCALITY], fields[OWNERSHIP]))
+        blocks = self._get_or_add_place(place_of_stored(fields))
         has_tokens = len(fields[TOKENS]) == len(hashes) * fields[BLOCK_SIZE]
         stored = self._add_copies(blocks, fields, has_tokens)
         positions = stored.positions
@@ -236,23 +256,14 @@ class ResidentBlocks:
 
     def _add_copies(self, blocks: PlaceBlocks, fields: tuple[Any, ...], has_tokens: bool) -> StoreResult:
         """Add one copy of each hash of a store, given as its fields."""
-        token_ids, block_size, extra_keys = fields[TOKENS], fields[BLOCK_SIZE], fields[EXTRA_KEYS]
-        lookahead = fields[LOOKAHEAD]
-        # Equal to a `BlockKind`, and created faster.
-        kind_key: Any = (
-            block_size,
-            fields[LORA_ID],
-            fields[LORA_NAME],
-            fields[KIND],
-            fields[WINDOW],
-            extra_keys is not None,
-        )
+        token_ids, extra_keys, lookahead = fields[TOKENS], fields[EXTRA_KEYS], fields[LOOKAHEAD]
+        kind_key = kind_of_stored(fields)
         num_blocks = len(fields[HASHES])
         kind = self._kinds.get(kind_key)
         if kind is None:
             kind = BlockKind(*kind_key)
             self._kinds[kind] = kind
-        if not self.keeps_token_ids or not block_size or not has_tokens:
+        if not self.keeps_token_ids or not fields[BLOCK_SIZE] or not has_tokens:
             token_ids = None
         if lookahead is not None:
             lookahead = one_each(lookahead, num_blocks) if self.keeps_token_ids else None
@@ -274,7 +285,7 @@ class ResidentBlocks:
             self.places[blocks.place] = blocks
         return blocks
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
         """Remove all hashes in all places. `drop_some` frees the memory in pieces."""
         for blocks in self.places.values():
             self._forgotten += [blocks.held.values, blocks.held.copies, blocks.children, *blocks.shards]
@@ -344,7 +355,7 @@ def one_each(entries: list[Any] | None, num_hashes: int) -> tuple[Any, ...] | No
 
 
 def adopt_all(events: list[Any]) -> list[Any]:
-    """Convert the events of other packages to kv_pool's classes.
+    """Convert the events of other classes to kv_pool's, so that each has exactly one of four classes.
 
     Raises:
         InvalidTypeError: as `adopt`.
@@ -362,19 +373,21 @@ def adopt(event: object) -> BlockStored | BlockRemoved | AllBlocksCleared:
     """Return the event as a kv_pool event; the same object if it is one already. Its lists are shared.
 
     Raises:
-        InvalidTypeError: its class has none of the known names, or it lacks a field.
+        InvalidTypeError: neither its class nor a base has one of the known names, or it lacks a field.
     """
-    if isinstance(event, OWN_CLASSES):
-        return event
-    own = _BY_NAME.get(type(event).__name__)
-    if own is None:
-        raise InvalidTypeError(
-            f"a {type(event).__name__} cannot be sent; readers know BlockStored, BlockRemoved and "
-            "AllBlocksCleared"
-        )
-    fields = {name: getattr(event, name) for name in own.__struct_fields__ if hasattr(event, name)}
-    try:
-        adopted: BlockStored | BlockRemoved | AllBlocksCleared = own(**fields)
-    except TypeError as error:
-        raise InvalidTypeError(f"a {type(event).__name__} cannot be sent: {error}") from error
-    return adopted
+    kind: Any = type(event)
+    for base in kind.__mro__:
+        own = _OWN_CLASSES.get(base.__name__)
+        if own is None:
+            continue
+        if own is kind:
+            return cast(BlockStored | BlockRemoved | AllBlocksCleared, event)
+        fields = {name: getattr(event, name) for name in own.__struct_fields__ if hasattr(event, name)}
+        try:
+            adopted: BlockStored | BlockRemoved | AllBlocksCleared = own(**fields)
+        except TypeError as error:
+            raise InvalidTypeError(f"a {kind.__name__} cannot be sent: {error}") from error
+        return adopted
+    raise InvalidTypeError(
+        f"a {kind.__name__} cannot be sent; readers know BlockStored, BlockRemoved and AllBlocksCleared"
+    )

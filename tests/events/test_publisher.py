@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import zmq
@@ -132,6 +133,27 @@ def test_batch_that_cannot_be_encoded_leaves_a_hole():
     assert (statistics.num_batches_failed, statistics.num_events_failed) == (3, 4)
 
 
+def test_batch_that_cannot_be_sent_ends_its_message():
+    """The next batch was part of the same message, and readers understood neither."""
+
+    with make_publisher() as publisher, subscribed(publisher) as (subscriber, first):
+        live = publisher._sockets.live
+
+        def send_short(frame, flags=0):
+            if len(frame) > 1000:
+                raise MemoryError
+            live.send(frame, flags)
+
+        publisher._sockets.live = SimpleNamespace(send=send_short, close=live.close)
+        publisher.publish([removed(number) for number in range(1000)])
+        publisher.publish([removed(4)])
+        assert subscriber.receive_frames() == [b"", first.to_bytes(8, "big"), b""]
+        assert subscriber.receive_numbers() == (first + 1, [4])
+    counts = publisher.get_statistics()
+    assert (counts.num_batches_sent, counts.num_events_sent) == (first + 1, first + 1)
+    assert (counts.num_batches_failed, counts.num_events_failed) == (1, 1000)
+
+
 def test_several_threads_may_publish():
     num_threads, num_batches = 4, 500
     with make_publisher() as publisher, subscribed(publisher) as (subscriber, first):
@@ -176,39 +198,26 @@ def test_full_queue_drops_batches_and_leaves_a_hole(when_full, sent):
         wait_until(lambda: publisher.get_statistics().num_queued == 0, "taken")
         publisher.publish([removed(6)])
         wait_until(lambda: publisher.get_statistics().last_sequence == 6, "sent")
-        batches = publisher._replay_server.buffer.list_from(0, 9)
+        batches = publisher._buffer.list_from(0, 9)
     assert (dropped.num_batches_dropped, dropped.num_events_dropped, dropped.num_queued) == (2, 2, 3)
     assert {sequence: draw(decode_batch(payload).events) for sequence, payload in batches} == sent
 
 
-def test_batch_that_the_state_rejects_is_followed_by_a_clear():
-    with make_publisher(StreamState()) as publisher:
-        for events in ([removed(1)], [removed(2), object()], [removed(3)], [removed(4)]):
-            publisher.publish(events)
-        wait_until(lambda: publisher.get_statistics().last_sequence == 3, "sent")
-        batches = publisher._replay_server.buffer.list_from(0, 9)
-    drawn = {sequence: draw(decode_batch(payload).events) for sequence, payload in batches}
-    assert drawn == {0: ["- 1"], 2: ["clear", "- 3"], 3: ["- 4"]}
-
-
-def test_batch_that_cannot_be_encoded_is_followed_by_a_clear():
-    with make_publisher(StreamState()) as publisher:
-        for events in ([removed(1)], [removed(2), removed(2**64)], [removed(3)], [removed(4)]):
-            publisher.publish(events)
-        wait_until(lambda: publisher.get_statistics().last_sequence == 3, "sent")
-        batches = publisher._replay_server.buffer.list_from(0, 9)
-    drawn = {sequence: draw(decode_batch(payload).events) for sequence, payload in batches}
-    assert drawn == {0: ["- 1"], 2: ["clear", "- 3"], 3: ["- 4"]}
-
-
-def test_snapshot_after_a_broken_batch_has_no_removed_block():
+@pytest.mark.parametrize("bad", [object(), removed(2**64)], ids=["rejected", "not encoded"])
+def test_broken_batch_leaves_no_block_and_is_followed_by_a_clear(bad):
+    """A block whose removal was lost was in snapshots until the next batch."""
     state = StreamState()
     with make_publisher(state) as publisher:
-        publisher.publish([BlockStored([1, 2], None, list(range(32)), 16, None, None, None)])
-        publisher.publish([removed(1), object()])
-        wait_until(lambda: publisher.get_statistics().last_sequence == 1, "sent")
-        sequence, events = state.iter_snapshot()
-    assert (sequence, [draw(part) for part in events]) == (1, [["clear"]])
+        publisher.publish([stored()])
+        publisher.publish([removed(1), bad])
+        wait_until(lambda: publisher.get_statistics().last_sequence == 1, "skipped")
+        assert state.take_snapshot() == (1, [AllBlocksCleared()])
+        publisher.publish([removed(3)])
+        publisher.publish([removed(4)])
+        wait_until(lambda: publisher.get_statistics().last_sequence == 3, "sent")
+        batches = publisher._buffer.list_from(0, 9)
+    drawn = {sequence: draw(decode_batch(payload).events) for sequence, payload in batches}
+    assert drawn == {0: ["> 1"], 2: ["clear", "- 3"], 3: ["- 4"]}
 
 
 def test_heartbeat_shows_a_loss_that_no_batch_follows():
@@ -221,7 +230,7 @@ def test_heartbeat_shows_a_loss_that_no_batch_follows():
         publisher.publish([removed(2)])
         gate.set()
         wait_until(lambda: publisher.get_statistics().num_batches_sent >= 3, "sent")
-        ((sequence, payload),) = publisher._replay_server.buffer.list_from(3, 1)
+        ((sequence, payload),) = publisher._buffer.list_from(3, 1)
     assert publisher.get_statistics().num_batches_dropped == 1
     assert (sequence, decode_batch(payload).events) == (3, [AllBlocksCleared()])
 

@@ -76,9 +76,6 @@ def test_events_have_no_token_ids_unless_they_are_kept():
 def test_snapshot_has_the_number_of_its_last_batch():
     state = StreamState()
     assert state.take_snapshot()[0] == -1
-    state.apply([stored([1])])
-    state.apply([stored([2])])
-    assert state.take_snapshot()[0] == 1
     state.apply([stored([3])], sequence=1000)
     assert state.take_snapshot()[0] == 1000
 
@@ -138,15 +135,6 @@ def test_batches_applied_during_the_copy_are_not_in_a_snapshot(batches):
     for chunk in chunks:
         late.read(chunk)
     assert late.known == reader.known
-
-
-def test_snapshot_excludes_batches_applied_after_the_copy():
-    state = made(stored([1, 2]))
-    sequence, chunks = state.iter_snapshot()
-    state.apply([removed(2), stored([3])])
-    assert sequence == 0
-    assert draw(event for chunk in chunks for event in chunk) == ["clear", "> 1 2"]
-    assert not state._snapshot_lock.locked()
 
 
 def test_threaded_snapshots_match_the_state_after_their_batch():

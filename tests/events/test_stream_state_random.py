@@ -85,6 +85,9 @@ events = st.one_of(
 )
 
 
+LOST = "a batch that was lost"
+
+
 def count_copies(copies, batch):
     """Count the copies of each hash after a batch; return those that are gone, or were never there."""
     gone = set()
@@ -115,10 +118,15 @@ def list_keys(events, kind):
 
 @pytest.mark.parametrize("seed", range(3))  # hypothesis draws other cases for each
 @settings(max_examples=200, deadline=None)
-@given(batches=st.lists(st.lists(events, max_size=6), max_size=8))
+@given(batches=st.lists(st.just(LOST) | st.lists(events, max_size=6), max_size=8))
 def test_random_events_match_counted_copies(seed, batches):
     state, reader, copies = StreamState(), Reader(), Counter()
     for number, batch in enumerate(batches):
+        if batch is LOST:
+            state.skip(number)
+            copies.clear()
+            assert state.take_snapshot() == (number, [AllBlocksCleared()])
+            continue
         before = draw(batch)
         sent = state.apply(batch)
         assert draw(batch) == before
@@ -132,7 +140,7 @@ def test_random_events_match_counted_copies(seed, batches):
         assert {(place, found): num_copies for place, found, num_copies in state.resident} == dict(copies)
         removed_keys, stored_keys = ({*list_keys(sent, kind)} for kind in (BlockRemoved, BlockStored))
         assert gone <= removed_keys
-        is_cleared = any(isinstance(event, AllBlocksCleared) for event in batch)
+        is_cleared = any(isinstance(event, AllBlocksCleared) for event in sent)
         for place, again in removed_keys - gone:  # blocks behind one that was stored again
             assert (place, again) in stored_keys
             if (place, again) in reader.known and not is_cleared:
