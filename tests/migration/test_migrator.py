@@ -543,10 +543,14 @@ def test_the_last_thousand_ended_migrations_are_listed(make_pair):
     pair.a.start("r", range(4))
     subject = PrefixSubject(tuple(pair.a.requests["r"].block_hashes))
     ids = []
-    for _ in range(1005):
-        migration = pair.node_b.fetch(subject, "a")
+    for number in range(1005):
+        migration = pair.node_b.fetch(subject, "a", hold_s=60.0 * (number in (1, 2)))
         migration.wait(PATIENCE_S)
         ids.append(migration.migration_id)
-    assert [status.migration_id for status in pair.node_b.list_migrations()] == ids[5:]
+    # Held ones are listed besides.
+    assert [status.migration_id for status in pair.node_b.list_migrations()] == [*ids[1:3], *ids[5:]]
     with pytest.raises(InvalidArgumentError, match="running: none"):
         pair.node_b.find_migration(ids[0])
+    pair.node_b.find_migration(ids[1]).release()
+    pair.node_b.fetch(subject, "a").wait(PATIENCE_S)
+    assert [status.migration_id for status in pair.node_b.list_migrations()][:3] == [ids[2], *ids[6:8]]
