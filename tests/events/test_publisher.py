@@ -1,5 +1,6 @@
 """The contract of both publishers; socket behaviour is tested on real sockets."""
 
+import re
 import socket as tcp
 import subprocess
 import sys
@@ -398,15 +399,22 @@ def test_publisher_that_gets_no_thread_frees_its_ports(name, monkeypatch):
         assert publisher.endpoint == places["endpoint"]
 
 
-def test_failure_to_read_client_keys_ends_the_authenticator(keys, monkeypatch):
-    """Its thread kept a socket open, and the publisher waited for it forever."""
+@pytest.mark.parametrize(
+    ("method", "failure", "expected"),
+    [
+        ("ThreadAuthenticator.configure_curve", OSError("no directory"), InvalidArgumentError),
+        ("AuthenticationThread.start", RuntimeError("can't start new thread"), OutOfThreadsError),
+    ],
+)
+def test_failure_to_start_the_authenticator_closes_it(keys, monkeypatch, method, failure, expected):
+    """Its thread kept a socket open, or was waited for, and the publisher waited forever."""
 
     def refuse(*arguments, **options):
-        raise OSError("the directory is gone")
+        raise failure
 
-    monkeypatch.setattr("zmq.auth.thread.ThreadAuthenticator.configure_curve", refuse)
+    monkeypatch.setattr(f"zmq.auth.thread.{method}", refuse)
     before = set(threading.enumerate())
-    with pytest.raises(InvalidArgumentError, match=r"curve_client_keys_dir .*the directory is gone"):
+    with pytest.raises(expected, match=re.escape(str(failure))):
         make_publisher(curve_secret_key_file=keys["server"], curve_client_keys_dir=keys["admitted"])
     assert set(threading.enumerate()) <= before
 
