@@ -166,14 +166,14 @@ def test_several_threads_may_publish():
 )
 def test_full_queue_drops_batches_and_leaves_a_hole(when_full, sent):
     """Batches 1 to 5 are published into a queue of 3 while batch 0 blocks."""
-    entered, gate = threading.Event(), threading.Event()
-    with make_publisher(GatedState(entered, gate), max_queue_size=3, when_full=when_full) as publisher:
+    state = GatedState()
+    with make_publisher(state, max_queue_size=3, when_full=when_full) as publisher:
         publisher.publish([removed(0)])
-        assert entered.wait(20)
+        assert state.entered.wait(20)
         for number in range(1, 6):
             publisher.publish((removed(number),))
         dropped = publisher.get_statistics()
-        gate.set()
+        state.gate.set()
         wait_until(lambda: publisher.get_statistics().num_queued == 0, "taken")
         publisher.publish([removed(6)])
         wait_until(lambda: publisher.get_statistics().last_sequence == 6, "sent")
@@ -204,14 +204,13 @@ def test_snapshot_after_a_broken_batch_has_no_removed_block():
 
 
 def test_heartbeat_shows_a_loss_that_no_batch_follows():
-    entered, gate = threading.Event(), threading.Event()
-    state = GatedState(entered, gate)
+    state = GatedState()
     with make_publisher(state, max_queue_size=1, when_full="drop_newest", heartbeat_s=0.01) as publisher:
         publisher.publish([removed(0)])
-        assert entered.wait(20)
+        assert state.entered.wait(20)
         publisher.publish([removed(1)])
         publisher.publish([removed(2)])
-        gate.set()
+        state.gate.set()
         wait_until(lambda: publisher.get_statistics().num_batches_sent >= 3, "sent")
         ((sequence, payload),) = publisher._replay_server.buffer.list_from(3, 1)
     assert publisher.get_statistics().num_batches_dropped == 1

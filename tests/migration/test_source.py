@@ -125,22 +125,6 @@ def test_another_callers_expire_also_ends_the_transfer():
     bench.check()
 
 
-def test_an_interrupted_end_is_completed_by_expire(monkeypatch):
-    def interrupt(*arguments):
-        raise KeyboardInterrupt
-
-    bench = SourceBench()
-    bench.ask("prepare")
-    with monkeypatch.context() as patch:
-        patch.setattr(bench.engine.site, "release", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            bench.ask("acknowledge")
-    bench.transfers.expire()  # long before the deadline
-    assert bench.transfers.find_outcome(TRANSFER_ID).state is TransferState.ACKNOWLEDGED
-    assert not bench.is_here()
-    bench.check()
-
-
 def test_on_change_is_called_once_at_start_and_end():
     bench = SourceBench()
     for call in ("prepare", "prepare", "acknowledge", "acknowledge"):
