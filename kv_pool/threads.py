@@ -26,7 +26,7 @@ def start_thread(name: str, target: Callable[..., object], *args: object) -> thr
     try:
         thread.start()
     except (RuntimeError, MemoryError) as error:
-        raise _make_error(name, error) from error
+        raise make_out_of_threads(name, error) from error
     return thread
 
 
@@ -39,10 +39,11 @@ def submit(executor: Executor, name: str, function: Callable[..., Result], *args
     try:
         return executor.submit(function, *args)
     except (RuntimeError, MemoryError) as error:
-        raise _make_error(name, error) from error
+        raise make_out_of_threads(name, error) from error
 
 
-def _make_error(name: str, error: BaseException) -> OutOfThreadsError:
+def make_out_of_threads(name: str, error: BaseException) -> OutOfThreadsError:
+    """Return the error for a thread that the system did not start."""
     return OutOfThreadsError(
         f"no thread could be started for {name!r}: {error}. Raise the limit of threads (ulimit -u, or "
         "the container's pids limit)"

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.regular_files import open_regular
+from kv_pool.threads import make_out_of_threads
 
 if TYPE_CHECKING:
     import zmq
@@ -66,6 +67,7 @@ class ServerCurve:
 
         Raises:
             InvalidArgumentError: a directory that cannot be read, or has no keys.
+            OutOfThreadsError: the system cannot start the thread.
         """
         from zmq.auth import load_certificates
         from zmq.auth.thread import ThreadAuthenticator
@@ -73,9 +75,15 @@ class ServerCurve:
         try:
             if not load_certificates(keys_dir):
                 raise InvalidArgumentError("no .key file, so no reader could connect; add public keys")
-            self._authenticator = ThreadAuthenticator(context)
-            self._authenticator.start()
-            self._authenticator.configure_curve(domain="*", location=keys_dir)
+            authenticator = self._authenticator = ThreadAuthenticator(context)
+            try:
+                authenticator.start()
+            except Exception as error:
+                _close_unused_pipes(authenticator)
+                if isinstance(error, (RuntimeError, MemoryError)):
+                    raise make_out_of_threads("kv_pool authenticator", error) from error
+                raise
+            authenticator.configure_curve(domain="*", location=keys_dir)
         except (OSError, ValueError) as error:
             raise InvalidArgumentError(f"curve_client_keys_dir {keys_dir}: {error}") from error
 
@@ -84,6 +92,15 @@ class ServerCurve:
         if self._authenticator is not None:
             self._authenticator.stop()
             self._authenticator = None
+
+
+def _close_unused_pipes(authenticator: "ThreadAuthenticator") -> None:
+    """Close the sockets to a thread that does not run: `stop` would wait for it, and the context for them."""
+    if not authenticator.is_alive():
+        for owner in (authenticator, authenticator.thread):
+            if owner is not None and owner.pipe is not None:
+                owner.pipe.close(linger=0)
+                owner.pipe = None  # type: ignore[assignment] # as its `stop` does
 
 
 def load_public_key(name: str, path: str | PathLike[str]) -> bytes:

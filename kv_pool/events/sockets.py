@@ -41,6 +41,7 @@ class PublisherSockets:
     Raises:
         EndpointError: an address that cannot be bound or connected to. Nothing is left open.
         InvalidArgumentError: a key file that cannot be used. Nothing is left open.
+        OutOfThreadsError: no thread could be started to check the keys of readers. Nothing is left open.
     """
 
     def __init__(self, config: PublisherConfig) -> None:

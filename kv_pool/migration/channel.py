@@ -322,7 +322,11 @@ class BulkListener:
         return [*self._strangers] if self._listener is None else [self._listener, *self._strangers]
 
     def go_on(self, readable: Sequence[socket.socket]) -> None:
-        """Accept connections, read tickets, and close late strangers. Call it once a second, too."""
+        """Accept connections and read tickets; close the strangers that are late or too many.
+
+        Args:
+            readable: those of `list_sockets` with something to read. Call it each second, also with [].
+        """
         for one in readable:
             if one is self._listener:
                 self._accept(one)

@@ -118,6 +118,11 @@ class ManagerSequences(Sequences):
 
     # ---- coming ----------------------------------------------------------------------------------
 
+    def check_receives_blocks(self) -> None:
+        raise InvalidArgumentError(
+            "a manager receives whole requests, and the offer has single blocks; move the request instead"
+        )
+
     def check_arriving(
         self,
         details: list[_TableState] | None,
@@ -128,9 +133,7 @@ class ManagerSequences(Sequences):
         if not sequence_ids:
             return
         if not is_whole:
-            raise InvalidArgumentError(
-                "a manager receives whole requests, and the offer has single blocks; move the request instead"
-            )
+            self.check_receives_blocks()
         self._check_absent(sequence_ids[0])
         tables = details or []
         # One table for each group; each offered block is in exactly one of them.

@@ -28,7 +28,7 @@ _MAX_PAUSE_S: Final = 30.0
 class MigrationBook:
     """The migrations of a node by transfer id: the running ones and the last 1000 that ended. Thread-safe.
 
-    A pull that holds arrived blocks stays until the hold has ended.
+    Older pulls that hold arrived blocks stay in addition, until a migration ends after the hold has.
 
     Args:
         on_phase: called with a status at each change, synchronously by the thread that made the change.
@@ -40,6 +40,7 @@ class MigrationBook:
         self._lock = threading.Lock()
         self._migrations: OrderedDict[TransferId, Migration] = OrderedDict()
         self._ended: deque[Migration] = deque()
+        self._older: list[Migration] = []  # that ended before those, and may hold blocks
 
     # ---- looking ---------------------------------------------------------------------------------
 
@@ -112,15 +113,18 @@ class MigrationBook:
             self._forget_oldest(migration)
 
     def _forget_oldest(self, ended: Migration) -> None:
-        """Forget the oldest ended migrations, except those that still hold blocks."""
+        """Forget the migrations before the last `MAX_ENDED` that ended, except those that hold blocks."""
         with self._lock:
             self._ended.append(ended)
-            for _ in range(len(self._ended) - MAX_ENDED):
-                oldest = self._ended.popleft()
-                if isinstance(oldest, Pull) and oldest.is_holding():
-                    self._ended.append(oldest)
+            while len(self._ended) > MAX_ENDED:
+                self._older.append(self._ended.popleft())
+            holding: list[Migration] = []
+            for one in self._older:
+                if isinstance(one, Pull) and one.is_holding():
+                    holding.append(one)
                 else:
-                    self._migrations.pop(oldest.transfer_id, None)
+                    self._migrations.pop(one.transfer_id, None)
+            self._older = holding
 
 
 class Housekeeping:

@@ -340,11 +340,14 @@ class Migrator(Running):
         return self._start_migration(Push(self._settings, wanted, target, self._source), self._pushers)
 
     def list_migrations(self) -> list[MigrationStatus]:
-        """Return the running migrations and the last 1000 that ended, in both directions, oldest first."""
+        """Return the running migrations and the last 1000 that ended, in both directions, oldest first.
+
+        Fetches whose arrived blocks are held (`hold_s`) are listed in addition, however long ago they ended.
+        """
         return [migration.get_status() for migration in self._book.list_all()]
 
     def find_migration(self, migration_id: str) -> Migration:
-        """Return a migration that is running or one of the last 1000 that ended.
+        """Return one of the migrations that `list_migrations` lists.
 
         Raises:
             InvalidArgumentError: the id is unknown; the message lists the running migrations.

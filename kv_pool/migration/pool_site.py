@@ -427,9 +427,8 @@ class PoolSite:
             if decoded.details is not None:
                 decoded.details = msgspec.convert(decoded.details, self.sequences.details_type)
         except UNDECODABLE as error:
-            arriving = [one for one in decoded.sequence_ids if one is not None]
-            if arriving:  # first: it may receive no single blocks, whatever their state
-                self.sequences.check_arriving(None, arriving, len(offered), False)
+            if any(one is not None for one in decoded.sequence_ids):
+                self.sequences.check_receives_blocks()  # first: single blocks have another pool's state
             raise InvalidArgumentError(f"cannot decode the source's subject state: {error}") from error
         expected = len(offered) if isinstance(subject, BlocksSubject) and state else 0
         if len(decoded.sequence_ids) != expected:

@@ -74,6 +74,10 @@ class Sequences(Protocol):
 
     # ---- coming ----------------------------------------------------------------------------------
 
+    def check_receives_blocks(self) -> None:
+        """Raise InvalidArgumentError if sequences of this pool receive no single blocks."""
+        return None
+
     def check_arriving(
         self, details: Any, sequence_ids: Sequence[Any], num_blocks: int, is_whole: bool
     ) -> None:

@@ -341,7 +341,7 @@ class TierStack:
                 del self._held[key]
 
     def hold_only(self, keys: Sequence[BlockHashWithGroupId]) -> None:
-        """Replace all holds by one hold of each of these keys, for a repair."""
+        """Replace all holds by one hold of each of these keys, and mark them as used now, for a repair."""
         self._held.clear()
         self.hold(keys)
 

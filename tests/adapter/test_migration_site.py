@@ -238,22 +238,24 @@ def test_invalid_subjects_are_refused():
 
 
 @pytest.mark.parametrize(
-    "said",
+    ("said", "message"),
     [
-        b"\xff",
-        b"\x93\x01\x02\x03",
-        b"\x93\x91\x01\x81\x01\x09\xc4\x00",
-        b"\x91\x91\x01",
-        b"\x90",
-        b"\x93\x90\xc0\xc4\x00",
+        (b"\xff", "cannot decode"),
+        (b"\x93\x01\x02\x03", "cannot decode"),
+        (b"\x93\x91\x01\x81\x01\x09\xc4\x00", "names sequences for 1 of them; expected"),
+        (b"\x93\x91\x01\xa1x\xc4\x00", r"cannot decode .*: Expected `object`, got `str`"),
+        (b"\x91\x91\x01", "cannot decode"),
+        (b"\x90", "cannot decode"),
+        (b"\x93\x90\xc0\xc4\x00", "states the priorities|names sequences for 0 of them"),
+        (b"\x94\x90\xc0\xc4\x00\x00", r"cannot decode .* at most length 3"),
     ],
 )
-def test_invalid_source_details_are_refused(said):
+def test_invalid_source_details_are_refused(said, message):
     here, there = make_sites()
     selection = here.select(SequenceSubject(1), for_move=False)
     before = state(there.gpu_pool)
     for subject in (SequenceSubject(1), BlocksSubject((1, 2, 3))):
-        with pytest.raises(InvalidArgumentError):
+        with pytest.raises(InvalidArgumentError, match=message):
             there.reserve(subject, selection.offered, said)
     assert state(there.gpu_pool) == before
 

@@ -1,5 +1,7 @@
 """Publishers for tests, on free ports, closed at the end."""
 
+from threading import Event
+
 from kv_pool.events.config import PublisherConfig
 from kv_pool.events.publisher import ZMQEventPublisher
 from kv_pool.events.stream_state import StreamState
@@ -15,10 +17,9 @@ def make_publisher(state=None, clock=lambda: 1700000000.5, **settings):
 class GatedState(StreamState):
     """A state that blocks the publisher's thread at its first batch until the gate is open."""
 
-    def __init__(self, entered, gate):
+    def __init__(self):
         super().__init__()
-        self.entered = entered
-        self.gate = gate
+        self.entered, self.gate = Event(), Event()
 
     def apply(self, events, sequence=None, *, packs_tokens=False):
         if events:

@@ -1,5 +1,6 @@
 """The contract of both publishers; socket behaviour is tested on real sockets."""
 
+import re
 import socket as tcp
 import subprocess
 import sys
@@ -187,14 +188,14 @@ def test_several_threads_may_publish():
 )
 def test_full_queue_drops_batches_and_leaves_a_hole(when_full, sent):
     """Batches 1 to 5 are published into a queue of 3 while batch 0 blocks."""
-    entered, gate = threading.Event(), threading.Event()
-    with make_publisher(GatedState(entered, gate), max_queue_size=3, when_full=when_full) as publisher:
+    state = GatedState()
+    with make_publisher(state, max_queue_size=3, when_full=when_full) as publisher:
         publisher.publish([removed(0)])
-        assert entered.wait(20)
+        assert state.entered.wait(20)
         for number in range(1, 6):
             publisher.publish((removed(number),))
         dropped = publisher.get_statistics()
-        gate.set()
+        state.gate.set()
         wait_until(lambda: publisher.get_statistics().num_queued == 0, "taken")
         publisher.publish([removed(6)])
         wait_until(lambda: publisher.get_statistics().last_sequence == 6, "sent")
@@ -221,14 +222,13 @@ def test_broken_batch_leaves_no_block_and_is_followed_by_a_clear(bad):
 
 
 def test_heartbeat_shows_a_loss_that_no_batch_follows():
-    entered, gate = threading.Event(), threading.Event()
-    state = GatedState(entered, gate)
+    state = GatedState()
     with make_publisher(state, max_queue_size=1, when_full="drop_newest", heartbeat_s=0.01) as publisher:
         publisher.publish([removed(0)])
-        assert entered.wait(20)
+        assert state.entered.wait(20)
         publisher.publish([removed(1)])
         publisher.publish([removed(2)])
-        gate.set()
+        state.gate.set()
         wait_until(lambda: publisher.get_statistics().num_batches_sent >= 3, "sent")
         ((sequence, payload),) = publisher._buffer.list_from(3, 1)
     assert publisher.get_statistics().num_batches_dropped == 1
@@ -365,24 +365,18 @@ def handshake_of(kind, endpoint, **options):
     return event
 
 
-@pytest.mark.parametrize("kind", [zmq.SUB, zmq.DEALER])
-def test_encrypted_stream_rejects_readers_without_server_key(keys, kind):
-    with make_publisher(curve_secret_key_file=keys["server"]) as publisher:
-        endpoint = publisher.endpoint if kind == zmq.SUB else publisher.replay_endpoint
-        wrong = client_options(keys, "stranger")
-        wrong["curve_serverkey"] = wrong["curve_publickey"]
-        assert handshake_of(kind, endpoint, **client_options(keys, "friend")) == zmq.EVENT_HANDSHAKE_SUCCEEDED
-        assert handshake_of(kind, endpoint, **wrong) != zmq.EVENT_HANDSHAKE_SUCCEEDED
-        assert handshake_of(kind, endpoint) != zmq.EVENT_HANDSHAKE_SUCCEEDED
-
-
-def test_only_listed_clients_are_admitted(keys):
-    settings = {"curve_secret_key_file": keys["server"], "curve_client_keys_dir": keys["admitted"]}
-    with make_publisher(**settings) as publisher:
+@pytest.mark.parametrize("lists_readers", [False, True])
+def test_encrypted_stream_admits_only_readers_with_a_key(keys, lists_readers):
+    """Without a list, a reader needs the server's public key only."""
+    folder = keys["admitted"] if lists_readers else None
+    friend, stranger = client_options(keys, "friend"), client_options(keys, "stranger")
+    if not lists_readers:
+        stranger["curve_serverkey"] = stranger["curve_publickey"]
+    with make_publisher(curve_secret_key_file=keys["server"], curve_client_keys_dir=folder) as publisher:
         for kind, endpoint in ((zmq.SUB, publisher.endpoint), (zmq.DEALER, publisher.replay_endpoint)):
-            friend, stranger = client_options(keys, "friend"), client_options(keys, "stranger")
             assert handshake_of(kind, endpoint, **friend) == zmq.EVENT_HANDSHAKE_SUCCEEDED
             assert handshake_of(kind, endpoint, **stranger) != zmq.EVENT_HANDSHAKE_SUCCEEDED
+            assert handshake_of(kind, endpoint) != zmq.EVENT_HANDSHAKE_SUCCEEDED
 
 
 @pytest.mark.parametrize(
@@ -407,15 +401,22 @@ def test_publisher_that_gets_no_thread_frees_its_ports(name, monkeypatch):
         assert publisher.endpoint == places["endpoint"]
 
 
-def test_failure_to_read_client_keys_ends_the_authenticator(keys, monkeypatch):
-    """Its thread kept a socket open, and the publisher waited for it forever."""
+@pytest.mark.parametrize(
+    ("method", "failure", "expected"),
+    [
+        ("ThreadAuthenticator.configure_curve", OSError("no directory"), InvalidArgumentError),
+        ("AuthenticationThread.start", RuntimeError("can't start new thread"), OutOfThreadsError),
+    ],
+)
+def test_failure_to_start_the_authenticator_closes_it(keys, monkeypatch, method, failure, expected):
+    """Its thread kept a socket open, or was waited for, and the publisher waited forever."""
 
     def refuse(*arguments, **options):
-        raise OSError("the directory is gone")
+        raise failure
 
-    monkeypatch.setattr("zmq.auth.thread.ThreadAuthenticator.configure_curve", refuse)
+    monkeypatch.setattr(f"zmq.auth.thread.{method}", refuse)
     before = set(threading.enumerate())
-    with pytest.raises(InvalidArgumentError, match=r"curve_client_keys_dir .*the directory is gone"):
+    with pytest.raises(expected, match=re.escape(str(failure))):
         make_publisher(curve_secret_key_file=keys["server"], curve_client_keys_dir=keys["admitted"])
     assert set(threading.enumerate()) <= before
 

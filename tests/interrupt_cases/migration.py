@@ -169,6 +169,8 @@ class Source(Node):
     def check(self, is_repaired):
         engine = self.engine
         is_leaving = any(one.outcome and one.outcome.new_ids for one in self.source.list_prepared())
+        self.source.expire()  # completes an interrupted end long before the lease does
+        assert not any(one.outcome for one in self.source.list_prepared())
         self.expire()
         self.site.leases.expire()
         self.check_rest()

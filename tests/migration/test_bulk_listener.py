@@ -50,6 +50,12 @@ def check_works(channel):
     assert channel.receive(soon()) == b"callerdcba"
 
 
+def check_serves(listener):
+    channel = open_channel(listener)
+    check_works(channel)
+    channel.close()
+
+
 def test_a_reader_is_admitted_by_a_call():
     bulk = BulkListener({"backwards": send_back})
     server = CallServer("127.0.0.1:0", SECRET, lambda *_: DescribeNode(), bulk=bulk)
@@ -72,9 +78,7 @@ def test_the_port_can_be_chosen():
         assert listener.port == port
         with pytest.raises(EndpointError, match="cannot listen"), listen(port=port):
             pass
-        channel = open_channel(listener)
-        check_works(channel)
-        channel.close()
+        check_serves(listener)
 
 
 def test_a_ticket_admits_one_connection_in_time():
@@ -126,9 +130,7 @@ def test_silent_strangers_take_no_threads_and_are_replaced():
         strangers = [connect(listener) for _ in range(8)]
         assert all(map(has_ended, strangers[:5]))
         assert count_node_threads() == 1
-        channel = open_channel(listener)
-        check_works(channel)
-        channel.close()
+        check_serves(listener)
         for stranger in strangers:
             stranger.close()
     with listen(TICKET_S=0.05) as listener, connect(listener) as stranger:
@@ -149,9 +151,7 @@ def test_a_reader_without_a_thread_is_disconnected(caplog):
         with no_new_threads(), pytest.raises(PeerUnavailableError):
             check_works(open_channel(listener))
         assert "the connection of a reader is closed" in caplog.text
-        channel = open_channel(listener)
-        check_works(channel)
-        channel.close()
+        check_serves(listener)
 
 
 def test_stop_ends_connections_and_threads():

@@ -308,10 +308,10 @@ def test_a_node_continues_after_a_thread_failed_to_start(make_pair):
 
 
 class Gate:
-    """An `on_phase` callback that blocks a node's migrations in one phase."""
+    """An `on_phase` callback that blocks the migrations to a node in one phase."""
 
-    def __init__(self, phase, direction="in"):
-        self.place = (direction, phase)
+    def __init__(self, phase):
+        self.place = ("in", phase)
         self.reached = threading.Event()
         self.opened = threading.Event()
 
@@ -447,14 +447,13 @@ def test_wait_raises_in_doubt_and_can_be_repeated(make_pair):
 
 
 def test_a_stopping_node_ends_its_leases_and_holds(make_pair, over):
-    gate = Gate(MigrationPhase.READING, "out")
+    gate = Gate(MigrationPhase.READING)
     pair = make_pair(over, on_phase=gate)
     request = pair.b.start("held", range(50, 62))
     gate.opened.set()
     pair.node_a.fetch(PrefixSubject(tuple(request.block_hashes)), "b", hold_s=600.0).wait(PATIENCE_S)
     assert pair.a.pool.get_num_free_blocks() == 28
     pair.a.start("r", range(10))
-    gate.place = ("in", MigrationPhase.READING)
     gate.reached.clear()
     gate.opened.clear()
     migration = pair.node_b.fetch(SequenceSubject("r"), "a", is_move=True)
@@ -543,10 +542,14 @@ def test_the_last_thousand_ended_migrations_are_listed(make_pair):
     pair.a.start("r", range(4))
     subject = PrefixSubject(tuple(pair.a.requests["r"].block_hashes))
     ids = []
-    for _ in range(1005):
-        migration = pair.node_b.fetch(subject, "a")
+    for number in range(1005):
+        migration = pair.node_b.fetch(subject, "a", hold_s=60.0 * (number in (1, 2)))
         migration.wait(PATIENCE_S)
         ids.append(migration.migration_id)
-    assert [status.migration_id for status in pair.node_b.list_migrations()] == ids[5:]
+    # Held ones are listed besides.
+    assert [status.migration_id for status in pair.node_b.list_migrations()] == [*ids[1:3], *ids[5:]]
     with pytest.raises(InvalidArgumentError, match="running: none"):
         pair.node_b.find_migration(ids[0])
+    pair.node_b.find_migration(ids[1]).release()
+    pair.node_b.fetch(subject, "a").wait(PATIENCE_S)
+    assert [status.migration_id for status in pair.node_b.list_migrations()][:3] == [ids[2], *ids[6:8]]

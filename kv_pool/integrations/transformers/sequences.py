@@ -80,6 +80,9 @@ class PagedSequences(ControlledManager):
     two passes, as long as bytes and ids move together; `defragment` does this, and so does a `Defragmenter`,
     which accepts this object as its pool. Do not call either while the model runs.
 
+    The methods of this class do not take `lock`. With a `ControlServer`, a `Migrator` or another thread that
+    uses this object, hold it during `admit`, `free`, `fork`, `migrate`, `take_run` and each forward pass.
+
         sequences = PagedSequences(KVCacheManager(pool), allocate_storage(model, pool.num_gpu_blocks, 16))
         sequences.admit(request)
         model.generate(token_ids, cache=PagedCache(sequences, [request]))
@@ -249,21 +252,32 @@ class PagedSequences(ControlledManager):
             hasher: the hasher of the requests.
             requests: requests that may migrate, by id. A request that migrates away is removed; one that
                 arrives is added with its tokens, and can continue.
-            lock: a reentrant lock that the caller holds while it admits or frees requests, and during each
-                forward pass. None for `lock` of this object.
+            lock: a reentrant lock of the caller, which becomes `lock` of this object; pass it before other
+                threads use this object. None for the present `lock`.
+
+        Raises:
+            InvalidArgumentError: a `ShardedStorage`, as in `get_sequences`. Nothing has changed.
+
+        Do not run requests in the site's `list_frozen()`: they are migrating.
+        """
+        sequences = self.get_sequences()
+        sequences.lock = self.lock if lock is None else lock
+        site = PoolSite(sequences, hasher=hasher, owner=_RequestOwner(requests, hasher))
+        self.lock = sequences.lock
+        return site
+
+    def get_sequences(self) -> ManagerSequences:
+        """Return the requests as the sequences of a `PoolSite`.
 
         Raises:
             InvalidArgumentError: a `ShardedStorage`, whose blocks are on several devices.
-
-        Do not run requests in the site's `list_frozen()`: they are migrating.
         """
         if isinstance(self.storage, ShardedStorage):
             raise InvalidArgumentError(
                 f"blocks in {len(self.storage.shards)} shards cannot migrate to other processes; use "
                 "migrate() for another pool of this process"
             )
-        sequences = ManagerSequences(self.manager, self.storage, self.lock if lock is None else lock)
-        return PoolSite(sequences, hasher=hasher, owner=_RequestOwner(requests, hasher))
+        return super().get_sequences()
 
     def take_run(self, num_blocks: int) -> list[KVCacheBlock] | None:
         """Take blocks with consecutive ids, for example for a transfer. Blocks of requests are moved away.

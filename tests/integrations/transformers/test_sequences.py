@@ -183,6 +183,7 @@ def test_defragment_during_an_arriving_prefix_keeps_k_and_v():
 
     backends = [InProcessBackend(there.storage), HalvingBackend(here.storage, defragment)]
     sites = [there.make_site(HASHER, {}), here.make_site(HASHER, {}, lock)]
+    assert here.lock is lock  # one lock for all users of the pool
     with (
         Migrator("there", sites[0], backends=backends[:1]) as source,
         Migrator("here", sites[1], backends=backends[1:]) as target,

@@ -110,8 +110,9 @@ def test_invalid_shards_are_rejected():
 
     with pytest.raises(InvalidArgumentError, match="2 KV heads cannot be divided equally"):
         allocate_shards(make_model(), 8, 4, ["cpu"] * 3)
-    with pytest.raises(InvalidArgumentError, match="cannot migrate to other processes"):
-        make_sharded().make_site(HASHER, {})
+    for ask in (lambda: make_sharded().make_site(HASHER, {}), make_sharded().get_sequences):
+        with pytest.raises(InvalidArgumentError, match="cannot migrate to other processes"):
+            ask()
     with pytest.raises(InvalidArgumentError, match="and equal"):
         ShardedStorage([])
     one, other = (KVStorage.allocate(8, 4, 2, 2, size, "float32", library="torch") for size in (8, 16))

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from kv_pool.core.arguments import as_count, refuse_type
+from kv_pool.core.arguments import as_count
 from kv_pool.errors import InvalidArgumentError, InvalidTypeError
 from kv_pool.quantities import parse_memory
 
@@ -75,8 +75,10 @@ def parse_bytes(name: str, value: object) -> int:
         InvalidArgumentError: negative, or text that is not a size.
         InvalidTypeError: neither an integer nor text.
     """
-    if isinstance(value, bool):
-        refuse_type(name, value, "int or str")
+    if isinstance(value, bool) or not (isinstance(value, str) or hasattr(value, "__index__")):
+        raise InvalidTypeError(
+            f"{name} is {value!r}, of type {type(value).__name__}; expected int or str, such as '16GiB'"
+        )
     if not isinstance(value, str):
         return as_count(name, value)
     try:

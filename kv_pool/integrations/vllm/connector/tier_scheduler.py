@@ -151,8 +151,6 @@ class TierScheduler:
         """
         request_id = request.request_id
         self._drop_hit(request_id)
-        if num_device_tokens % self._alignment:
-            return 0
         num_tokens = self._prefixes.count_tokens(request, num_device_tokens, request.num_tokens - 1)
         if self._drops_last_block and num_tokens:
             end = num_device_tokens + num_tokens - self._alignment
