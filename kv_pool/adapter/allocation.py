@@ -6,7 +6,6 @@ from typing import Any, NoReturn, cast, get_args
 
 from kv_pool.contiguous import compaction
 from kv_pool.contiguous.compaction import CopyBlocks, Relocation
-from kv_pool.contiguous.run_index import EMPTY
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.arguments import as_count, as_int, check_type, refuse_interrupted
 from kv_pool.core.block import KVCacheBlock, list_ids
@@ -18,10 +17,7 @@ from kv_pool.manager.sequences.holdings import Holder, Holdings, as_new_id, impo
 from kv_pool.manager.sequences.victims import Victims
 from kv_pool.protocol import NORMAL, URGENT, BlockAllocationRequest, Contiguity
 
-_EMPTY = bytes([EMPTY])
 _CONTIGUITIES = get_args(Contiguity)
-_MAX_SCAN = 65_536
-"""Number of lowest ids among which a request looks for a run that evicts nothing."""
 
 
 class Allocation:
@@ -196,27 +192,13 @@ class Allocation:
         Args:
             reasons: receives why there is none, for the error message.
         """
-        run = self._find_free_run(request.num_blocks, after, True) or self._clear_run(request, True, reasons)
-        if run is None and request.contiguous == "require" and self._pool.eviction_order.has_retained:
-            run = self._find_free_run(request.num_blocks, after, False)
-            run = run or self._clear_run(request, False, reasons)
+        pool, num_blocks = self._pool, request.num_blocks
+        find = pool.run_index.find
+        run = find(pool, num_blocks, after, avoids_retained=True, lowest_empty=True)
+        run = run or self._clear_run(request, True, reasons)
+        if run is None and request.contiguous == "require" and pool.eviction_order.has_retained:
+            run = find(pool, num_blocks, after) or self._clear_run(request, False, reasons)
         return run
-
-    def _find_free_run(
-        self, num_blocks: int, after: KVCacheBlock | None, avoids_retained: bool
-    ) -> list[KVCacheBlock] | None:
-        """Find consecutive ids, preferably directly after `after`."""
-        pool = self._pool
-        ages = pool.run_index.ages
-        first = -1
-        if after is not None and ages.startswith(_EMPTY * num_blocks, after.block_id + 1):
-            first = after.block_id + 1
-        elif pool.run_index.placement == "oldest":
-            # A run that evicts nothing may be the lowest one: it is found at once, and large runs stay whole.
-            first = ages.find(_EMPTY * num_blocks, 0, _MAX_SCAN)
-        if first >= 0:
-            return list(pool.blocks[first : first + num_blocks])
-        return pool.run_index.find_free_run(pool, num_blocks, avoids_retained)
 
     def _clear_run(
         self, request: BlockAllocationRequest, avoids_retained: bool, reasons: list[str]
