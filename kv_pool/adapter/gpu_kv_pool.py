@@ -278,7 +278,10 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
                 reuse, sequences may have been evicted for a required run that did not come about.
             EvictedSequenceError: the sequence was evicted, see `take_evictions`; also a `MemoryError`.
                 Nothing has changed.
-            PinLimitError, UnknownDeviceError, InvalidArgumentError, InvalidTypeError: nothing has changed.
+            PinLimitError: a pinned request would exceed the pin limit. Nothing has changed, unless `on_evicted`
+                or `on_moved` has pinned blocks during this call: sequences that it evicted stay evicted, and
+                the moves are complete.
+            UnknownDeviceError, InvalidArgumentError, InvalidTypeError: nothing has changed.
             CopyFailedError: copying blocks out of the way failed. No block has moved; sequences that were
                 already evicted stay evicted.
             Any exception of `on_evicted`: sequences that it was called for before are evicted. Of a reuse
