@@ -259,13 +259,13 @@ class Allocation:
         """Evict sequences; return whether enough blocks are free then. None is evicted if all do not suffice.
 
         Args:
-            has_run: see `Victims.choose`; None: `num_missing` blocks suffice.
+            has_run: see `AccessOrder.choose`; None: `num_missing` blocks suffice.
         """
         if not self._victims.has_policy:
             reasons.append("no eviction (eviction_policy is None)")
             return False
         spared = {request.sequence_id, *together}
-        victims = self._victims.choose(request.priority, spared, num_missing, has_run)
+        victims = self._holdings.order.choose(request.priority, spared, num_missing, has_run)
         if victims is not None:
             self._victims.evict(victims, request.sequence_id)
             if request.num_blocks <= self.count_available(request.priority):
