@@ -47,7 +47,7 @@ from kv_pool.core.kv_events import BlockStored as BlockStored
 from kv_pool.core.kv_events import BlockRemoved as BlockRemoved
 from kv_pool.core.kv_events import AllBlocksCleared as AllBlocksCleared
 from kv_pool.core.kv_events import KVCacheEvent as KVCacheEvent
-from kv_pool.core.mode import COMPILED as COMPILED
+from kv_pool.core.block import COMPILED as COMPILED
 from kv_pool.version import __version__ as __version__
 from kv_pool.errors import KVPoolError as KVPoolError
 from kv_pool.errors import InvalidArgumentError as InvalidArgumentError

@@ -14,10 +14,9 @@ from typing import Any, Final, cast
 from mypy_extensions import i64
 
 from kv_pool.contiguous.buddy import BuddySystem, find_youngest
-from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.block import COMPILED, KVCacheBlock
 from kv_pool.core.eviction_order import DEFAULT_BAND, EMPTY_BAND
 from kv_pool.core.free_queue import BAND_END
-from kv_pool.core.mode import COMPILED
 from kv_pool.core.pool_part import FreeIndex, PoolPart
 from kv_pool.core.pool_state import PoolState
 from kv_pool.core.taking import take_listed
