@@ -192,12 +192,11 @@ class Allocation:
         Args:
             reasons: receives why there is none, for the error message.
         """
-        pool, num_blocks = self._pool, request.num_blocks
-        find = pool.run_index.find
-        run = find(pool, num_blocks, after, avoids_retained=True, lowest_empty=True)
+        pool, index, num_blocks = self._pool, self._pool.run_index, request.num_blocks
+        run = index.find(pool, num_blocks, after, avoids_retained=True, lowest_empty=True)
         run = run or self._clear_run(request, True, reasons)
         if run is None and request.contiguous == "require" and pool.eviction_order.has_retained:
-            run = find(pool, num_blocks, after) or self._clear_run(request, False, reasons)
+            run = index.find(pool, num_blocks, after) or self._clear_run(request, False, reasons)
         return run
 
     def _clear_run(

@@ -29,6 +29,7 @@ RETAINED: Final = 255
 
 # Rows of one age: assigning a slice to a bytearray is three times as fast from a bytearray as from bytes.
 _ROW_BY_AGE: Final = [bytearray([age]) for age in range(256)]
+_EMPTY_ROW: Final = bytes([EMPTY])
 _IN_USE_ROWS: Final = [bytearray(length) for length in range(65)]
 ANY_AGE: Final = bytes([IN_USE]) + bytes([EMPTY]) * 255
 """Translation table from age to 1 for free, 0 for in use."""
@@ -302,12 +303,10 @@ class FreeRunIndex(FreeIndex):
 
     def _find_empty(self, num_blocks: int, after: KVCacheBlock | None, lowest_empty: bool) -> BlockId | None:
         """Return the first of the empty ids that `find` prefers to a search by `placement`, or None."""
-        ages = self.ages
-        empty = _ROW_BY_AGE[EMPTY] * num_blocks
-        if after is not None and ages.startswith(empty, after.block_id + 1):
+        if after is not None and self.ages.startswith(_EMPTY_ROW * num_blocks, after.block_id + 1):
             return cast(BlockId, after.block_id + 1)
         if lowest_empty and self.placement == "oldest":
-            place = ages.find(empty, 0, _MAX_SCAN)
+            place = self.ages.find(_EMPTY_ROW * num_blocks, 0, _MAX_SCAN)
             if place >= 0:
                 return cast(BlockId, place)
         return None
