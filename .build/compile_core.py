@@ -28,7 +28,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 # invariants.py is for people to read and tests to run, kv_events.py loses its msgspec options when
 # compiled, block_pool.py has to stay an ordinary class (see there).
-NOT_COMPILED = {"__init__.py", "mode.py", "invariants.py", "kv_events.py", "block_pool.py"}
+NOT_COMPILED = {"__init__.py", "invariants.py", "kv_events.py", "block_pool.py"}
 CONTIGUOUS = (
     "buddy",
     "run_index",

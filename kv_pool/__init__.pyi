@@ -29,7 +29,7 @@ from kv_pool.protocol import AllocationResult as AllocationResult
 from kv_pool.protocol import BlockInfo as BlockInfo
 from kv_pool.protocol import Eviction as Eviction
 from kv_pool.protocol import MigrationResult as MigrationResult
-from kv_pool.manager.sequences.victims import LRUEviction as LRUEviction
+from kv_pool.manager.sequences.ranked_order import LRUEviction as LRUEviction
 from kv_pool.core.block_pool import BlockPool as BlockPool
 from kv_pool.core.block import KVCacheBlock as KVCacheBlock
 from kv_pool.core.free_queue import FreeKVCacheBlockQueue as FreeKVCacheBlockQueue
@@ -47,7 +47,7 @@ from kv_pool.core.kv_events import BlockStored as BlockStored
 from kv_pool.core.kv_events import BlockRemoved as BlockRemoved
 from kv_pool.core.kv_events import AllBlocksCleared as AllBlocksCleared
 from kv_pool.core.kv_events import KVCacheEvent as KVCacheEvent
-from kv_pool.core.mode import COMPILED as COMPILED
+from kv_pool.core.block import COMPILED as COMPILED
 from kv_pool.version import __version__ as __version__
 from kv_pool.errors import KVPoolError as KVPoolError
 from kv_pool.errors import InvalidArgumentError as InvalidArgumentError

@@ -7,9 +7,9 @@ from kv_pool.protocol import AllocationResult as AllocationResult
 from kv_pool.protocol import BlockInfo as BlockInfo
 from kv_pool.protocol import Eviction as Eviction
 from kv_pool.protocol import MigrationResult as MigrationResult
-from kv_pool.manager.sequences.victims import EvictionPolicy as EvictionPolicy
-from kv_pool.manager.sequences.victims import LRUEviction as LRUEviction
-from kv_pool.manager.sequences.victims import SequenceInfo as SequenceInfo
+from kv_pool.manager.sequences.ranked_order import EvictionPolicy as EvictionPolicy
+from kv_pool.manager.sequences.ranked_order import LRUEviction as LRUEviction
+from kv_pool.manager.sequences.ranked_order import SequenceInfo as SequenceInfo
 from kv_pool.adapter.device_pools import DevicePools as DevicePools
 from kv_pool.migration.migration_hook import MigrationHook as MigrationHook
 from kv_pool.adapter.migration_manager import KVPoolMigrationManager as KVPoolMigrationManager

@@ -6,7 +6,6 @@ from typing import Any, NoReturn, cast, get_args
 
 from kv_pool.contiguous import compaction
 from kv_pool.contiguous.compaction import CopyBlocks, Relocation
-from kv_pool.contiguous.run_index import EMPTY
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.arguments import as_count, as_int, check_type, refuse_interrupted
 from kv_pool.core.block import KVCacheBlock, list_ids
@@ -18,10 +17,7 @@ from kv_pool.manager.sequences.holdings import Holder, Holdings, as_new_id, impo
 from kv_pool.manager.sequences.victims import Victims
 from kv_pool.protocol import NORMAL, URGENT, BlockAllocationRequest, Contiguity
 
-_EMPTY = bytes([EMPTY])
 _CONTIGUITIES = get_args(Contiguity)
-_MAX_SCAN = 65_536
-"""Number of lowest ids among which a request looks for a run that evicts nothing."""
 
 
 class Allocation:
@@ -196,27 +192,12 @@ class Allocation:
         Args:
             reasons: receives why there is none, for the error message.
         """
-        run = self._find_free_run(request.num_blocks, after, True) or self._clear_run(request, True, reasons)
-        if run is None and request.contiguous == "require" and self._pool.eviction_order.has_retained:
-            run = self._find_free_run(request.num_blocks, after, False)
-            run = run or self._clear_run(request, False, reasons)
+        pool, index, num_blocks = self._pool, self._pool.run_index, request.num_blocks
+        run = index.find(pool, num_blocks, after, avoids_retained=True, lowest_empty=True)
+        run = run or self._clear_run(request, True, reasons)
+        if run is None and request.contiguous == "require" and pool.eviction_order.has_retained:
+            run = index.find(pool, num_blocks, after) or self._clear_run(request, False, reasons)
         return run
-
-    def _find_free_run(
-        self, num_blocks: int, after: KVCacheBlock | None, avoids_retained: bool
-    ) -> list[KVCacheBlock] | None:
-        """Find consecutive ids, preferably directly after `after`."""
-        pool = self._pool
-        ages = pool.run_index.ages
-        first = -1
-        if after is not None and ages.startswith(_EMPTY * num_blocks, after.block_id + 1):
-            first = after.block_id + 1
-        elif pool.run_index.placement == "oldest":
-            # A run that evicts nothing may be the lowest one: it is found at once, and large runs stay whole.
-            first = ages.find(_EMPTY * num_blocks, 0, _MAX_SCAN)
-        if first >= 0:
-            return list(pool.blocks[first : first + num_blocks])
-        return pool.run_index.find_free_run(pool, num_blocks, avoids_retained)
 
     def _clear_run(
         self, request: BlockAllocationRequest, avoids_retained: bool, reasons: list[str]
@@ -277,13 +258,13 @@ class Allocation:
         """Evict sequences; return whether enough blocks are free then. None is evicted if all do not suffice.
 
         Args:
-            has_run: see `Victims.choose`; None: `num_missing` blocks suffice.
+            has_run: see `AccessOrder.choose`; None: `num_missing` blocks suffice.
         """
         if not self._victims.has_policy:
             reasons.append("no eviction (eviction_policy is None)")
             return False
         spared = {request.sequence_id, *together}
-        victims = self._victims.choose(request.priority, spared, num_missing, has_run)
+        victims = self._holdings.order.choose(request.priority, spared, num_missing, has_run)
         if victims is not None:
             self._victims.evict(victims, request.sequence_id)
             if request.num_blocks <= self.count_available(request.priority):

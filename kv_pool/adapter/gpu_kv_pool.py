@@ -34,7 +34,8 @@ from kv_pool.errors import (
 )
 from kv_pool.ids import BlockHash, BlockId, BlockMove, GroupId, NodeName, SequenceId, is_run
 from kv_pool.manager.sequences.holdings import Holder, Holdings, as_new_id, as_sequence_id, import_retention
-from kv_pool.manager.sequences.victims import EvictionPolicy, LRUEviction, Victims
+from kv_pool.manager.sequences.ranked_order import EvictionPolicy, LRUEviction
+from kv_pool.manager.sequences.victims import Victims
 from kv_pool.metrics.latency import TIMED_EVERY, LatencyWindow
 from kv_pool.protocol import (
     NO_SEQUENCE,
@@ -278,7 +279,10 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
                 reuse, sequences may have been evicted for a required run that did not come about.
             EvictedSequenceError: the sequence was evicted, see `take_evictions`; also a `MemoryError`.
                 Nothing has changed.
-            PinLimitError, UnknownDeviceError, InvalidArgumentError, InvalidTypeError: nothing has changed.
+            PinLimitError: a pinned request would exceed the pin limit. Nothing has changed, unless it is
+                `on_evicted` or `on_moved` that has pinned blocks: sequences that were evicted for the request
+                stay evicted, and moves are complete.
+            UnknownDeviceError, InvalidArgumentError, InvalidTypeError: nothing has changed.
             CopyFailedError: copying blocks out of the way failed. No block has moved; sequences that were
                 already evicted stay evicted.
             Any exception of `on_evicted`: sequences that it was called for before are evicted. Of a reuse
@@ -443,7 +447,7 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
         num_blocks = as_count("num_blocks", num_blocks)
         with self.lock:
             self.block_pool.holds.check_whole()
-            return self._victims.evict(self._victims.choose(URGENT, (), num_blocks) or [])
+            return self._victims.evict(self.holdings.order.choose(URGENT, (), num_blocks) or [])
 
     def take_evictions(self) -> list[Eviction]:
         """Return the sequences evicted since the last call, oldest first, and forget them.
@@ -475,7 +479,7 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
         priority = as_priority(priority)
         spared = () if sequence_id is None else (as_sequence_id("sequence_id", sequence_id),)
         with self.lock:
-            chosen = self._victims.choose(priority, spared, num_blocks)
+            chosen = self.holdings.order.choose(priority, spared, num_blocks)
             victims = self.holdings.order.rank(priority, spared) if chosen is None else chosen
             return [victim.sequence_id for victim in victims]
 

@@ -9,7 +9,7 @@ from rich import box
 
 from kv_pool.cli.console import print_report
 from kv_pool.cli.setting_options import Json
-from kv_pool.core.mode import COMPILED
+from kv_pool.core.block import COMPILED
 from kv_pool.environment import VARIABLES, list_mistakes
 from kv_pool.lab.tables import Report, ReportTable
 from kv_pool.migration.machine import Accelerator, Machine, read_machine

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from kv_pool.core.mode import COMPILED
+from kv_pool.core.block import COMPILED
 from kv_pool.errors import KVPoolError, describe_install
 from kv_pool.version import __version__
 

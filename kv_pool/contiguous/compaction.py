@@ -165,7 +165,10 @@ def _change_ids(
     moves: list[BlockMove],
     on_moved: Callable[[Relocation], object] | None,
 ) -> Relocation:
-    """Exchange the ids of the blocks whose bytes are copied, which ends the change; then call `on_moved`."""
+    """Exchange the ids of the blocks whose bytes are copied, which ends the change; then call `on_moved`.
+
+    The ids have passed `check_moves`, and the pool has refused all changes since.
+    """
     if copied:
         swap_ids(pool, copied)
     pool.copied = []

@@ -14,10 +14,9 @@ from typing import Any, Final, cast
 from mypy_extensions import i64
 
 from kv_pool.contiguous.buddy import BuddySystem, find_youngest
-from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.block import COMPILED, KVCacheBlock
 from kv_pool.core.eviction_order import DEFAULT_BAND, EMPTY_BAND
 from kv_pool.core.free_queue import BAND_END
-from kv_pool.core.mode import COMPILED
 from kv_pool.core.pool_part import FreeIndex, PoolPart
 from kv_pool.core.pool_state import PoolState
 from kv_pool.core.taking import take_listed
@@ -30,9 +29,14 @@ RETAINED: Final = 255
 
 # Rows of one age: assigning a slice to a bytearray is three times as fast from a bytearray as from bytes.
 _ROW_BY_AGE: Final = [bytearray([age]) for age in range(256)]
+_EMPTY_ROW: Final = bytes([EMPTY])
 _IN_USE_ROWS: Final = [bytearray(length) for length in range(65)]
 ANY_AGE: Final = bytes([IN_USE]) + bytes([EMPTY]) * 255
 """Translation table from age to 1 for free, 0 for in use."""
+_ORDINARY_AGE: Final = ANY_AGE[:RETAINED] + bytes([IN_USE])
+"""Like `ANY_AGE`, but also 0 for retained blocks."""
+_RETAINED_IN_USE: Final = bytes(range(RETAINED)) + bytes([IN_USE])
+"""Translation table that gives retained blocks the age of blocks in use."""
 
 GENERATIONS: Final = 64
 """Generations per turnover of the free blocks; a byte can distinguish almost four turnovers."""
@@ -261,45 +265,72 @@ class FreeRunIndex(FreeIndex):
         self._hand = at
         return num_blocks - need
 
-    def find_free_run(
-        self, pool: PoolState, num_blocks: int, avoids_retained: bool = False
+    def find(
+        self,
+        pool: PoolState,
+        num_blocks: int,
+        after: KVCacheBlock | None = None,
+        *,
+        avoids_retained: bool = False,
+        lowest_empty: bool = False,
     ) -> list[KVCacheBlock] | None:
-        """Return free blocks with consecutive ids, lowest first, by `placement`; None if there are none.
+        """Return free blocks with consecutive ids, lowest first; None if there are none.
+
+        Takes the ids directly after `after` if they are empty, else a run by `placement`.
 
         Args:
-            avoids_retained: return no run with a block of a band above the default one.
+            avoids_retained: find no run with a block of a band above the default one.
+            lowest_empty: with the placement "oldest", prefer the lowest run of empty ids: it is found at
+                once, it evicts nothing, and large runs stay whole.
         """
         run: list[KVCacheBlock] = []
         if num_blocks == 0:
             return run
         was_changing = pool.is_changing
         pool.is_changing = True
-        first = self.find_run(num_blocks)
-        while first is not None:
+        while True:
+            first = self._find_empty(num_blocks, after, lowest_empty)
+            if first is None:
+                first = self.find_run(num_blocks, avoids_retained)
+            if first is None:
+                break
             run = list(pool.blocks[first : first + num_blocks])
             if are_queued(run):
                 break
             self.rebuild_from(pool)  # a caller has changed the queue itself
-            first = self.find_run(num_blocks)
         pool.is_changing = was_changing
-        if first is None or (avoids_retained and RETAINED in self.ages[first : first + num_blocks]):
-            return None
-        return run
+        return None if first is None else run
 
-    def find_run(self, num_blocks: int) -> BlockId | None:
-        """Return the first id of `num_blocks` consecutive free ids by `placement`, or None."""
+    def _find_empty(self, num_blocks: int, after: KVCacheBlock | None, lowest_empty: bool) -> BlockId | None:
+        """Return the first of the empty ids that `find` prefers to a search by `placement`, or None."""
+        if after is not None and self.ages.startswith(_EMPTY_ROW * num_blocks, after.block_id + 1):
+            return cast(BlockId, after.block_id + 1)
+        if lowest_empty and self.placement == "oldest":
+            place = self.ages.find(_EMPTY_ROW * num_blocks, 0, _MAX_SCAN)
+            if place >= 0:
+                return cast(BlockId, place)
+        return None
+
+    def find_run(self, num_blocks: int, avoids_retained: bool = False) -> BlockId | None:
+        """Return the first id of `num_blocks` consecutive free ids by `placement`, or None.
+
+        Args:
+            avoids_retained: see `find`.
+        """
         if self.placement == "first_fit":
-            place = self.ages.translate(ANY_AGE).find(ANY_AGE[1:2] * num_blocks)
+            is_free = self.ages.translate(_ORDINARY_AGE if avoids_retained else ANY_AGE)
+            place = is_free.find(ANY_AGE[1:2] * num_blocks)
             return None if place < 0 else cast(BlockId, place)
         if self.placement == "buddy":
             if self.buddies is None:
                 self.buddies = BuddySystem()
-            first = self.buddies.find_run(num_blocks, self.ages, self._find_good_age(), RETAINED)
+            max_age = YOUNGEST if avoids_retained else RETAINED
+            first = self.buddies.find_run(num_blocks, self.ages, self._find_good_age(), max_age)
             if first:
                 return first
-        return self.find_oldest_run(num_blocks)
+        return self.find_oldest_run(num_blocks, avoids_retained)
 
-    def find_oldest_run(self, num_blocks: int) -> BlockId | None:
+    def find_oldest_run(self, num_blocks: int, avoids_retained: bool = False) -> BlockId | None:
         """Return the first id of `num_blocks` consecutive free ids with old content, or None.
 
         Searches the ids in a circle, from the end of the last search, and returns the place whose youngest
@@ -308,6 +339,9 @@ class FreeRunIndex(FreeIndex):
         the next power of two, so that the rest of the run stays whole, and both ends; the first of equally
         old places wins. A call scans at most 131,072 ids, and the next call continues from there: in a larger
         pool None does not prove that there is no run.
+
+        Args:
+            avoids_retained: see `find`.
         """
         n: i64 = num_blocks
         num_all: i64 = len(self.ages)
@@ -326,6 +360,8 @@ class FreeRunIndex(FreeIndex):
         left: i64 = min(num_all + n - 2, _MAX_SCANS * _MAX_SCAN)
         while left > 0 and num_places < _MAX_PLACES and best_age > good:
             data = bytes(self.ages[at : at + min(left, _MAX_SCAN)])
+            if avoids_retained and RETAINED in data:
+                data = data.translate(_RETAINED_IN_USE)
             size: i64 = len(data)
             last: i64 = n - 1
             while last < size and num_places < _MAX_PLACES and best_age > good:

@@ -109,7 +109,7 @@ class RunPoolCore(BlockPoolCore):
     def get_new_run(self, num_blocks: int) -> list[KVCacheBlock] | None:
         """Take `num_blocks` free blocks with consecutive ids, lowest first.
 
-        The pool's placement chooses the ids (`FreeRunIndex.find_run`).
+        The pool's placement chooses the ids (`FreeRunIndex.find`).
 
         Returns:
             The blocks, each with ref_cnt 1 and no hash. None, with nothing changed, if the free blocks are
@@ -130,7 +130,7 @@ class RunPoolCore(BlockPoolCore):
                 f"asked for a run of {num_blocks} blocks, {num_free} are free of {self.num_gpu_blocks - 1}. "
                 "Free a request, or ask for fewer."
             )
-        run = self.run_index.find_free_run(self, num_blocks)
+        run = self.run_index.find(self, num_blocks)
         if run is not None:
             take_listed(self, run)
         return run

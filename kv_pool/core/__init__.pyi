@@ -19,7 +19,7 @@ from kv_pool.core.holds import HoldReport as HoldReport
 from kv_pool.core.holds import HoldState as HoldState
 from kv_pool.core.eviction_order import BandPolicy as BandPolicy
 from kv_pool.core.pool_part import BlockObserver as BlockObserver
-from kv_pool.core.mode import COMPILED as COMPILED
+from kv_pool.core.block import COMPILED as COMPILED
 from kv_pool.errors import InvalidArgumentError as InvalidArgumentError
 from kv_pool.errors import InvalidBlockError as InvalidBlockError
 from kv_pool.errors import InvalidTypeError as InvalidTypeError

@@ -1,5 +1,6 @@
-"""`KVCacheBlock`: the pool's metadata about one block of KV slots."""
+"""`KVCacheBlock`: the metadata about one block of KV slots. `COMPILED`: whether the core runs compiled."""
 
+from types import FunctionType
 from typing import Any, Final, cast
 from weakref import ref
 
@@ -174,3 +175,7 @@ class KVCacheBlock:
 def list_ids(blocks: list[KVCacheBlock]) -> list[BlockId]:
     """Return the ids of blocks."""
     return [block.block_id for block in blocks]
+
+
+COMPILED: bool = type(list_ids) is not FunctionType
+"""True when the core runs compiled by mypyc, False when it runs as plain Python."""

@@ -3,7 +3,7 @@
 from typing import NoReturn, SupportsIndex
 
 from kv_pool.core.arguments import refuse_copy
-from kv_pool.core.mode import COMPILED
+from kv_pool.core.block import COMPILED
 from kv_pool.core.pool_core import BlockPoolCore
 
 

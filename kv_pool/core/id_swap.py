@@ -1,6 +1,7 @@
 """Swap the ids of blocks after their bytes have been moved."""
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from mypy_extensions import i32
@@ -12,40 +13,36 @@ from kv_pool.errors import InvalidBlockError
 from kv_pool.ids import BlockHashWithGroupId, BlockId
 
 
-def swap_ids(pool: PoolState, pairs: list[tuple[BlockId, BlockId]]) -> None:
-    """Implement `BlockPool.swap_block_ids`."""
+def check_pairs(pool: PoolState, pairs: list[tuple[BlockId, BlockId]]) -> None:
+    """Raise for ids that `swap_block_ids` refuses."""
+    ids = list(chain.from_iterable(pairs))
     if pool.holds.list_immovable_ids():
-        pool.holds.check_movable({block_id for pair in pairs for block_id in pair})
+        pool.holds.check_movable(set(ids))
+    if ids and (min(ids) < 1 or max(ids) >= len(pool.blocks) or len(set(ids)) < len(ids)):
+        raise InvalidBlockError(
+            f"swap_block_ids() takes distinct ids of 1..{len(pool.blocks) - 1}, each listed once"
+        )
+
+
+def swap_ids(pool: PoolState, pairs: list[tuple[BlockId, BlockId]]) -> None:
+    """Swap the ids of each pair, which are distinct and those of blocks that may move."""
+    if pool.metrics_collector is not None:
+        pool.metrics_collector.on_ids_swapped(pairs)
+    was_changing = pool.is_changing
+    pool.is_changing = True
     old = pool.blocks
-    num_blocks = len(old)
     new = list(old)
     any_cached = False
     any_keyed_by_id = len(pool.cached_block_hashes_by_block) > 0
-    is_wrong = False
     for first_id, second_id in pairs:
-        # If the block at an id has changed, the id was listed before.
-        if not (0 < first_id < num_blocks and 0 < second_id < num_blocks) or first_id == second_id:
-            is_wrong = True
-            break
         first = old[first_id]
         second = old[second_id]
-        if new[first_id] is not first or new[second_id] is not second:
-            is_wrong = True
-            break
         new[first_id] = second
         new[second_id] = first
         if first.key is not None or second.key is not None:
             any_cached = True
             if first._next_cached_id < 0 or second._next_cached_id < 0:
                 any_keyed_by_id = True
-    if is_wrong:
-        raise InvalidBlockError(
-            f"swap_block_ids() takes distinct ids of 1..{num_blocks - 1}, each listed once"
-        )
-    if pool.metrics_collector is not None:
-        pool.metrics_collector.on_ids_swapped(pairs)
-    was_changing = pool.is_changing
-    pool.is_changing = True
     if any_keyed_by_id and any_cached:
         new_ids = dict(pairs)
         new_ids.update([(second_id, first_id) for first_id, second_id in pairs])

@@ -27,7 +27,7 @@ from kv_pool.core.extra_keys import CacheableRequest
 from kv_pool.core.freeing import free_listed, unpin_listed
 from kv_pool.core.hash_map import BlockHashToBlockMap, CachedKey, iter_cached_keys
 from kv_pool.core.holds import Hold, HoldReport
-from kv_pool.core.id_swap import as_pairs, swap_ids
+from kv_pool.core.id_swap import as_pairs, check_pairs, swap_ids
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.live_curve import LiveCurve
 from kv_pool.core.policy_host import PolicyHost, find_host, open_policy
@@ -610,6 +610,7 @@ class BlockPoolCore(PoolState):
         """
         listed = as_pairs(pairs)
         check_whole(self)
+        check_pairs(self, listed)
         swap_ids(self, listed)
 
     def add_blocks(self, num_blocks: int) -> None:

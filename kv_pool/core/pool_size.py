@@ -3,7 +3,7 @@
 import os
 import re
 
-from kv_pool.core.mode import COMPILED
+from kv_pool.core.block import COMPILED
 from kv_pool.errors import PoolTooLargeError
 
 _MEMINFO = "/proc/meminfo"

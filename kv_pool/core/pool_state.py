@@ -9,7 +9,7 @@ from weakref import ref
 from mypy_extensions import i32, mypyc_attr
 
 from kv_pool.core.arguments import as_count, as_int, check_type, refuse_interrupted
-from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.block import COMPILED, KVCacheBlock
 from kv_pool.core.content_origins import ContentOrigins
 from kv_pool.core.deadlines import read_clock
 from kv_pool.core.eviction_order import EvictionOrder
@@ -18,7 +18,6 @@ from kv_pool.core.hash_map import BlockHashToBlockMap
 from kv_pool.core.holds import BlockHolds
 from kv_pool.core.kv_events import KV_EVENT_TYPES, MEDIUM_GPU, KVCacheEvent, KVEventTypes
 from kv_pool.core.live_curve import LiveCurve
-from kv_pool.core.mode import COMPILED
 from kv_pool.core.policy_host import open_policy
 from kv_pool.core.pool_part import BlockObserver, FreeIndex, LowerTiers, PoolPart
 from kv_pool.errors import InvalidArgumentError

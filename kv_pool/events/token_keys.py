@@ -11,7 +11,7 @@ import msgspec
 import xxhash
 from mypy_extensions import i64
 
-from kv_pool.core.mode import COMPILED
+from kv_pool.core.block import COMPILED
 from kv_pool.core.token_packing import check_token_ids
 
 _ENCODE = msgspec.msgpack.Encoder().encode

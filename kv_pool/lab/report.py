@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kv_pool.core.mode import COMPILED
+from kv_pool.core.block import COMPILED
 from kv_pool.errors import TraceError
 from kv_pool.lab.request_outcomes import BreakdownRow
 from kv_pool.lab.trace import Trace

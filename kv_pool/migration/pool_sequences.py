@@ -124,7 +124,7 @@ class PoolSequences(Sequences):
 
     def take(self, num_blocks: int) -> list[KVCacheBlock]:
         pool = self.gpu_pool.block_pool
-        run = pool.run_index.find_free_run(pool, num_blocks, True)
+        run = pool.run_index.find(pool, num_blocks, avoids_retained=True)
         if run is None:
             return take(pool, num_blocks)
         take_listed(pool, run)

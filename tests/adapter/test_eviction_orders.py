@@ -6,7 +6,7 @@ import pytest
 from adapter.made_pool import CountingClock, check
 
 from kv_pool import BlockAllocationRequest, GPUKVPool, KVPoolError, LRUEviction, PoolExhaustedError
-from kv_pool.manager.sequences.victims import SequenceInfo
+from kv_pool.manager.sequences.ranked_order import SequenceInfo
 
 
 class Largest:

@@ -381,6 +381,7 @@ def test_a_pinned_request_counts_what_on_evicted_has_pinned():
     pool = make_full(max_pinned_blocks=3, on_evicted=lambda *evicted: pool.pin(pool.blocks_of(3)))
     with pytest.raises(PinLimitError):
         take(pool, 9, 3, pinned=True)
+    assert pool.list_sequences() == [2, 3]  # what was evicted for it stays evicted
     check(pool)
     assert take(pool, 9, 3)
 

@@ -125,6 +125,19 @@ def test_retained_blocks_count_as_free_and_cached():
     assert count_hits(pool, request) == 4
 
 
+@pytest.mark.parametrize(("placement", "contiguous"), [("buddy", "prefer"), ("first_fit", "require")])
+def test_a_retained_run_does_not_hide_an_empty_one(placement, contiguous):
+    """The search found the retained run first, and then looked for no other one."""
+    pool = make(40, placement=placement)
+    request = start(pool, 1, 4, priority=2)
+    take(pool, 2, 36, contiguous="no")
+    pool.free_sequence(1)
+    pool.free([9, 11, 37, 38, 39, 40], 2)
+    assert take(pool, 3, 4, contiguous=contiguous) == [37, 38, 39, 40]
+    assert count_hits(pool, request) == 4
+    check(pool)
+
+
 def test_blocks_with_expired_pins_count_as_free():
     clock = SetClock()
     pool = make(8, max_pinned_blocks=4, clock=clock)

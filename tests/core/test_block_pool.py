@@ -16,7 +16,7 @@ from kv_pool import (
     PoolInterruptedError,
 )
 from kv_pool.core import invariants
-from kv_pool.core.mode import COMPILED
+from kv_pool.core.block import COMPILED
 
 # ---- construction
 

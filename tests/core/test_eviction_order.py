@@ -159,6 +159,6 @@ def test_retained_blocks_are_chosen_last_for_a_run():
     pool.move_to_band(blocks(pool, 1, 2), 8)
     assert ids(pool.get_new_run(2)) == [4, 5]
     assert sorted(ids(pool.get_new_blocks(2))) == [3, 6]
-    assert pool.run_index.find_free_run(pool, 2, avoids_retained=True) is None
+    assert pool.run_index.find(pool, 2, avoids_retained=True) is None
     assert ids(pool.get_new_run(2)) == [1, 2]
     check(pool)

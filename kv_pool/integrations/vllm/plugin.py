@@ -6,7 +6,7 @@ import os
 import sys
 from typing import Final
 
-from kv_pool.core.mode import COMPILED
+from kv_pool.core.block import COMPILED
 from kv_pool.environment import (
     CONTROL,
     FORCE,

@@ -13,11 +13,10 @@ from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStor
 from vllm.v1.metrics.stats import KVCacheEvictionEvent
 
 from kv_pool.core import block_pool
-from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.block import COMPILED, KVCacheBlock
 from kv_pool.core.free_queue import FreeKVCacheBlockQueue
 from kv_pool.core.hash_map import BlockHashToBlockMap
 from kv_pool.core.kv_events import MEDIUM_GPU, KVEventTypes
-from kv_pool.core.mode import COMPILED
 from kv_pool.core.pool_part import BlockObserver
 from kv_pool.environment import LIVE_CURVE, POLICY
 from kv_pool.ids import GroupId

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
@@ -181,7 +182,8 @@ class Holdings:
     Attributes:
         holders: sequences by id, least recently accessed first. Each holds at least one block.
         holders_of: per block, the sequences that hold it.
-        order: the same sequences in the order of eviction; `Victims` replaces it for a policy of its own.
+        order: the same sequences in the order of eviction, which chooses those to evict; a `RankedOrder` for
+            a policy other than LRU.
         evictions: evicted sequences; none of them is in `holders`.
         retention: which cached blocks are kept longer than others; None until it is first needed.
         frozen: frozen sequence -> reason: it cannot be changed, freed, shared or pinned until its migration
@@ -456,17 +458,14 @@ class AccessOrder:
         queues    one for each priority, least recently accessed first: all sequences, except those
         aside     that had a pinned block when they were next, until one of their blocks is unpinned
 
-    So a search finds the next sequence at once, however many there are, and passes each pinned one once.
-
-    Attributes:
-        has_excluded: whether a policy has left out a sequence, which another ranking may include.
+    So a search finds the next sequence at once, however many there are, and passes each pinned one once. An
+    unpinned one that returns costs the next search O(n log n) for the n sequences accessed before it.
     """
 
     def __init__(self, holdings: Holdings) -> None:
         self._holdings = holdings
         self._queues: list[OrderedDict[SequenceId, Holder]] = [OrderedDict() for _ in (NORMAL, HIGH, URGENT)]
         self._aside: OrderedDict[SequenceId, Holder] = OrderedDict()
-        self.has_excluded = False
 
     # ---- changes of `Holdings`, O(1) -----------------------------------------------------------------
 
@@ -506,6 +505,37 @@ class AccessOrder:
 
     # ---- searching -------------------------------------------------------------------------------
 
+    def choose(
+        self,
+        priority: int,
+        spared: Collection[SequenceId],
+        num_blocks: int,
+        has_run: Callable[[list[BlockId]], bool] | None = None,
+    ) -> list[Holder] | None:
+        """Return the first sequences in the policy's order that free `num_blocks`; None if all do not.
+
+        Args:
+            priority: sequences of higher priority are not evicted.
+            spared: sequences that are not evicted.
+            has_run: called with the ids that would become free; evict more sequences while it returns False.
+        """
+        victims: list[Holder] = []
+        if num_blocks <= 0 and has_run is None:
+            return victims
+        freed_ids: list[BlockId] = []
+        left: dict[KVCacheBlock, int] = {}
+        # Closed here: an error in a generator that Python drops would be lost.
+        with closing(self.rank(priority, spared)) as ranked:
+            for holder in ranked:
+                victims.append(holder)
+                for position, block in enumerate(holder.blocks):
+                    left[block] = left.get(block, block.ref_cnt) - 1
+                    if left[block] == 0 and not self._holdings.will_pin(holder, position, block):
+                        freed_ids.append(block.block_id)
+                if len(freed_ids) >= num_blocks and (has_run is None or has_run(freed_ids)):
+                    return victims
+        return None
+
     def rank(self, priority: int, spared: Collection[SequenceId]) -> Generator[Holder, None, None]:
         """Yield the sequences that may be evicted, in the policy's order. Change none meanwhile.
 
@@ -539,7 +569,7 @@ class AccessOrder:
                 if holder.last_access_time >= newest:
                     break
                 before.append(holder)
-            for holder in sorted(before, key=attrgetter("last_access_time"), reverse=True):
+            for holder in reversed(sorted(before, key=attrgetter("last_access_time"))):  # ties keep their order
                 self._move(holder, queue)
                 queue.move_to_end(holder.sequence_id, last=False)
 
