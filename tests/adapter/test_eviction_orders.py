@@ -187,3 +187,14 @@ def test_a_policy_that_raises_changes_nothing():
     policy.fails = False
     pool.allocate(BlockAllocationRequest(2, 9))
     assert pool.list_sequences() == [0, 9]
+
+
+def test_sequences_of_one_time_keep_their_order_after_an_unpin():
+    now = 0.0
+    pool = GPUKVPool(40, 4, eviction_policy=LRUEviction(), clock=lambda: now)
+    for sequence_id, now in ((9, 0.0), (1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0)):  # noqa: B007 (read by the clock)
+        pool.allocate(BlockAllocationRequest(1, sequence_id))
+    pool.pin(pool.blocks_of(4))
+    assert pool.list_victims(1000) == [9, 1, 2, 3]
+    pool.unpin(pool.blocks_of(4))
+    assert pool.list_victims(1000) == [9, 1, 2, 3, 4]

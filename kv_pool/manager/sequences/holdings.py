@@ -569,7 +569,8 @@ class AccessOrder:
                 if holder.last_access_time >= newest:
                     break
                 before.append(holder)
-            for holder in reversed(sorted(before, key=attrgetter("last_access_time"))):  # ties keep their order
+            before.sort(key=attrgetter("last_access_time"))  # ties keep their order
+            for holder in reversed(before):
                 self._move(holder, queue)
                 queue.move_to_end(holder.sequence_id, last=False)
 
