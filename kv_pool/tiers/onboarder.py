@@ -113,15 +113,19 @@ class OnboardPlan(TwoPhasePlan):
             False if a block could not be read, or its content was invalidated. The plan is aborted, and the
             next `find_prefix` returns a shorter prefix or none.
         Raises:
+            PlanClosedError: the plan is already committed or aborted.
             CopyFailedError: copying to the device failed. The plan is aborted.
             Others as in `commit`. The plan is aborted.
+            Any other exception, of a tier for example, that leaves the pool interrupted. After its `repair`
+            the plan is open, or committed if it was raised within the commit.
         """
+        self._check_open()
         try:
             if self.load():
                 self.commit()
                 return True
         except Exception:
-            if self.state is PlanState.OPEN:
+            if self.state is PlanState.OPEN and self._plans.is_whole(self):
                 self.abort()
             raise
         self.abort()
@@ -165,7 +169,7 @@ class OnboardPlan(TwoPhasePlan):
         num_tokens = min(self.num_computed_tokens, self._tables[0].num_valid_tokens)
         ends = caching.find_ends(self._request, self._tables, 0, num_tokens)
         self._plans.begin(self, PlanState.COMMITTED)
-        self._attach()
+        self._attach(PlanState.COMMITTED)
         for book, hold in self._holds.items():
             book.hand_over(hold)
         if ends is not None:  # before tiers may evict the keys
@@ -187,20 +191,20 @@ class OnboardPlan(TwoPhasePlan):
     def _give_back(self) -> None:
         """Abort: drop the references and release the keys."""
         self._plans.begin(self, PlanState.ABORTED)
-        self._attach()
+        self._attach(PlanState.ABORTED)
         for hold in self._holds.values():
             self._manager.copies.release(hold)
         self._tiered_cache._stack.release(self.keys)
         self._plans.end(self, PlanState.ABORTED)
 
-    def _attach(self) -> None:
-        if self.state is PlanState.ABORTED:
+    def _attach(self, state: PlanState) -> None:
+        if state is PlanState.ABORTED:
             self._manager.forget_tables(self.request_id)
         elif not self._manager.holds_blocks(self.request_id):
             self._manager.put_tables(self.request_id, self._tables)
 
-    def repair(self) -> None:
-        super().repair()
+    def repair(self, state: PlanState) -> None:
+        super().repair(state)
         others = [plan for plan in self._plans.by_request.values() if plan is not self]
         self._tiered_cache._stack.hold_only([key for plan in others for key in plan.keys])
 
@@ -360,6 +364,8 @@ class TierOnboarder:
         Raises:
             CopyFailedError: copying to the device failed. The request has no blocks.
             What `get_computed_blocks`, `plan_onboard` and `allocate_slots` raise; nothing has changed.
+            Any other exception interrupts the call: the next one raises PoolInterruptedError until the
+            manager's `repair`, which aborts the plan of this call.
         A block that cannot be read is removed from its tier, and the request starts with a shorter prefix.
         """
         self._plans.check_none_open(request)
@@ -383,7 +389,7 @@ class TierOnboarder:
             if not delay_cache_blocks:  # now, since this raises what caching would raise at the end
                 self.manager.caching.find_ends(request, None, prefix.num_tokens, num_found + num_new)
             rows = self._prefixes.list_blocks(request, prefix.num_tokens, num_found)
-            plan = OnboardPlan(self, request, hit, rows)
+            plan = self._plans.one_call = OnboardPlan(self, request, hit, rows)
             if not plan.open(prefix, num_new, options):
                 return None
             if plan.apply():

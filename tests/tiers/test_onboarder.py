@@ -11,6 +11,7 @@ from kv_pool import (
     InvalidTypeError,
     KVCacheManager,
     PlanClosedError,
+    PoolInterruptedError,
     PrefixRules,
     Request,
 )
@@ -216,6 +217,54 @@ def test_failed_copy_aborts_the_plan(tmp_path):
     host._copy = copy
     assert plan.state.value == "aborted"
     assert engine.compute(request) == (0, 16)
+
+
+def fail_once(part, name, error):
+    """Let the next call of this method raise an error."""
+
+    def fail(*args):
+        delattr(part, name)
+        raise error
+
+    setattr(part, name, fail)
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("odd tier"), KeyboardInterrupt()])
+def test_after_an_error_of_a_tier_the_plan_can_be_aborted(tmp_path, error):
+    """`apply` raised PoolInterruptedError instead of the tier's error."""
+    engine = make_engine(tmp_path)
+    first, *_ = fill(engine, 4)
+    plan = make_plan(engine, again(engine, first))
+    fail_once(engine.cache.tiers[1], "load", error)
+    with pytest.raises(type(error)):
+        plan.apply()
+    engine.manager.repair()
+    assert engine.onboarder.list_open_plans() == [plan]
+    plan.abort()
+    assert engine.manager.get_num_free_blocks() == 8
+    invariants.check(engine.onboarder)
+
+
+@pytest.mark.parametrize("where", ["load", "commit"])
+def test_an_interrupted_admit_leaves_no_plan_behind(tmp_path, where):
+    """Its plan stayed open, and nothing that the caller had could abort it."""
+    engine = make_engine(tmp_path)
+    first, *_ = fill(engine, 4)
+    request = again(engine, first)
+    if where == "load":
+        fail_once(engine.cache.tiers[1], "load", KeyboardInterrupt())
+    else:
+        fail_once(engine.cache, "has_all", KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        engine.onboarder.admit(request)
+    for other in (request, engine.make_request("other", range(800, 817))):
+        with pytest.raises(PoolInterruptedError):
+            engine.onboarder.admit(other)
+    engine.manager.repair()
+    assert engine.onboarder.list_open_plans() == []
+    assert engine.manager.get_num_free_blocks() == 8
+    assert engine.onboarder.admit(request) == {"GPU": 0, "CPU": 0, "STORAGE": 0}
+    invariants.check(engine.onboarder)
 
 
 def test_failed_offload_loses_only_its_blocks(tmp_path, caplog):
