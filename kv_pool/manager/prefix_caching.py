@@ -131,7 +131,7 @@ class PrefixCaching(TableListener):
         """
         if self.has_encoder and not self.covers_encoder(request):
             return None
-        if len(self.uncached) > 0 and request.request_id in self.uncached:
+        if len(self.uncached) > 0 and tables is not None and request.request_id in self.uncached:
             return None
         num_all = request.num_tokens
         num_known = min(num_tokens, num_all)
