@@ -192,6 +192,34 @@ def test_admit_caches_the_same_blocks_with_a_hit_in_tiers(tmp_path, delays, num_
         assert where == {"hit": "DDDDD" if all_of_it else "DDDD-", "none": "DDDDD" if all_of_it else "DD---"}
 
 
+@pytest.mark.parametrize("rules", [None, PrefixRules(retention_interval=4)])
+@pytest.mark.parametrize(
+    "window", [FullAttentionSpec(block_size=4), SlidingWindowSpec(block_size=4, sliding_window=8)]
+)
+def test_admit_caches_the_loaded_state_and_the_next_one(rules, window):
+    """Without rules, the loaded one can be hit in the same step; the one that the step writes, after it."""
+    pool = BlockPool(19, True, 4)
+    manager = KVCacheManager(pool, groups=[window, MambaSpec(block_size=4)], prefix_rules=rules)
+    onboarder = TierOnboarder(manager, TieredCache(pool, None, [Tier(60)]))
+
+    def start(name, num_tokens, first=0, max_prefix_tokens=None):
+        request = Request(name, range(first, first + num_tokens), BlockHasher("sha256", block_size=4))
+        return request, onboarder.admit(request, max_prefix_tokens=max_prefix_tokens)
+
+    for first, num_tokens in ((0, 16), (100, 60)):
+        for end in range(4, num_tokens + 1, 4):  # a step that ends there has a state there
+            manager.take_block_copies()
+            manager.free(start("old", end, first)[0])
+    manager.take_block_copies()
+    assert start("new", 24)[1] == {"GPU": 0, "CPU": 16}
+    written = start("written", 17, 0, 16)[1]
+    assert written == (None if rules else {"GPU": 16, "CPU": 0})
+    assert start("unwritten", 25)[1] is None
+    manager.take_block_copies()
+    assert start("unwritten", 25)[1] == {"GPU": 24, "CPU": 0}
+    core_invariants.check(pool)
+
+
 def test_admit_without_free_blocks_changes_nothing(tmp_path):
     engine = make_engine(tmp_path)
     first, *_ = fill(engine, 4)
