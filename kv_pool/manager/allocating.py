@@ -7,7 +7,7 @@ need      `plan_step`, a `GroupPlan` each      known: hits, shared entries, bloc
 refuse    `allocate_step`                      None; blocks that left a window are released
 touch     `start_tables`                       a new request's tables have its hits
 take      `extend_tables`, `replace_shared`    the tables have the blocks that the plans name
-cache     `PrefixCaching.cache`                full blocks of known tokens can be hit
+cache     `cache_step`                         full blocks of known tokens can be hit
 """
 
 from collections.abc import Sequence
@@ -80,9 +80,7 @@ def allocate_step(
         note_encoder(state, request, tables)
     state._rules.note_step(request, tables, step)
     if ends is not None:
-        state.caching.cache(request, tables, ends, step.num_scheduled, False, num_loaded)
-        if state._rules.chains is not None:
-            release_superseded(state, state._rules.chains)
+        cache_step(state, request, tables, ends, step.num_scheduled, 0, num_loaded)
     if step.tables is None:
         state._tables[step.request_id] = tables
     pool.is_changing = False
@@ -107,6 +105,21 @@ def is_quiet(state: ManagerState, request: SchedulableRequest, tables: list[Bloc
     return not caches or not state.caching.is_end_due(request, tables, step.num_computed)
 
 
+def cache_step(
+    state: ManagerState,
+    request: SchedulableRequest,
+    tables: list[BlockTable],
+    ends: list[int],
+    num_scheduled: int,
+    num_present: int,
+    num_loaded: int,
+) -> None:
+    """Cache what a step computes, and release the states that it supersedes; see `PrefixCaching.cache`."""
+    state.caching.cache(request, tables, ends, num_scheduled, num_present, num_loaded)
+    if state._rules.chains is not None:
+        release_superseded(state, state._rules.chains)
+
+
 def cache_written(
     state: ManagerState, request: SchedulableRequest, tables: list[BlockTable], num_tokens: int
 ) -> None:
@@ -114,7 +127,7 @@ def cache_written(
     ends = state.caching.find_ends(request, tables, 0, num_tokens)
     if ends is not None:
         state.block_pool.is_changing = True
-        state.caching.cache(request, tables, ends, num_tokens, is_written=True)
+        state.caching.cache(request, tables, ends, num_tokens, num_tokens)
         state.block_pool.is_changing = False
 
 

@@ -129,7 +129,8 @@ class ManagerState:
             self.attach_retention(retention)
         if tracks_owners:
             group_ids = [group.group_id for group in self._groups if group.is_cacheable]
-            self._owners = OwnedPrefixes(block_pool, group_ids, self.caching.uncached)
+            tables = (self._tables, self.detached_tables)
+            self._owners = OwnedPrefixes(block_pool, group_ids, self.caching.uncached, tables)
             self.listeners.append(self._owners)
 
     def get_num_free_blocks(self) -> int:

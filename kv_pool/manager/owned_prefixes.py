@@ -1,6 +1,6 @@
 """`OwnedPrefixes`: which cached prefixes requests of an adapter, a salt or a session have computed."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kv_pool.core.block_keys import make_block_hash_with_group_id
@@ -27,14 +27,23 @@ class OwnedPrefixes(TableListener):
     Args:
         groups: the ids of the groups whose blocks are cached.
         uncached: the running requests whose blocks are not cached any more, by id.
+        tables: the manager's mappings of requests with tables: those that run, and those that are detached.
 
     Memory: the hashes of ended requests, about four per block of the pool and of its lower tiers at most.
     """
 
-    def __init__(self, pool: BlockPoolCore, groups: Collection[GroupId], uncached: set[RequestId]) -> None:
+    def __init__(
+        self,
+        pool: BlockPoolCore,
+        groups: Collection[GroupId],
+        uncached: set[RequestId],
+        tables: Sequence[Mapping[RequestId, object]],
+    ) -> None:
         self._pool = pool
         self._groups = tuple(groups)
         self._uncached = uncached
+        self._tables = tables
+        self._num_to_sweep_at = 64
         self._running: dict[RequestId, Any] = {}
         self._ended: list[OwnedPrefix] = []
         self._num_hashes = 0
@@ -42,14 +51,23 @@ class OwnedPrefixes(TableListener):
 
     def note_started(self, request: Any) -> None:
         """Remember a request that gets its first blocks."""
-        self._keep(request.request_id)  # one that ended elsewhere, such as in another pool
+        self.note_ended(request.request_id, ())  # one that left without a notification: see `_sweep`
         if (
             request.lora_request
             or request.cache_salt
             or getattr(request, "salt_regions", None)
             or getattr(request, "session_id", None)
         ):
+            if len(self._running) >= self._num_to_sweep_at:
+                self._sweep()
             self._running[request.request_id] = request
+
+    def _sweep(self) -> None:
+        """Keep the hashes of requests that have left with an aborted plan, or to another pool."""
+        for request_id in list(self._running):
+            if not any(request_id in tables for tables in self._tables):
+                self.note_ended(request_id, ())
+        self._num_to_sweep_at = max(64, 2 * len(self._running))
 
     def note_forked(self, parent_id: RequestId, child: Any) -> None:
         """Remember a request that starts in the blocks of another one."""
@@ -58,12 +76,8 @@ class OwnedPrefixes(TableListener):
             self._uncached.add(child.request_id)
 
     def note_ended(self, request_id: RequestId, tables: Sequence[BlockTable]) -> None:
-        """Keep the hashes of a request that has no blocks any more."""
-        self._keep(request_id)
+        """Keep the hashes of a request that has no blocks any more, if it is remembered."""
         self._uncached.discard(request_id)
-
-    def _keep(self, request_id: RequestId) -> None:
-        """Keep the hashes of a running request as those of one that has ended, if it is remembered."""
         request = self._running.pop(request_id, None)
         if request is None:
             return

@@ -131,7 +131,7 @@ class PrefixCaching(TableListener):
         """
         if self.has_encoder and not self.covers_encoder(request):
             return None
-        if len(self.uncached) > 0 and request.request_id in self.uncached:
+        if len(self.uncached) > 0 and tables is not None and request.request_id in self.uncached:
             return None
         num_all = request.num_tokens
         num_known = min(num_tokens, num_all)
@@ -222,7 +222,7 @@ class PrefixCaching(TableListener):
         tables: list[BlockTable],
         ends: list[int],
         num_written: int,
-        is_written: bool,
+        num_present: int = 0,
         num_loaded: int = 0,
     ) -> None:
         """Cache the blocks of each table, from the head to its end in `ends`, that are not cached yet.
@@ -232,10 +232,9 @@ class PrefixCaching(TableListener):
         Args:
             ends: the result of `find_ends`.
             num_written: tokens after the step, including speculative ones in blocks that are not full.
-            is_written: whether the content is there already, not only after the coming step. With rules, new
-                states count as unwritten nevertheless.
-            num_loaded: tokens with the external ones, whose state a connector writes before the step; 0 for
-                none.
+            num_present: tokens whose content is there already, not only after the coming step. With rules,
+                new states count as unwritten nevertheless.
+            num_loaded: tokens with the external ones, whose state is there before the step; 0 for none.
         """
         num_prompt = 0 if self._rules.is_dense else get_num_prompt_tokens(request)
         for group in self._groups:
@@ -248,8 +247,8 @@ class PrefixCaching(TableListener):
             if end > first:
                 mask: list[bool] | None = None
                 if isinstance(group, MambaGroup) and self._rules.is_dense:
-                    # Of a step's states at block ends only the last is kept, and the one that a connector
-                    # loads before the step. Other states cover fewer tokens than their block.
+                    # Of a step's states at block ends only the last is kept, and the one that is loaded
+                    # before the step. Other states cover fewer tokens than their block.
                     mask = [
                         (position + 1) * group.block_size in (num_written, num_loaded)
                         for position in range(first, end)
@@ -261,8 +260,8 @@ class PrefixCaching(TableListener):
             if isinstance(group, MambaGroup):
                 if not self._rules.is_dense:
                     self._cache_state(request, group, table, limit, num_prompt)
-                elif is_written:
-                    continue
+                else:
+                    first = max(first, num_present // group.block_size)
                 for block in table.blocks[first:end]:
                     if not block.is_null and block.key is not None:
                         self.note_unwritten(block)

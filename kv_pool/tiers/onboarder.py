@@ -11,6 +11,8 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.kv_events import MEDIUM_GPU
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError
 from kv_pool.ids import RequestId
+from kv_pool.manager.admission import limit_tokens
+from kv_pool.manager.allocating import cache_step
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.prefix_lookup import CachedPrefix
@@ -29,6 +31,10 @@ class OnboardPlan(TwoPhasePlan):
     While the plan is open, the manager does not know the request, the plan owns and holds the device blocks,
     and no tier evicts the blocks to be read.
 
+    Args:
+        num_to_cache: tokens whose full blocks a commit caches: those with valid KV, and perhaps those that
+            the request's next step computes.
+
     Attributes:
         request_id: the request.
         hit: the hit that the plan loads.
@@ -45,6 +51,7 @@ class OnboardPlan(TwoPhasePlan):
         request: SchedulableRequest,
         hit: TierHit,
         rows: Rows,
+        num_to_cache: int,
     ) -> None:
         purpose = f"load blocks for request {request.request_id!r}"
         super().__init__(request, hit.num_device_tokens + hit.num_tokens, onboarder._plans, purpose)
@@ -56,6 +63,7 @@ class OnboardPlan(TwoPhasePlan):
         self._manager = onboarder.manager
         self._tiered_cache = onboarder.tiered_cache
         self._rows = rows
+        self._num_to_cache = num_to_cache
         self._tables: list[BlockTable] = []
         self._targets: list[KVCacheBlock] = []  # for each key
 
@@ -113,15 +121,19 @@ class OnboardPlan(TwoPhasePlan):
             False if a block could not be read, or its content was invalidated. The plan is aborted, and the
             next `find_prefix` returns a shorter prefix or none.
         Raises:
+            PlanClosedError: the plan is already committed or aborted.
             CopyFailedError: copying to the device failed. The plan is aborted.
             Others as in `commit`. The plan is aborted.
+            Any other exception, of a tier for example, that leaves the pool interrupted. After its `repair`
+            the plan is open, or committed if it was raised within the commit.
         """
+        self._check_open()
         try:
             if self.load():
                 self.commit()
                 return True
         except Exception:
-            if self.state is PlanState.OPEN:
+            if self.state is PlanState.OPEN and self._plans.is_whole(self):
                 self.abort()
             raise
         self.abort()
@@ -161,15 +173,15 @@ class OnboardPlan(TwoPhasePlan):
                 "abort the plan and call find_prefix() again"
             )
         self._check_absent(self._manager)
-        caching = self._manager.caching
-        num_tokens = min(self.num_computed_tokens, self._tables[0].num_valid_tokens)
-        ends = caching.find_ends(self._request, self._tables, 0, num_tokens)
+        manager, tables, num_loaded = self._manager, self._tables, self.num_computed_tokens
+        num_tokens = min(limit_tokens(manager, self._num_to_cache), tables[0].num_valid_tokens)
+        ends = manager.caching.find_ends(self._request, tables, 0, num_tokens)
         self._plans.begin(self, PlanState.COMMITTED)
-        self._attach()
+        self._attach(PlanState.COMMITTED)
         for book, hold in self._holds.items():
             book.hand_over(hold)
         if ends is not None:  # before tiers may evict the keys
-            caching.cache(self._request, self._tables, ends, num_tokens, is_written=True)
+            cache_step(manager, self._request, tables, ends, num_tokens, num_loaded, num_loaded)
         self._tiered_cache._stack.release(self.keys)
         self._plans.end(self, PlanState.COMMITTED)
         self._onboarder._count(self)
@@ -187,20 +199,20 @@ class OnboardPlan(TwoPhasePlan):
     def _give_back(self) -> None:
         """Abort: drop the references and release the keys."""
         self._plans.begin(self, PlanState.ABORTED)
-        self._attach()
+        self._attach(PlanState.ABORTED)
         for hold in self._holds.values():
             self._manager.copies.release(hold)
         self._tiered_cache._stack.release(self.keys)
         self._plans.end(self, PlanState.ABORTED)
 
-    def _attach(self) -> None:
-        if self.state is PlanState.ABORTED:
+    def _attach(self, state: PlanState) -> None:
+        if state is PlanState.ABORTED:
             self._manager.forget_tables(self.request_id)
         elif not self._manager.holds_blocks(self.request_id):
             self._manager.put_tables(self.request_id, self._tables)
 
-    def repair(self) -> None:
-        super().repair()
+    def repair(self, state: PlanState) -> None:
+        super().repair(state)
         others = [plan for plan in self._plans.by_request.values() if plan is not self]
         self._tiered_cache._stack.hold_only([key for plan in others for key in plan.keys])
 
@@ -288,20 +300,7 @@ class TierOnboarder:
         Cost: O(blocks), one dictionary look-up per block and tier; more if windows require several lengths
             to be tried.
         """
-        start = 0 if cached_prefix is None else cached_prefix.num_tokens
-        limit = request.num_tokens - 1
-        if max_num_tokens is not None:
-            limit = as_count("max_num_tokens", max_num_tokens)
-        num_tokens = self._prefixes.count_tokens(request, start, limit)
-        counts = {0: num_tokens}
-        if num_tokens and len(self._media) > 1:
-            end = start + num_tokens
-            rows = self._prefixes.list_blocks(request, start, end)
-            counts = self._prefixes.count_by_tier(rows, start, end, self.tiered_cache.find_tier)
-        by_medium = dict.fromkeys(self._media, 0)
-        for level, count in counts.items():
-            by_medium[self._media[level]] += count
-        return TierHit(request.request_id, start, num_tokens, by_medium)
+        return self._find_behind(request, cached_prefix, max_num_tokens)[0]
 
     def find_both(
         self, request: SchedulableRequest, max_num_tokens: int | None = None
@@ -313,14 +312,7 @@ class TierOnboarder:
         Args:
             max_num_tokens: as of `find_prefix`.
         """
-        prefix = self.manager.get_computed_blocks(request, max_num_tokens)
-        hit = self.find_prefix(request, prefix, max_num_tokens)
-        num_beyond = prefix.num_tokens % self.manager.alignment
-        if num_beyond:
-            shorter = self.manager.get_computed_blocks(request, prefix.num_tokens - num_beyond)
-            longer = self.find_prefix(request, shorter, max_num_tokens)
-            if shorter.num_tokens + longer.num_tokens > prefix.num_tokens:
-                return shorter, longer
+        prefix, hit, _ = self._find_both(request, max_num_tokens)
         return prefix, hit
 
     def list_open_plans(self) -> list[OnboardPlan]:
@@ -360,6 +352,8 @@ class TierOnboarder:
         Raises:
             CopyFailedError: copying to the device failed. The request has no blocks.
             What `get_computed_blocks`, `plan_onboard` and `allocate_slots` raise; nothing has changed.
+            Any other exception interrupts the call: the next one raises PoolInterruptedError until the
+            manager's `repair`, which aborts the plan of this call.
         A block that cannot be read is removed from its tier, and the request starts with a shorter prefix.
         """
         self._plans.check_none_open(request)
@@ -368,7 +362,7 @@ class TierOnboarder:
                 "num_external_computed_tokens is no option of admit, which takes these tokens from the tiers"
             )
         while True:
-            prefix, hit = self.find_both(request, max_prefix_tokens)
+            prefix, hit, rows = self._find_both(request, max_prefix_tokens)
             num_found = prefix.num_tokens + hit.num_tokens
             num_left = request.num_tokens - num_found
             num_new = num_left if num_new_tokens is None else min(num_new_tokens, num_left)
@@ -380,18 +374,15 @@ class TierOnboarder:
                     return None
                 self.note_started(prefix)
                 break
-            if not delay_cache_blocks:  # now, since this raises what caching would raise at the end
-                self.manager.caching.find_ends(request, None, prefix.num_tokens, num_found + num_new)
-            rows = self._prefixes.list_blocks(request, prefix.num_tokens, num_found)
-            plan = OnboardPlan(self, request, hit, rows)
+            num_to_cache = num_found if delay_cache_blocks else num_found + num_new
+            # Now, since this raises what the commit would raise.
+            self.manager.caching.find_ends(request, None, prefix.num_tokens, num_to_cache)
+            plan = self._plans.one_call = OnboardPlan(self, request, hit, rows, num_to_cache)
             if not plan.open(prefix, num_new, options):
                 return None
             if plan.apply():
                 break
         request.num_computed_tokens = num_found
-        if hit.num_tokens and not delay_cache_blocks:
-            # The plan has cached what it loaded; this caches the blocks to be computed as well.
-            self.manager.allocate_slots(request, num_new, **options)
         return {MEDIUM_GPU: prefix.num_tokens, **hit.num_tokens_by_medium}
 
     def plan_onboard(
@@ -437,7 +428,7 @@ class TierOnboarder:
                 f"the tiers do not have all of tokens {num_device_tokens} to {end} of request "
                 f"{request_id!r}; call find_prefix() again"
             )
-        plan = OnboardPlan(self, request, hit, rows)
+        plan = OnboardPlan(self, request, hit, rows, end)
         return plan if plan.open(cached_prefix, num_new_tokens, options) else None
 
     def note_started(self, cached_prefix: CachedPrefix) -> None:
@@ -454,8 +445,7 @@ class TierOnboarder:
             limit on prefetched blocks is reached.
         A later `TieredCache.flush()` moves the blocks to host memory. A block that cannot be read is counted.
         """
-        prefix, hit = self.find_both(request)
-        rows = self._prefixes.list_blocks(request, prefix.num_tokens, prefix.num_tokens + hit.num_tokens)
+        _, _, rows = self._find_both(request, None)
         keys = [key for row in rows for key in row.values()]
         return self.tiered_cache.prefetch(request.request_id, keys)
 
@@ -464,6 +454,41 @@ class TierOnboarder:
         self.tiered_cache.cancel_prefetch(request_id)
 
     # ---- inside ----------------------------------------------------------------------------------
+
+    def _find_both(
+        self, request: SchedulableRequest, max_num_tokens: int | None
+    ) -> tuple[CachedPrefix, TierHit, Rows]:
+        """See `find_both`; the rows are those of the hit."""
+        prefix = self.manager.get_computed_blocks(request, max_num_tokens)
+        hit, rows = self._find_behind(request, prefix, max_num_tokens)
+        num_beyond = prefix.num_tokens % self.manager.alignment
+        if num_beyond:
+            shorter = self.manager.get_computed_blocks(request, prefix.num_tokens - num_beyond)
+            longer, longer_rows = self._find_behind(request, shorter, max_num_tokens)
+            if shorter.num_tokens + longer.num_tokens > prefix.num_tokens:
+                return shorter, longer, longer_rows
+        return prefix, hit, rows
+
+    def _find_behind(
+        self, request: SchedulableRequest, cached_prefix: CachedPrefix | None, max_num_tokens: int | None
+    ) -> tuple[TierHit, Rows]:
+        """See `find_prefix`; the rows are those of the hit, valid until the request or a tier changes."""
+        start = 0 if cached_prefix is None else cached_prefix.num_tokens
+        limit = request.num_tokens - 1
+        if max_num_tokens is not None:
+            limit = as_count("max_num_tokens", max_num_tokens)
+        num_tokens = self._prefixes.count_tokens(request, start, limit)
+        rows: Rows = []
+        by_medium = dict.fromkeys(self._media, 0)
+        if num_tokens:
+            end = start + num_tokens
+            rows = self._prefixes.list_blocks(request, start, end)
+            counts = {0: num_tokens}
+            if len(self._media) > 1:
+                counts = self._prefixes.count_by_tier(rows, start, end, self.tiered_cache.find_tier)
+            for level, count in counts.items():
+                by_medium[self._media[level]] += count
+        return TierHit(request.request_id, start, num_tokens, by_medium), rows
 
     def _count(self, plan: OnboardPlan) -> None:
         """Count a plan that is closed."""

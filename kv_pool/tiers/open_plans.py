@@ -32,8 +32,7 @@ class TwoPhasePlan(ABC):
     Attributes:
         request_id: the request that owns the blocks.
         num_computed_tokens: tokens whose KV the request has after a commit.
-        state: open, committed or aborted. A call that changes the plan first sets the state to which a repair
-            leads if the call is interrupted.
+        state: open, committed or aborted.
 
     Args:
         purpose: completes "the plan to ...".
@@ -58,7 +57,7 @@ class TwoPhasePlan(ABC):
         return hold
 
     def _check_open(self) -> None:
-        self._plans.check_whole()
+        self._plans.check_whole(self)
         if self.state is not PlanState.OPEN:
             raise PlanClosedError(
                 f"the plan to {self._purpose} is already {self.state.value}; make a new one"
@@ -80,17 +79,18 @@ class TwoPhasePlan(ABC):
         """Return True if the content of a watched block was reported as invalid, or evicted."""
         return any(block.generation != generation for block, generation in self._watched)
 
-    def repair(self) -> None:
+    def repair(self, state: PlanState) -> None:
         """Close the plan, of which a call was interrupted. References are counted again afterwards."""
-        self._attach()
+        self.state = state
+        self._attach(state)
         for book, hold in self._holds.items():
             if not hold.is_released:
                 hold.forget()
                 book.end(hold, HoldState.RELEASED)
 
     @abstractmethod
-    def _attach(self) -> None:
-        """Put the tables where they belong after the commit or abort, unless they are there already."""
+    def _attach(self, state: PlanState) -> None:
+        """Put the tables where they belong in this state, COMMITTED or ABORTED, unless they are there."""
 
 
 P = TypeVar("P", bound=TwoPhasePlan)
@@ -104,17 +104,30 @@ class OpenPlans(Generic[P]):
 
     Attributes:
         by_request: the open plans, oldest first.
+        one_call: the plan that a running call opens and closes itself, so that no caller can close it. It is
+            still set after an interrupt of that call; a repair then aborts it.
     """
 
     def __init__(self, *pools: BlockPoolCore) -> None:
         self.by_request: dict[RequestId, P] = {}
+        self.one_call: P | None = None
         self._pools = pools
-        self._changing: P | None = None
+        self._changing: tuple[P, PlanState] | None = None  # and the state to which a repair leads
         pools[0].holds.add_party(weakref.ref(self))
 
-    def check_whole(self) -> None:
-        """Raise PoolInterruptedError if a call of a plan or of one of the pools was interrupted."""
-        if self._changing is not None or any(pool.is_changing for pool in self._pools):
+    def is_whole(self, plan: P | None = None) -> bool:
+        """Return False if a call of a plan or of one of the pools was interrupted.
+
+        Args:
+            plan: the plan of which a method is called; None for a call that opens one.
+        """
+        if self._changing is not None or self.one_call not in (None, plan):
+            return False
+        return not any(pool.is_changing for pool in self._pools)
+
+    def check_whole(self, plan: P | None = None) -> None:
+        """Raise PoolInterruptedError unless `is_whole`."""
+        if not self.is_whole(plan):
             refuse_interrupted()
 
     def check_none_open(self, request: SchedulableRequest) -> RequestId:
@@ -128,32 +141,39 @@ class OpenPlans(Generic[P]):
             )
         return request_id
 
-    def begin(self, plan: P, state: PlanState) -> None:
-        """Begin a change of the plan and its pools, which `end` completes. A repair leads to this state."""
+    def begin(self, plan: P, leads_to: PlanState) -> None:
+        """Begin a change of the plan and its pools, which `end` completes, or a repair with this state."""
         for pool in self._pools:
             pool.is_changing = True
-        plan.state = state
-        self._changing = plan
+        self._changing = plan, leads_to
 
     def end(self, plan: P, state: PlanState) -> None:
         """End the change: the plan is now open, or closed."""
         if state is PlanState.OPEN:
             self.by_request[plan.request_id] = plan
-        elif plan.request_id in self.by_request:
-            del self.by_request[plan.request_id]
+        else:
+            if plan.request_id in self.by_request:
+                del self.by_request[plan.request_id]
+            self.one_call = None
         plan.state = state
         self._changing = None  # no call since the plan is listed, or not, as its new state says
         for pool in self._pools:
             pool.is_changing = False
 
     def begin_repair(self) -> None:
-        """Close the plan whose opening, commit or abort was interrupted. Called by a repair of the pool."""
-        plan = self._changing
-        if plan is not None:
-            plan.repair()
+        """Close the plan of which the opening, commit or abort was interrupted, or the one call.
+
+        Called by a repair of the pool.
+        """
+        interrupted = self._changing
+        if interrupted is None and self.one_call is not None:
+            interrupted = self.one_call, PlanState.ABORTED
+        if interrupted is not None:
+            plan, state = interrupted
+            plan.repair(state)
             if plan.request_id in self.by_request:  # no call from here on
                 del self.by_request[plan.request_id]
-            self._changing = None
+            self._changing = self.one_call = None
 
 
 def list_tail_first(blocks_by_group: Sequence[Sequence[KVCacheBlock]]) -> list[KVCacheBlock]:

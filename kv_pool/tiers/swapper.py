@@ -107,7 +107,7 @@ class SwapPlan(TwoPhasePlan):
             check_announceable(self._request)
         self._plans.begin(self, PlanState.COMMITTED)
         self._cache_copies()
-        self._attach()
+        self._attach(PlanState.COMMITTED)
         for group_id, blocks in enumerate(self._sources):
             for listener in self._source.listeners:
                 listener.note_leaving(self.request_id, GroupId(group_id), 0, blocks)
@@ -126,7 +126,7 @@ class SwapPlan(TwoPhasePlan):
         self._check_open()
         self._check_absent(self._source)
         self._plans.begin(self, PlanState.ABORTED)
-        self._attach()
+        self._attach(PlanState.ABORTED)
         self._end_holds(self._target, self._source)
         self._plans.end(self, PlanState.ABORTED)
 
@@ -134,7 +134,8 @@ class SwapPlan(TwoPhasePlan):
         """Call `copy` with the moves, if any, and commit.
 
         If `copy` raises an `Exception`, or a block of the target side turned out to be invalid before, abort
-        and re-raise. After another exception, such as KeyboardInterrupt, the plan is still open.
+        and re-raise. The plan is still open after another exception, such as KeyboardInterrupt, and after one
+        that leaves a pool interrupted.
         """
         self._check_open()
         try:
@@ -142,7 +143,7 @@ class SwapPlan(TwoPhasePlan):
             if self.moves:
                 copy(self.moves)
         except Exception:
-            if self.state is PlanState.OPEN:
+            if self.state is PlanState.OPEN and self._plans.is_whole(self):
                 self.abort()
             raise
         self.commit()
@@ -189,9 +190,9 @@ class SwapPlan(TwoPhasePlan):
         """Return the blocks of one side that the plan holds at their ids, in the order of reuse."""
         return list_tail_first(self._sources if side is self._source else self._targets)
 
-    def _attach(self) -> None:
+    def _attach(self, state: PlanState) -> None:
         side = self._source
-        if self.state is PlanState.COMMITTED:
+        if state is PlanState.COMMITTED:
             side = self._target
             self._change_tables()
         if not side.holds_blocks(self.request_id):

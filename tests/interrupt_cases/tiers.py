@@ -40,6 +40,7 @@ class Tiering:
         self.read_events()
         self.wrong = set()
         self.plan = None
+        self.admits = False
         if before is not None:
             before(self)
 
@@ -50,6 +51,7 @@ class Tiering:
     # ---- calls -----------------------------------------------------------------------------------
 
     def admit(self):
+        self.admits = True
         self.engine.onboarder.admit(self.requests["a"])
 
     def make_plan(self):
@@ -118,7 +120,7 @@ class Tiering:
     # ---- the protocol of `try_case` ----------------------------------------------------------------
 
     def is_interrupted(self):
-        return self.engine.pool.is_changing or self.engine.onboarder._plans._changing is not None
+        return not self.engine.onboarder._plans.is_whole()
 
     def call_next(self):
         self.engine.onboarder.admit(self.engine.make_request("next", range(40, 48)))
@@ -138,6 +140,7 @@ class Tiering:
         self.check_state()
         engine.cache.flush()
         self.check_state()
+        assert not (self.admits and engine.onboarder.list_open_plans())
         for plan in engine.onboarder.list_open_plans():
             (plan.commit if plan.load() else plan.abort)()
             self.check_state()

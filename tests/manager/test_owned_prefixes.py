@@ -60,6 +60,31 @@ def test_an_adapter_that_is_loaded_again_has_other_hashes(algorithm):
     assert hashes(1, "sql", "/sql", "v2") == hashes(5, "sql", "/sql", "v2")  # the same weights elsewhere
 
 
+def leave(manager, request):
+    """Take the request's blocks away, as an aborted plan and a migration do."""
+    [table] = manager.pop_tables(request.request_id)
+    manager.free_blocks(table.blocks)
+    manager.forget_tables(request.request_id)
+
+
+def test_requests_that_leave_are_not_remembered_for_ever():
+    """They were, with all their tokens, until their id was used again."""
+    manager = make()
+    for number in range(200):
+        leave(manager, start(manager, f"r{number}", [number] * 4, cache_salt="s"))
+    assert len(manager._owners._running) <= 64
+    assert manager.evict_owned(cache_salt="s") == 40
+
+
+def test_an_id_that_left_after_an_eviction_caches_again():
+    manager = make()
+    request = start(manager, "a", cache_salt="s")
+    manager.evict_owned(cache_salt="s")
+    leave(manager, request)
+    compute(manager, "a", cache_salt="s")
+    assert hits(manager, cache_salt="s") == 12
+
+
 def test_running_requests_of_an_evicted_owner_cache_no_more():
     manager = make()
     sql = LoRARequest(1, "sql", "/sql")

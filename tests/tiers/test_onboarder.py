@@ -11,6 +11,7 @@ from kv_pool import (
     InvalidTypeError,
     KVCacheManager,
     PlanClosedError,
+    PoolInterruptedError,
     PrefixRules,
     Request,
 )
@@ -191,6 +192,34 @@ def test_admit_caches_the_same_blocks_with_a_hit_in_tiers(tmp_path, delays, num_
         assert where == {"hit": "DDDDD" if all_of_it else "DDDD-", "none": "DDDDD" if all_of_it else "DD---"}
 
 
+@pytest.mark.parametrize("rules", [None, PrefixRules(retention_interval=4)])
+@pytest.mark.parametrize(
+    "window", [FullAttentionSpec(block_size=4), SlidingWindowSpec(block_size=4, sliding_window=8)]
+)
+def test_admit_caches_the_loaded_state_and_the_next_one(rules, window):
+    """Without rules, the loaded one can be hit in the same step; the one that the step writes, after it."""
+    pool = BlockPool(19, True, 4)
+    manager = KVCacheManager(pool, groups=[window, MambaSpec(block_size=4)], prefix_rules=rules)
+    onboarder = TierOnboarder(manager, TieredCache(pool, None, [Tier(60)]))
+
+    def start(name, num_tokens, first=0, max_prefix_tokens=None):
+        request = Request(name, range(first, first + num_tokens), BlockHasher("sha256", block_size=4))
+        return request, onboarder.admit(request, max_prefix_tokens=max_prefix_tokens)
+
+    for first, num_tokens in ((0, 16), (100, 60)):
+        for end in range(4, num_tokens + 1, 4):  # a step that ends there has a state there
+            manager.take_block_copies()
+            manager.free(start("old", end, first)[0])
+    manager.take_block_copies()
+    assert start("new", 24)[1] == {"GPU": 0, "CPU": 16}
+    written = start("written", 17, 0, 16)[1]
+    assert written == (None if rules else {"GPU": 16, "CPU": 0})
+    assert start("unwritten", 25)[1] is None
+    manager.take_block_copies()
+    assert start("unwritten", 25)[1] == {"GPU": 24, "CPU": 0}
+    core_invariants.check(pool)
+
+
 def test_admit_without_free_blocks_changes_nothing(tmp_path):
     engine = make_engine(tmp_path)
     first, *_ = fill(engine, 4)
@@ -216,6 +245,54 @@ def test_failed_copy_aborts_the_plan(tmp_path):
     host._copy = copy
     assert plan.state.value == "aborted"
     assert engine.compute(request) == (0, 16)
+
+
+def fail_once(part, name, error):
+    """Let the next call of this method raise an error."""
+
+    def fail(*args):
+        delattr(part, name)
+        raise error
+
+    setattr(part, name, fail)
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("odd tier"), KeyboardInterrupt()])
+def test_after_an_error_of_a_tier_the_plan_can_be_aborted(tmp_path, error):
+    """`apply` raised PoolInterruptedError instead of the tier's error."""
+    engine = make_engine(tmp_path)
+    first, *_ = fill(engine, 4)
+    plan = make_plan(engine, again(engine, first))
+    fail_once(engine.cache.tiers[1], "load", error)
+    with pytest.raises(type(error)):
+        plan.apply()
+    engine.manager.repair()
+    assert engine.onboarder.list_open_plans() == [plan]
+    plan.abort()
+    assert engine.manager.get_num_free_blocks() == 8
+    invariants.check(engine.onboarder)
+
+
+@pytest.mark.parametrize("where", ["load", "commit"])
+def test_an_interrupted_admit_leaves_no_plan_behind(tmp_path, where):
+    """Its plan stayed open, and nothing that the caller had could abort it."""
+    engine = make_engine(tmp_path)
+    first, *_ = fill(engine, 4)
+    request = again(engine, first)
+    if where == "load":
+        fail_once(engine.cache.tiers[1], "load", KeyboardInterrupt())
+    else:
+        fail_once(engine.cache, "has_all", KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        engine.onboarder.admit(request)
+    for other in (request, engine.make_request("other", range(800, 817))):
+        with pytest.raises(PoolInterruptedError):
+            engine.onboarder.admit(other)
+    engine.manager.repair()
+    assert engine.onboarder.list_open_plans() == []
+    assert engine.manager.get_num_free_blocks() == 8
+    assert engine.onboarder.admit(request) == {"GPU": 0, "CPU": 0, "STORAGE": 0}
+    invariants.check(engine.onboarder)
 
 
 def test_failed_offload_loses_only_its_blocks(tmp_path, caplog):

@@ -111,6 +111,22 @@ def test_after_an_interrupted_copy_the_plan_is_still_open():
     check_swapper(engine.swapper)
 
 
+def test_an_error_of_a_copy_that_interrupts_the_pool_is_raised():
+    """`apply` raised PoolInterruptedError instead."""
+    engine = SwapEngine(8, 8)
+    plan = engine.swapper.swap_out(started(engine, "a", range(10)))
+
+    def fail(moves):
+        engine.manager.block_pool.is_changing = True
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        plan.apply(fail)
+    engine.manager.repair()
+    plan.abort()
+    check_swapper(engine.swapper)
+
+
 def test_an_invalid_block_cannot_be_hit_on_the_host():
     engine = SwapEngine(8, 8)
     request = started(engine, "a", range(12))

@@ -1,4 +1,7 @@
-"""`BlockGroup`: how one KV cache group uses blocks; the base class implements full attention."""
+"""`BlockGroup`: how one KV cache group uses blocks; the base class implements full attention.
+
+`EqualGroups`: groups whose prefixes are looked up together.
+"""
 
 from collections.abc import Sequence
 from typing import Any, Final
@@ -46,6 +49,33 @@ class BlockGroup:
         if self.stride == 1:
             return block_hashes
         return block_hashes[self.stride - 1 :: self.stride]
+
+    def find(
+        self, together: "EqualGroups", hashes: list[BlockHash], max_num_tokens: int, drops: bool
+    ) -> tuple[list[list[KVCacheBlock]], int]:
+        """Find the longest prefix of these groups, of which this one is the first: see `EqualGroups.find`.
+
+        All blocks from the head on; with partial hits also a cached part of the next one.
+        """
+        block_size = self.block_size
+        own = self.list_hashes(hashes)
+        found = together.find_from(own, min(len(own), max_num_tokens // block_size))
+        num_tokens = len(found[0]) * block_size
+        if together.is_partial:
+            stride = block_size // together.unit
+            start = len(found[0]) * stride
+            end = min(start + stride - 1, max_num_tokens // together.unit, len(hashes))
+            for index in range(end - 1, start - 1, -1):
+                if together.append(found, hashes[index]):
+                    num_tokens = (index + 1) * together.unit
+                    break
+        if drops and num_tokens > 0:
+            num_tokens -= min(together.alignment, block_size)
+        num_tokens -= num_tokens % together.alignment
+        num_blocks = -(-num_tokens // block_size)
+        for blocks in found:
+            del blocks[num_blocks:]
+        return found, num_tokens
 
     def count_skipped_tokens(self, num_computed_tokens: int) -> int:
         """Return the number of leading tokens that no token after the computed ones attends to."""
@@ -155,6 +185,69 @@ class BlockGroup:
         return -(-num_tokens // self.block_size)
 
 
+@mypyc_attr(allow_interpreted_subclasses=False)
+class EqualGroups:
+    """Groups that are looked up together, because they keep the same tokens.
+
+    Args:
+        alignment: tokens; each hit is a multiple of it.
+        drops_hits: whether hits drop their last block, for a drafter.
+    """
+
+    def __init__(self, groups: list[BlockGroup], alignment: int, drops_hits: bool) -> None:
+        first = groups[0]
+        unit = first.pool.hash_block_size
+        self.pool: BlockPoolCore = first.pool
+        self.first: BlockGroup = first
+        self.group_ids: list[GroupId] = [group.group_id for group in groups]
+        self.alignment: int = alignment
+        self.unit: int = unit
+        self.drops_hits: bool = drops_hits
+        self.is_full: bool = not first.forgets
+        # Whether hits may end within a block.
+        self.is_partial: bool = alignment < first.block_size
+        # A drafter needs this many tokens after a hit to be cached, too: they are found and dropped.
+        self.margin: int = 0
+        if drops_hits and not first.is_state:
+            self.margin = unit if self.is_partial else first.block_size
+
+    def find(
+        self, hashes: list[BlockHash], max_num_tokens: int, drops: bool
+    ) -> tuple[list[list[KVCacheBlock]], int]:
+        """Return the blocks of the longest prefix, one list per group, and the number of its tokens.
+
+        Args:
+            hashes: at the pool's `hash_block_size`.
+            drops: find the last block of the hit, and drop it.
+        """
+        return self.first.find(self, hashes, max_num_tokens, drops)
+
+    def align(self, num_blocks: int) -> int:
+        """Return the largest number of blocks, up to this one, whose end is aligned."""
+        while num_blocks * self.first.block_size % self.alignment:
+            num_blocks -= 1
+        return num_blocks
+
+    def find_from(self, own: list[BlockHash], num_most: int) -> list[list[KVCacheBlock]]:
+        """Return the blocks of the first of these hashes, at most `num_most`, that every group has."""
+        if len(self.group_ids) == 1:
+            return [self.pool.find_cached_prefix(own, num_most, self.group_ids[0])]
+        found: list[list[KVCacheBlock]] = [[] for _ in self.group_ids]
+        for position in range(num_most):
+            if not self.append(found, own[position]):
+                break
+        return found
+
+    def append(self, found: list[list[KVCacheBlock]], block_hash: BlockHash) -> bool:
+        """Append the block of each group. Return False if one of them does not have it."""
+        blocks = self.pool.get_cached_block(block_hash, self.group_ids)
+        if blocks is None:
+            return False
+        for index, block in enumerate(blocks):
+            found[index].append(block)
+        return True
+
+
 class SlidingWindowGroup(BlockGroup):
     """A token attends to itself and the `window - 1` tokens before it. See `BlockGroup`.
 
@@ -172,6 +265,43 @@ class SlidingWindowGroup(BlockGroup):
 
     def count_skipped_tokens(self, num_computed_tokens: int) -> int:
         return max(0, num_computed_tokens - self.num_kept)
+
+    def find(
+        self, together: EqualGroups, hashes: list[BlockHash], max_num_tokens: int, drops: bool
+    ) -> tuple[list[list[KVCacheBlock]], int]:
+        """Find the last consecutive blocks of a window whose end is aligned, or all from the head on."""
+        pool = self.pool
+        block_size = self.block_size
+        num_needed = self.count_hit_blocks(drops)
+        own = self.list_hashes(hashes)
+        run: list[list[KVCacheBlock]] = []
+        end = 0
+        shift = 0 if drops else 1
+        position = min(max_num_tokens // block_size, len(own)) - 1
+        while position >= 0:
+            blocks = pool.get_cached_block(own[position], together.group_ids)
+            if blocks is None:
+                run = []
+            elif run or (position + shift) * block_size % together.alignment == 0:
+                if not run:
+                    end = position + 1
+                run.append(blocks)
+                if len(run) >= num_needed:
+                    break
+            position -= 1
+        if not run:
+            return [[] for _ in together.group_ids], 0
+        run.reverse()
+        num_blocks = end if len(run) >= num_needed else together.align(end)
+        if drops and num_blocks:
+            num_blocks = together.align(num_blocks - 1)
+        found: list[list[KVCacheBlock]] = []
+        for index in range(len(together.group_ids)):
+            listed = [pool.null_block] * (end - len(run))
+            listed.extend([blocks[index] for blocks in run])
+            del listed[num_blocks:]
+            found.append(listed)
+        return found, num_blocks * block_size
 
     def count_hit_blocks(self, drops_hits: bool) -> int:
         """Return how many consecutive blocks a hit needs, the dropped one included."""
@@ -194,6 +324,23 @@ class ChunkedLocalGroup(BlockGroup):
 
     def count_skipped_tokens(self, num_computed_tokens: int) -> int:
         return num_computed_tokens // self.chunk_size * self.chunk_size
+
+    def find(
+        self, together: EqualGroups, hashes: list[BlockHash], max_num_tokens: int, drops: bool
+    ) -> tuple[list[list[KVCacheBlock]], int]:
+        """Find the blocks of the chunk in which the prefix ends."""
+        block_size = self.block_size
+        own = self.list_hashes(hashes)
+        num_blocks = together.align(min(max_num_tokens // block_size, len(own)))
+        while True:
+            # A shorter prefix may end in another chunk, which needs other blocks.
+            num_passed = self.count_skipped_tokens(num_blocks * block_size) // block_size
+            nulls = [self.pool.null_block] * num_passed
+            found = together.find_from(own[num_passed:num_blocks], num_blocks - num_passed)
+            num_found = num_passed + len(found[0])
+            if num_found == num_blocks:
+                return [nulls + blocks for blocks in found], num_blocks * block_size
+            num_blocks = together.align(num_found)
 
     def count_max_blocks(self, num_tokens: int, max_in_flight_tokens: int, max_model_len: int) -> int:
         num_blocks = self.count_table_blocks(num_tokens)

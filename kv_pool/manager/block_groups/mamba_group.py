@@ -5,8 +5,8 @@ from typing import Any, Final
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
-from kv_pool.ids import GroupId
-from kv_pool.manager.block_groups.block_group import NO_BLOCKS, StateGroup
+from kv_pool.ids import BlockHash, GroupId
+from kv_pool.manager.block_groups.block_group import NO_BLOCKS, EqualGroups, StateGroup
 from kv_pool.manager.block_groups.block_table import BlockTable, GroupPlan, Step
 
 
@@ -45,6 +45,23 @@ class MambaGroup(StateGroup):
         A state after lookahead tokens would take the place of the state after the accepted ones.
         """
         return -(-num_tokens // self.block_size)
+
+    def find(
+        self, together: EqualGroups, hashes: list[BlockHash], max_num_tokens: int, drops: bool
+    ) -> tuple[list[list[KVCacheBlock]], int]:
+        """Find the last cached state."""
+        pool = self.pool
+        own = hashes if together.is_partial else self.list_hashes(hashes)
+        step = together.unit if together.is_partial else self.block_size
+        for index in range(min(max_num_tokens // step, len(own)) - 1, -1, -1):
+            num_tokens = (index + 1) * step
+            if num_tokens % together.alignment:
+                continue
+            blocks = pool.get_cached_block(own[index], together.group_ids)
+            if blocks is not None:
+                nulls = [pool.null_block] * ((num_tokens - 1) // self.block_size)
+                return [[*nulls, block] for block in blocks], num_tokens
+        return [[] for _ in together.group_ids], 0
 
     def is_quiet(self, table: BlockTable, step: Step, caches: bool) -> bool:
         if self.count_table_blocks(step.num_scheduled) + table.num_speculative > len(table.blocks):
