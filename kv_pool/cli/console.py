@@ -83,16 +83,16 @@ def print_report(report: Report, json: bool = False, **options: Any) -> None:
     if json:
         print_json(report.result)
         return
-    console = Console()
     for part in report.shown:
         if isinstance(part, ReportTable):
+            console = Console()  # a table that is wider makes its console wider for good
             print_parts(lay_out(part, console, **options), console)
         else:
             print(escape_text(part, 10 * MAX_CHARS))
 
 
 def print_parts(parts: Iterable[RenderableType], console: Console) -> None:
-    """Print tables or texts one below the other, each as wide as it is."""
+    """Print tables or texts one below the other, each as wide as it is. The console stays that wide."""
     for part in parts:
         console.width = max(console.width, _measure(part, console).maximum)
         console.print(part)

@@ -161,11 +161,14 @@ class Outputs:
             typer.Exit: status 2: the report has errors, which are printed.
         """
         self._write_json(report.result)
-        if self.csv is not None:
-            write_csv_rows(self.csv, report.records)
-        print_report(report)
+        try:  # the files first: the reader of the output, such as `head`, may be gone
+            if self.csv is not None:
+                write_csv_rows(self.csv, report.records)
+            if self.png is not None:
+                draw(self.png)
+        finally:
+            print_report(report)
         if self.png is not None:
-            draw(self.png)
             print(f"picture: {escape_text(self.png)}")
         sys.stdout.flush()
         for line in report.errors:

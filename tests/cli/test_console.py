@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 from cli.kv_pool_command import kv_pool_command
@@ -13,10 +14,10 @@ from lab.made_trace import record, write_trace
 from rich import box
 from rich.console import Console
 
-from kv_pool.cli.console import lay_out, print_parts, refresh_forever
+from kv_pool.cli.console import lay_out, print_parts, print_report, refresh_forever
 from kv_pool.cli.migrate import tabulate
 from kv_pool.control.messages import MigrationList
-from kv_pool.lab.tables import Fact, ReportTable, make_facts
+from kv_pool.lab.tables import Fact, Report, ReportTable, make_facts
 from kv_pool.migration.messages import MigrationPhase, MigrationStatus
 
 SIZES = ("--trace-block-size", "8", "--blocks", "50")
@@ -68,6 +69,15 @@ def test_a_table_too_wide_loses_nothing(width):
     assert all(word in printed for title in titles for word in title.split())
     parts = printed.count("┏")
     assert printed.count("policy2") == parts == (1 if width > 70 else parts)
+
+
+def test_a_wide_table_makes_the_next_one_no_wider(monkeypatch):
+    file = io.StringIO()
+    make_console = partial(Console, file=file, width=80, force_terminal=True, color_system=None)
+    monkeypatch.setattr("kv_pool.cli.console.Console", make_console)
+    wide = make_facts("", [Fact("installed in", "/" * 100)])
+    print_report(Report(None, [wide, ReportTable(("blocks", *"abcd"), [["1" * 14] * 5])]))
+    assert max(len(line) for line in file.getvalue().splitlines()[-6:]) <= 80
 
 
 @pytest.mark.slow
@@ -174,8 +184,8 @@ def test_ascii_terminal_causes_no_traceback_in_pool_commands(folder, command):
     assert done.stdout.isascii()
 
 
-@pytest.mark.parametrize("arguments", ["info", "--help", REPLAY])
-def test_closed_output_causes_no_traceback(folder, arguments):
+@pytest.mark.parametrize("arguments", ["info", "--help", REPLAY, f"{SWEEP} --jobs 1 --png here.png"])
+def test_closed_output_causes_no_traceback_and_loses_no_picture(folder, arguments):
     readable, writable = os.pipe()
     os.close(readable)
     done = subprocess.run(
@@ -189,3 +199,4 @@ def test_closed_output_causes_no_traceback(folder, arguments):
     os.close(writable)
     assert done.stderr == b""
     assert done.returncode in (1, 141)
+    assert (folder / "here.png").exists() == ("here.png" in arguments)
