@@ -77,7 +77,12 @@ def test_a_wide_table_makes_the_next_one_no_wider(monkeypatch):
     monkeypatch.setattr("kv_pool.cli.console.Console", make_console)
     wide = make_facts("", [Fact("installed in", "/" * 100)])
     print_report(Report(None, [wide, ReportTable(("blocks", *"abcd"), [["1" * 14] * 5])]))
-    assert max(len(line) for line in file.getvalue().splitlines()[-6:]) <= 80
+    assert max(len(line) for line in file.getvalue().splitlines()[-5:]) <= 80
+
+
+def test_long_keys_are_not_repeated_for_each_column():
+    key = "s" * 60
+    assert print_to(80, True, ReportTable(("session", *"abc"), [[key, *["1" * 14] * 3]])).count(key) == 1
 
 
 @pytest.mark.slow
