@@ -103,8 +103,8 @@ def lay_out(table: ReportTable, console: Console, **options: Any) -> list[Table]
 
     A terminal that is too narrow shows no bars; headings and words fold there. If that is not enough, the
     last columns follow in further parts, each behind the columns that name the rows. Numbers and single words
-    stay whole. An empty column without a heading is left out. If the columns that name the rows take more than
-    half of the terminal, all columns are in one part, which is wider than the terminal.
+    stay whole. An empty column without a heading is left out. If the columns that name the rows take more
+    than half of the terminal, all columns are in one part, which may be wider than it.
 
     Args:
         options: of rich's `Table`.

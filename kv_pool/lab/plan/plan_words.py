@@ -194,7 +194,7 @@ def _describe_pool(plan: CapacityPlan, num_blocks: int) -> str:
 
 
 def _choose_points(plan: CapacityPlan) -> list[PlanPoint]:
-    """Return the points of the curve in equal steps, its knee, and what is recommended, which may be no point."""
+    """Return points of the curve in equal steps, its knee, and the recommended one, which may be another."""
     points = {point.num_blocks: point for point in [plan.recommended, *plan.points]}
     capacities = [point.num_blocks for point in plan.points]
     chosen = choose_in_steps(capacities, _ROWS, plan.knee, plan.recommended.num_blocks)
