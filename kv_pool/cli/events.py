@@ -18,6 +18,7 @@ from rich.text import Text
 
 from kv_pool.cli.console import lay_out, print_parts
 from kv_pool.cli.foreign_text import escape_json, escape_text
+from kv_pool.cli.setting_options import count_option
 from kv_pool.core.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.events.curve_keys import CurveKeys
@@ -91,7 +92,7 @@ def events(
     medium: Annotated[str | None, typer.Option(help="Show only this medium: GPU, CPU, STORAGE, ...")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
     limit: Annotated[
-        int | None, typer.Option(help="Stop after this many lines, or batches with --mirror.", min=1)
+        int | None, count_option("Stop after this many lines, or batches with --mirror.", 1)
     ] = None,
     mirror: Annotated[
         bool,

@@ -9,7 +9,7 @@ import typer
 
 from kv_pool.cli.console import print_error, print_report
 from kv_pool.cli.foreign_text import escape_json, escape_text
-from kv_pool.cli.setting_options import declare
+from kv_pool.cli.setting_options import count_option, declare
 from kv_pool.drawing import check_can_draw
 from kv_pool.errors import InvalidArgumentError, TraceError
 from kv_pool.lab.capacity import MODELS, ModelKV, count_blocks, find_model
@@ -27,7 +27,7 @@ MODEL_PANEL = "Model, for --memory and for the time of copies"
 Publish = declare(str | None, PUBLISH)
 PublishReplay = declare(str | None, PUBLISH_REPLAY)
 PublishConfig = declare(str | None, PUBLISH_CONFIG)
-Jobs = Annotated[int, typer.Option(help="Processes; 0 for one per core.", min=0)]
+Jobs = Annotated[int, count_option("Processes; 0 for one per core.", 0)]
 
 
 @dataclass(frozen=True)
