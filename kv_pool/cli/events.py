@@ -42,13 +42,13 @@ _REFRESH_S = 1.0
 
 _TITLES = (
     "publisher",
-    "holds",
     "now",
+    "lost",
+    "holds",
     "batches",
     "stored",
     "removed",
     "clears",
-    "lost",
     "snapshots",
     "restarts",
 )
@@ -428,7 +428,7 @@ class MirrorTable:
     def lay_out(self) -> list[Table]:
         """Return the table, in the parts that fit on the console."""
         rows = list(self._list_rows())
-        table = ReportTable(_TITLES, rows, _TITLES[:3], "cached blocks by publisher")
+        table = ReportTable(_TITLES, rows, ("publisher", "now", "holds"), "cached blocks by publisher")
         return lay_out(table, self._console)
 
     def _list_rows(self) -> Iterator[list[str | Text]]:
@@ -454,13 +454,12 @@ class MirrorTable:
                     counts.num_stored,
                     counts.num_removed,
                     counts.num_clears,
-                    stats.counts.num_lost,
                     stats.counts.num_snapshots,
                     stats.counts.num_restarts,
                 )
                 publisher = endpoint if len(sources) == 1 else name
                 shown = Text("\n".join(holds) or "nothing")
-                yield [publisher, shown, now, *(f"{number:,}" for number in numbers)]
+                yield [publisher, now, f"{stats.counts.num_lost:,}", shown, *(f"{one:,}" for one in numbers)]
 
 
 def _label(endpoint: str, source: StreamSource) -> str:

@@ -1,5 +1,6 @@
 """Options that commands share besides settings: capacities, the model, and the files of results."""
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -133,7 +134,8 @@ class Outputs:
         Option("Write the whole report, with settings and provenance, to this file.", metavar="FILE"),
     ] = None
     csv: Annotated[
-        str | None, Option("Write one row per capacity, and policy, to this file.", metavar="FILE")
+        str | None,
+        Option("Write one row per capacity, in a comparison per policy, too, to this file.", metavar="FILE"),
     ] = None
     png: Annotated[
         str | None,
@@ -144,7 +146,12 @@ class Outputs:
     ] = None
 
     def check(self) -> None:
-        """Raise KVPoolError if a file cannot be written. Call this before the work."""
+        """Raise KVPoolError if a file cannot be written, or two have one path. Call this before the work."""
+        paths = [os.path.abspath(path) for path in (self.json, self.csv, self.png) if path is not None]
+        if len(set(paths)) < len(paths):
+            raise InvalidArgumentError(
+                "two of --json, --csv and --png have the same path; pass different ones"
+            )
         if self.png is not None:
             check_can_draw(self.png)
         for path in (self.json, self.csv):

@@ -10,6 +10,7 @@ from itertools import islice
 
 import pytest
 from cli.kv_pool_command import kv_pool_command, list_rows
+from lab.compare.made_comparison import MINE
 from lab.made_trace import record, write_trace
 
 from kv_pool import BlockStored, __version__
@@ -39,7 +40,9 @@ def rows(stdout):
 
 
 def test_table_and_file_agree(folder):
-    stdout, report = replay(folder, "--blocks", "20")
+    stdout, report = replay(folder, "--blocks", "20", "--csv", "report.csv", "--by", "turn")
+    names, values = (line.split(",") for line in (folder / "report.csv").read_text().splitlines())
+    assert dict(zip(names, values, strict=True))["tokens_hit"] == "16"
     assert "trace.gz through 20 blocks of 8 tokens" in stdout
     table = rows(stdout)
     assert table["requests"] == "3"
@@ -178,3 +181,13 @@ def test_long_breakdowns_are_cut_in_the_table_only(folder):
     stdout, report = replay(folder, "--blocks", "50", "--by", "session")
     assert "5 more rows in the file of --json" in stdout
     assert len(report["breakdowns"]["session"]) == 25
+
+
+def test_a_broken_policy_ends_a_replay_without_a_log(folder):
+    """The log of the pool said that it goes on with LRU, above the error of the replay that ends."""
+    (folder / "mine.py").write_text(MINE)
+    options = ("--trace-block-size", "8", "--blocks", "4", "--policy", "mine.py:Broken")
+    done = kv_pool_command("replay", "trace.gz", *options, cwd=folder)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: the cache policy mine.py:Broken is broken: ")
+    assert "goes on with LRU" not in done.stderr

@@ -1,5 +1,6 @@
 """`kv-pool sweep`: a row per capacity, a file, a picture."""
 
+import csv
 import json
 
 import pytest
@@ -20,7 +21,9 @@ def sweep(folder, *options):
 
 
 def test_capacities_are_sorted_and_each_has_a_row(folder):
-    done = sweep(folder, "--blocks", "1_000,4,1000,50", "--jobs", "2", "--json", "sweep.json")
+    done = sweep(
+        folder, "--blocks", "1_000,4,1000,50", "--jobs", "2", "--json", "sweep.json", "--csv", "s.csv"
+    )
     assert done.returncode == 0, done.stderr
     cells = [row[:3] for row in list_rows(done.stdout)]
     assert cells == [
@@ -31,6 +34,14 @@ def test_capacities_are_sorted_and_each_has_a_row(folder):
     reports = json.loads((folder / "sweep.json").read_text())
     assert [report["num_blocks"] for report in reports] == [4, 50, 1000]
     assert [report["tokens_hit"] for report in reports] == [0, 16, 16]
+    with open(folder / "s.csv", newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert [(line["num_blocks"], line["tokens_hit"]) for line in lines] == [
+        ("4", "0"),
+        ("50", "16"),
+        ("1000", "16"),
+    ]
+    assert (lines[0]["policy"], lines[0]["infinite_cache_tokens_hit"]) == ("lru", "16")
 
 
 @pytest.mark.slow

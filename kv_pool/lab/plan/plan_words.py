@@ -7,6 +7,7 @@ from kv_pool.lab.tables import (
     Report,
     ReportTable,
     describe_broken,
+    make_record,
     make_table,
     show_factor,
     show_share,
@@ -24,7 +25,15 @@ def report_plan(plan: CapacityPlan) -> Report:
     sentences = [*describe_plan(plan), *describe_broken(plan.broken_lines, plan.first_broken)]
     shown = _choose_points(plan)
     left_out = describe_choice(sum(point in shown for point in plan.points), len(plan.points))
-    return Report(plan, [*sentences, _tabulate_curve(plan, shown), *left_out, *sizes, _tabulate_checks(plan)])
+    records = [make_record(point, None) for point in plan.points]
+    parts: list[ReportTable | str] = [
+        *sentences,
+        _tabulate_curve(plan, shown),
+        *left_out,
+        *sizes,
+        _tabulate_checks(plan),
+    ]
+    return Report(plan, parts, records=records)
 
 
 def describe_plan(plan: CapacityPlan) -> list[str]:
