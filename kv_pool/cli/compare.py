@@ -32,9 +32,9 @@ _FINISHED = ".runs"
 
 _ORDER = """
 traces policies blocks memory model num_layers num_kv_heads head_size dtype_bytes block_size convention clock
-prefill_rate decode_rate max_running speedup groups states chunk_tokens watermark host_tier disk_tier
-copy_rate disk_rate tier_write limit trace_block_size timestamp_unit skip_broken seed resamples json csv png
-jobs on again
+prefill_rate decode_rate max_running speedup groups states chunk_tokens watermark keep_sessions keep_prefix
+host_tier disk_tier copy_rate disk_rate tier_write limit trace_block_size timestamp_unit skip_broken seed
+resamples json csv png jobs on again
 """
 
 
