@@ -132,15 +132,7 @@ def test_watched_migration_is_shown_whole_in_a_pipe():
     with pytest.raises(StopIteration):
         refresh_forever(look, console)
     [row] = [line for line in console.file.getvalue().splitlines() if "sequence" in line]
-    assert row.split()[:7] == [
-        "sequence",
-        "1234567890123",
-        "done",
-        "move",
-        "to",
-        "a-node-with-a-long-name",
-        "0/0",
-    ]
+    assert " ".join(row.split()).startswith("sequence 1234567890123 done move to a-node-with-a-long-name 0/0")
 
 
 def test_markup_and_escapes_in_node_names_are_shown():

@@ -13,6 +13,7 @@ import sys
 import pytest
 import zmq.auth
 from cli.kv_pool_command import kv_pool_command
+from cli.running_commands import running
 from events.living_pool import LivingPool
 from events.pool_map import pool_map
 from rich.console import Console
@@ -234,35 +235,22 @@ def test_encrypted_stream_is_printed_with_keys(tmp_path, options):
 
 
 def test_connecting_publisher_is_read_with_bind(tmp_path):
-    command = [sys.executable, "-P", "-m", "kv_pool.cli.main", "events", f"ipc://{tmp_path}/here", "--bind"]
     config = PublisherConfig(endpoint=f"ipc://{tmp_path}/here", bind=False, heartbeat_s=0.05)
-    running = subprocess.Popen(
-        [*command, "--mirror", "--limit", "2"],
-        env={**os.environ, "COLUMNS": "250", "PYTHONIOENCODING": "utf-8"},
-        stdout=subprocess.PIPE,
-        encoding="utf-8",
-    )
-    with running, ZMQEventPublisher(config):
-        shown, _ = running.communicate(timeout=20)
-    assert running.returncode == 0
+    options = ("--bind", "--mirror", "--limit", "2")
+    with running(tmp_path, "events", config.endpoint, *options) as process, ZMQEventPublisher(config):
+        shown, _ = process.communicate(timeout=20)
+    assert process.returncode == 0
     assert "following" in shown
 
 
-def test_ctrl_c_ends_it_silently(publisher):
+def test_ctrl_c_ends_it_silently(publisher, tmp_path):
     publisher.publish([STORED])
-    command = [sys.executable, "-P", "-m", "kv_pool.cli.main", "events", publisher.endpoint]
-    running = subprocess.Popen(
-        [*command, "--replay", publisher.replay_endpoint],
-        env={**os.environ, "PYTHONIOENCODING": "utf-8", "PYTHONUNBUFFERED": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        encoding="utf-8",
-    )
-    with running:
-        assert "stored" in running.stdout.readline()
-        running.send_signal(signal.SIGINT)
-        rest, complaints = running.communicate(timeout=20)
-    assert (running.returncode, rest, complaints) == (130, "", "")
+    places = (publisher.endpoint, "--replay", publisher.replay_endpoint)
+    with running(tmp_path, "events", *places) as process:
+        assert "stored" in process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        rest, complaints = process.communicate(timeout=20)
+    assert (process.returncode, rest, complaints) == (130, "", "")
 
 
 @pytest.mark.parametrize("options", [[], ["--mirror"]])
@@ -270,7 +258,7 @@ def test_terminal_output_has_colours_and_rates(publisher, options):
     publisher.publish([STORED])
     near, far = pty.openpty()
     command = [sys.executable, "-P", "-m", "kv_pool.cli.main", "events", publisher.endpoint, *options]
-    running = subprocess.Popen(
+    process = subprocess.Popen(
         [*command, "--replay", publisher.replay_endpoint],
         env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "200", "PYTHONIOENCODING": "utf-8"},
         stdout=far,
@@ -279,15 +267,15 @@ def test_terminal_output_has_colours_and_rates(publisher, options):
     os.close(far)
     awaited = [b"2 in group 1 GPU"] if options else [b"\x1b[32m", b"batches", b"/s"]
     shown = b""
-    with running:
+    with process:
         while not all(text in shown for text in awaited):
             assert select.select([near], [], [], 20)[0], shown
             shown += os.read(near, 65536)
-        running.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGINT)
         # Keep reading, or the command blocks on the terminal, whose end is an error on Linux.
         with contextlib.suppress(OSError):
             while os.read(near, 65536):
                 pass
-        assert running.wait(20) == 130
-        assert running.stderr.read() == b""
+        assert process.wait(20) == 130
+        assert process.stderr.read() == b""
     os.close(near)
