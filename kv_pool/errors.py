@@ -249,7 +249,8 @@ def describe_known(name: str, known: Iterable[str], are: str = "known are") -> s
     import difflib  # when it is needed: most programs name nothing wrong
 
     names = list(known)
-    meant = difflib.get_close_matches(name.lower(), names, 1)
+    begun = [one for one in names if name and one.startswith(name.lower())]
+    meant = begun or difflib.get_close_matches(name.lower(), names, 1)
     asked = f"did you mean {meant[0]!r}? " if meant else ""
     return f"{asked}{are} {', '.join(names)}"
 

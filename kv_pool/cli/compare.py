@@ -10,7 +10,7 @@ import typer
 
 from kv_pool.cli import options
 from kv_pool.cli.console import show_progress
-from kv_pool.cli.setting_options import complete, takes
+from kv_pool.cli.setting_options import complete, count_option, takes
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.lab.compare.compare import compare_policies
 from kv_pool.lab.compare.comparison import (
@@ -32,9 +32,9 @@ _FINISHED = ".runs"
 
 _ORDER = """
 traces policies blocks memory model num_layers num_kv_heads head_size dtype_bytes block_size convention clock
-prefill_rate decode_rate max_running speedup groups states chunk_tokens watermark host_tier disk_tier
-copy_rate disk_rate tier_write limit trace_block_size timestamp_unit skip_broken seed resamples json csv png
-jobs on again
+prefill_rate decode_rate max_running speedup groups states chunk_tokens watermark keep_sessions keep_prefix
+host_tier disk_tier copy_rate disk_rate tier_write limit trace_block_size timestamp_unit skip_broken seed
+resamples json csv png jobs on again
 """
 
 
@@ -64,10 +64,10 @@ def compare(
     ] = None,
     resamples: Annotated[
         int,
-        typer.Option(
-            min=0,
-            help="Samples of the sessions (or of the prompts by their first block after a common system "
+        count_option(
+            "Samples of the sessions (or of the prompts by their first block after a common system "
             "prompt) for the confidence intervals; 0 for none. --seed sets the samples, too.",
+            0,
         ),
     ] = 1000,
     jobs: options.Jobs = 0,

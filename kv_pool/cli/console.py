@@ -83,16 +83,16 @@ def print_report(report: Report, json: bool = False, **options: Any) -> None:
     if json:
         print_json(report.result)
         return
-    console = Console()
     for part in report.shown:
         if isinstance(part, ReportTable):
+            console = Console()  # a table that is wider makes its console wider for good
             print_parts(lay_out(part, console, **options), console)
         else:
             print(escape_text(part, 10 * MAX_CHARS))
 
 
 def print_parts(parts: Iterable[RenderableType], console: Console) -> None:
-    """Print tables or texts one below the other, each as wide as it is."""
+    """Print tables or texts one below the other, each as wide as it is. The console stays that wide."""
     for part in parts:
         console.width = max(console.width, _measure(part, console).maximum)
         console.print(part)
@@ -103,7 +103,8 @@ def lay_out(table: ReportTable, console: Console, **options: Any) -> list[Table]
 
     A terminal that is too narrow shows no bars; headings and words fold there. If that is not enough, the
     last columns follow in further parts, each behind the columns that name the rows. Numbers and single words
-    stay whole. An empty column without a heading is left out.
+    stay whole. An empty column without a heading is left out. If the columns that name the rows take more
+    than half of the terminal, all columns are in one part, which may be wider than it.
 
     Args:
         options: of rich's `Table`.
@@ -120,10 +121,11 @@ def lay_out(table: ReportTable, console: Console, **options: Any) -> list[Table]
     if table.has_bars and find_room(columns) < sum(column.most - column.least for column in columns):
         columns = [column for column in columns if column.title]
     keys = columns[: table.num_keys]
+    may_repeat = find_room(keys) >= width // 2
     parts = [keys]
     for column in columns[table.num_keys :]:
         wider = [*parts[-1], column]
-        if parts[-1] == keys or find_room(wider) >= 0:
+        if parts[-1] == keys or not may_repeat or find_room(wider) >= 0:
             parts[-1] = wider
         else:
             parts.append([*keys, column])

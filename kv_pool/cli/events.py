@@ -18,6 +18,7 @@ from rich.text import Text
 
 from kv_pool.cli.console import lay_out, print_parts
 from kv_pool.cli.foreign_text import escape_json, escape_text
+from kv_pool.cli.setting_options import count_option
 from kv_pool.core.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.events.curve_keys import CurveKeys
@@ -41,13 +42,13 @@ _REFRESH_S = 1.0
 
 _TITLES = (
     "publisher",
-    "holds",
     "now",
+    "lost",
+    "holds",
     "batches",
     "stored",
     "removed",
     "clears",
-    "lost",
     "snapshots",
     "restarts",
 )
@@ -91,7 +92,7 @@ def events(
     medium: Annotated[str | None, typer.Option(help="Show only this medium: GPU, CPU, STORAGE, ...")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
     limit: Annotated[
-        int | None, typer.Option(help="Stop after this many lines, or batches with --mirror.", min=1)
+        int | None, count_option("Stop after this many lines, or batches with --mirror.", 1)
     ] = None,
     mirror: Annotated[
         bool,
@@ -427,7 +428,7 @@ class MirrorTable:
     def lay_out(self) -> list[Table]:
         """Return the table, in the parts that fit on the console."""
         rows = list(self._list_rows())
-        table = ReportTable(_TITLES, rows, _TITLES[:3], "cached blocks by publisher")
+        table = ReportTable(_TITLES, rows, ("publisher", "now", "holds"), "cached blocks by publisher")
         return lay_out(table, self._console)
 
     def _list_rows(self) -> Iterator[list[str | Text]]:
@@ -453,13 +454,12 @@ class MirrorTable:
                     counts.num_stored,
                     counts.num_removed,
                     counts.num_clears,
-                    stats.counts.num_lost,
                     stats.counts.num_snapshots,
                     stats.counts.num_restarts,
                 )
                 publisher = endpoint if len(sources) == 1 else name
                 shown = Text("\n".join(holds) or "nothing")
-                yield [publisher, shown, now, *(f"{number:,}" for number in numbers)]
+                yield [publisher, now, f"{stats.counts.num_lost:,}", shown, *(f"{one:,}" for one in numbers)]
 
 
 def _label(endpoint: str, source: StreamSource) -> str:

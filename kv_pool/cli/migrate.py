@@ -17,7 +17,7 @@ from kv_pool.cli.console import (
     show_progress,
 )
 from kv_pool.cli.foreign_text import escape_text
-from kv_pool.cli.setting_options import Json, Node, Socket
+from kv_pool.cli.setting_options import Json, Node, Socket, count_option
 from kv_pool.cli.signals import EndedBySignal
 from kv_pool.control.client import ControlClient
 from kv_pool.control.messages import MigrationList
@@ -139,7 +139,7 @@ def describe_outcome(status: MigrationStatus) -> str:
 
 def migration_status(
     watch: Annotated[bool, typer.Option("--watch", help="Refresh until Ctrl-C.")] = False,
-    limit: Annotated[int, typer.Option(help="Show only this many of the latest.", min=1)] = 20,
+    limit: Annotated[int, count_option("Show only this many of the latest.", 1)] = 20,
     socket: Socket = None,
     node: Node = None,
     json: Json = False,

@@ -1,5 +1,6 @@
 """Options that commands share besides settings: capacities, the model, and the files of results."""
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -9,7 +10,7 @@ import typer
 
 from kv_pool.cli.console import print_error, print_report
 from kv_pool.cli.foreign_text import escape_json, escape_text
-from kv_pool.cli.setting_options import declare
+from kv_pool.cli.setting_options import count_option, declare
 from kv_pool.drawing import check_can_draw
 from kv_pool.errors import InvalidArgumentError, TraceError
 from kv_pool.lab.capacity import MODELS, ModelKV, count_blocks, find_model
@@ -27,7 +28,7 @@ MODEL_PANEL = "Model, for --memory and for the time of copies"
 Publish = declare(str | None, PUBLISH)
 PublishReplay = declare(str | None, PUBLISH_REPLAY)
 PublishConfig = declare(str | None, PUBLISH_CONFIG)
-Jobs = Annotated[int, typer.Option(help="Processes; 0 for one per core.", min=0)]
+Jobs = Annotated[int, count_option("Processes; 0 for one per core.", 0)]
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,8 @@ class Outputs:
         Option("Write the whole report, with settings and provenance, to this file.", metavar="FILE"),
     ] = None
     csv: Annotated[
-        str | None, Option("Write one row per capacity, and policy, to this file.", metavar="FILE")
+        str | None,
+        Option("Write one row per capacity, in a comparison per policy, too, to this file.", metavar="FILE"),
     ] = None
     png: Annotated[
         str | None,
@@ -144,7 +146,12 @@ class Outputs:
     ] = None
 
     def check(self) -> None:
-        """Raise KVPoolError if a file cannot be written. Call this before the work."""
+        """Raise KVPoolError if a file cannot be written, or two have one path. Call this before the work."""
+        paths = [os.path.abspath(path) for path in (self.json, self.csv, self.png) if path is not None]
+        if len(set(paths)) < len(paths):
+            raise InvalidArgumentError(
+                "two of --json, --csv and --png have the same path; pass different ones"
+            )
         if self.png is not None:
             check_can_draw(self.png)
         for path in (self.json, self.csv):
@@ -161,11 +168,14 @@ class Outputs:
             typer.Exit: status 2: the report has errors, which are printed.
         """
         self._write_json(report.result)
-        if self.csv is not None:
-            write_csv_rows(self.csv, report.records)
-        print_report(report)
+        try:  # the files first: the reader of the output, such as `head`, may be gone
+            if self.csv is not None:
+                write_csv_rows(self.csv, report.records)
+            if self.png is not None:
+                draw(self.png)
+        finally:
+            print_report(report)
         if self.png is not None:
-            draw(self.png)
             print(f"picture: {escape_text(self.png)}")
         sys.stdout.flush()
         for line in report.errors:

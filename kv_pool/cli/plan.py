@@ -21,7 +21,7 @@ _GOAL_PANEL = "Goal; the knee of the curve without one"
 _ORDER = """
 trace model num_layers num_kv_heads head_size dtype_bytes target_hit_rate memory price host_memory disk_memory
 block_size block_sizes clock convention prefill_rate decode_rate max_running speedup copy_rate disk_rate limit
-trace_block_size timestamp_unit skip_broken seed json png
+trace_block_size timestamp_unit skip_broken seed json csv png
 """
 
 

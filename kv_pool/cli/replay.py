@@ -1,5 +1,6 @@
 """`kv-pool replay`, `sweep`: replay a trace through a prefix cache of a given size, or of several sizes."""
 
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
@@ -29,6 +30,7 @@ from kv_pool.lab.tables import (
     ReportTable,
     draw_bar,
     make_facts,
+    make_record,
     make_table,
     show_share,
 )
@@ -38,7 +40,7 @@ _REPLAY_ORDER = """
 trace blocks memory model num_layers num_kv_heads head_size dtype_bytes block_size policy convention clock
 prefill_rate decode_rate max_running speedup groups states chunk_tokens watermark keep_sessions keep_prefix
 host_blocks preempt copy_rate host_tier disk_tier tier_write disk_rate limit trace_block_size
-timestamp_unit skip_broken seed runs by png publish publish_replay publish_config pace json requests
+timestamp_unit skip_broken seed runs by png publish publish_replay publish_config pace json csv requests
 """
 
 
@@ -81,6 +83,7 @@ def replay(
     outputs.check()
     if pace is not None and publish is None and publish_config is None:
         raise InvalidArgumentError("--pace is for events; pass --publish, too")
+    logging.getLogger("kv_pool.core.policy_host").setLevel(logging.CRITICAL)  # the replay raises the error
     # This block includes the output, so that the result is printed before the error of a truncated file.
     with nullcontext() if requests is None else write_outcomes(requests) as on_outcome:
         with ExitStack() as stack:
@@ -97,7 +100,8 @@ def replay(
 _SWEEP_ORDER = """
 trace blocks memory model num_layers num_kv_heads head_size dtype_bytes block_size policy convention clock
 prefill_rate decode_rate max_running speedup groups states chunk_tokens watermark host_tier disk_tier
-copy_rate disk_rate tier_write limit trace_block_size timestamp_unit skip_broken seed json png overlay jobs
+copy_rate disk_rate tier_write limit trace_block_size timestamp_unit skip_broken seed json csv png overlay
+jobs
 """
 
 
@@ -159,7 +163,18 @@ _HITS = (
 def report_replay(found: ReplayReport) -> Report:
     """Return a replay as a table of facts, and one of each breakdown."""
     breakdowns = [_tabulate_breakdown(kind, rows) for kind, rows in found.breakdowns.items()]
-    return Report(found, [_tabulate_replay(found), *breakdowns])
+    return Report(found, [_tabulate_replay(found), *breakdowns], records=[_make_row(found)])
+
+
+def _make_row(found: ReplayReport) -> dict[str, object]:
+    """Return the row of a replay in a CSV file: its counts, without breakdowns and single tiers."""
+    first = {name: found.settings[name] for name in ("policy", "host_tier", "disk_tier")}
+    row = make_record(found, int(found.settings["block_bytes"]) or None, **first)
+    return {
+        name: value
+        for name, value in row.items()
+        if not isinstance(value, (list, dict)) and not name.startswith("provenance")
+    }
 
 
 def _tabulate_replay(found: ReplayReport) -> ReportTable:
@@ -321,7 +336,7 @@ def report_sweep(reports: list[ReplayReport]) -> Report:
         caption=caption,
         has_bars=True,
     )
-    return Report(reports, [table])
+    return Report(reports, [table], records=[_make_row(found) for found in reports])
 
 
 def _find_tier_share(found: ReplayReport) -> float:

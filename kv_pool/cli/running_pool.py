@@ -14,7 +14,7 @@ from kv_pool.cli.console import (
     print_report,
     refresh_forever,
 )
-from kv_pool.cli.setting_options import Json, Node, Socket
+from kv_pool.cli.setting_options import Json, Node, Socket, count_option
 from kv_pool.control.client import ControlClient
 from kv_pool.control.layout_drawing import draw_layout, print_layout
 from kv_pool.drawing import check_can_draw
@@ -133,14 +133,11 @@ def _describe_latency(title: str, latency: CallLatency) -> list[str]:
 def defrag(
     max_moves: Annotated[
         int | None,
-        typer.Option(help="Stop after moving this many blocks; repeat the command to continue.", min=1),
+        count_option("Stop after moving this many blocks; repeat the command to continue.", 1),
     ] = None,
     max_evictions: Annotated[
         int,
-        typer.Option(
-            help="Cached blocks that may be evicted where that saves copies. Default: none.",
-            min=0,
-        ),
+        count_option("Cached blocks that may be evicted where that saves copies. Default: none.", 0),
     ] = 0,
     socket: Socket = None,
     node: Node = None,
@@ -173,9 +170,7 @@ def layout(
     node: Node = None,
     width: Annotated[
         int | None,
-        typer.Option(
-            help="Cells per row in the terminal. Default: the largest power of two that fits.", min=1
-        ),
+        count_option("Cells per row in the terminal. Default: the largest power of two that fits.", 1),
     ] = None,
     output: Annotated[
         str | None, typer.Option("--output", "-o", help="Draw to this .svg or .png file instead.")

@@ -118,18 +118,27 @@ def _make_parameter(name: str, value_type: Any, default: object, option: Option)
 
 def declare(value_type: Any, option: Option, *flags: str) -> Any:
     """Return the annotation of a command's parameter for an option. A whole number may be written as 10k."""
-    is_count = value_type in (int, int | None)
+    if value_type in (int, int | None):
+        return Annotated[
+            value_type,
+            count_option(option.help, option.min, *flags, panel=option.panel, metavar=option.metavar),
+        ]
     shared: dict[str, Any] = {
         "help": option.help,
-        "metavar": option.metavar or ("N" if is_count else None),
-        "parser": _make_parser(option.min) if is_count else None,
+        "metavar": option.metavar,
         "autocompletion": complete(option.known or (lambda: option.choices)),
     }
     if option.is_argument:
         return Annotated[value_type, typer.Argument(**shared)]
-    if not is_count:
-        shared["min"] = option.min
-    return Annotated[value_type, typer.Option(*flags, rich_help_panel=option.panel, **shared)]
+    return Annotated[value_type, typer.Option(*flags, rich_help_panel=option.panel, min=option.min, **shared)]
+
+
+def count_option(
+    text: str, least: float | None, *flags: str, panel: str | None = None, metavar: str | None = None
+) -> Any:
+    """Return typer's option of a whole number, which may be written as 10k, and is at least `least`."""
+    shown = (metavar or "N") + ("" if least is None else f">={least:g}")
+    return typer.Option(*flags, help=text, metavar=shown, parser=_make_parser(least), rich_help_panel=panel)
 
 
 def _make_parser(least: float | None) -> Callable[[str | int], int]:

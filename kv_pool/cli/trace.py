@@ -8,7 +8,7 @@ import typer
 
 from kv_pool.cli.console import print_report, show_progress
 from kv_pool.cli.foreign_text import escape_text
-from kv_pool.cli.setting_options import Json, takes
+from kv_pool.cli.setting_options import Json, count_option, takes
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.lab.formats.convert import READ_LOSSES, WRITE_LOSSES, ConvertSettings, convert_trace
 from kv_pool.lab.merge import PARTITIONS, merge_traces, split_trace
@@ -37,7 +37,7 @@ _SIZE = (
 @takes(ReplaySettings, "trace block_size json trace_block_size timestamp_unit skip_broken", num_blocks=1)
 def info(
     settings: ReplaySettings,
-    block_size: Annotated[int, typer.Option(help="Tokens per block, for traces of token ids.", min=1)] = 16,
+    block_size: Annotated[int, count_option("Tokens per block, for traces of token ids.", 1)] = 16,
     json: Json = False,
 ) -> None:
     """Describe a trace: requests, blocks, sessions, reuse, and the hit rate of a cache that never evicts."""
@@ -188,9 +188,8 @@ def split(
     ],
     parts: Annotated[
         int | None,
-        typer.Option(
-            help="With --by session: deal the sessions to this number of files. Default: a file for each.",
-            min=1,
+        count_option(
+            "With --by session: deal the sessions to this number of files. Default: a file for each.", 1
         ),
     ] = None,
     every: Annotated[

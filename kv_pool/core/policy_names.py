@@ -38,7 +38,7 @@ class PolicyChoice(NamedTuple):
     is_flat: bool
 
 
-def find_policy(policy: Any) -> PolicyChoice:
+def find_policy(policy: Any, others: tuple[str, ...] = ()) -> PolicyChoice:
     """Return the policy that is meant.
 
     Args:
@@ -50,6 +50,7 @@ def find_policy(policy: Any) -> PolicyChoice:
             "mine.py:Mine"      a class of a file
             "flat:..."          any of these, with each block as an object of its own
             Mine                a class derived from `CachePolicy`, or a function that returns a new policy
+        others: names that the caller knows besides, for the error.
     Raises:
         InvalidArgumentError: there is none, or it cannot be imported.
         InvalidTypeError: `policy` is none of these.
@@ -63,7 +64,7 @@ def find_policy(policy: Any) -> PolicyChoice:
             )
         return PolicyChoice(getattr(policy, "__qualname__", repr(policy)), policy, False)
     if policy.startswith(FLAT):
-        found = find_policy(policy[len(FLAT) :])
+        found = find_policy(policy[len(FLAT) :], others)
         return PolicyChoice(policy, found.make, True)
     if policy == "lru":
         return PolicyChoice(policy, LRU, False)
@@ -85,7 +86,7 @@ def find_policy(policy: Any) -> PolicyChoice:
         except Exception as error:
             refuse(policy, f"the entry point {entry.value} {describe_raised(error)}", error)
         return find_policy(made)._replace(name=policy)
-    known = describe_known(policy, ["lru", *list_policies()])
+    known = describe_known(policy, ["lru", *list_policies(), *others])
     refuse(policy, f"{known}, module:Class and file.py:Class")
 
 

@@ -344,8 +344,14 @@ class Continuity:
     def _deliver_after_gap(
         self, sequence: int, payload: bytes, is_replayed: bool, is_healed: bool = False
     ) -> list[StreamItem]:
-        """Deliver a batch; the batches before it, from the expected one on, are lost."""
-        first = self.expected or 0
+        """Deliver a batch; the batches before it, from the expected one on, are lost.
+
+        Before the first batch ever, a snapshot skips nothing, and a reader that cannot request earlier ones
+        loses nothing: numbers may begin anywhere, such as at a clock's time.
+        """
+        is_first_ever = self.expected is None and not self._counts.num_restarts
+        is_beginning = is_first_ever and (is_healed or not self.can_replay)
+        first = sequence if is_beginning else self.expected or 0
         lost = [self._lose(first, sequence - 1, is_healed)] if sequence > first else []
         return lost + self._deliver(sequence, payload, is_replayed)
 

@@ -101,13 +101,23 @@ class Provenance(msgspec.Struct):
     commit: str | None = None
 
 
-def _find_commit() -> str | None:
-    """Return the commit of the checkout that runs; None for an installed package, and if refs are packed."""
-    folder = Path(__file__).parents[2] / ".git"
+def find_commit(root: Path) -> str | None:
+    """Return the commit of a checkout or worktree of kv_pool.
+
+    None for another folder, such as that of a project into which the package is installed, and if refs are
+    packed.
+    """
+    folder = root / ".git"
     try:
+        if 'name = "kv_pool"' not in (root / "pyproject.toml").read_text().splitlines():
+            return None
+        shared = folder
+        if folder.is_file():  # of a worktree
+            folder = root / folder.read_text().removeprefix("gitdir:").strip()
+            shared = folder / (folder / "commondir").read_text().strip()
         head = (folder / "HEAD").read_text().strip()
-        return (folder / head[5:]).read_text().strip() if head.startswith("ref: ") else head
-    except OSError:
+        return (shared / head[5:]).read_text().strip() if head.startswith("ref: ") else head
+    except (OSError, ValueError):
         return None
 
 
@@ -125,7 +135,7 @@ def make_provenance(trace: Trace, digest: str, seed: str) -> Provenance:
         trace_sha256=digest,
         trace_block_size=trace.block_size,
         seed=seed,
-        commit=_find_commit(),
+        commit=find_commit(Path(__file__).parents[2]),
     )
 
 

@@ -126,7 +126,7 @@ class ReplaySettings:
     policy: str = setting(
         "The cache policy: lru, a name of kv_pool/policies such as s3fifo, an entry point, module:Class "
         "or file.py:Class. flat:NAME makes each block an object of its own. optimum knows the trace, and "
-        "needs the instant clock, full attention and no lower tiers.",
+        "needs the instant clock, full attention, and no lower tiers and kept sessions or prefixes.",
         default="lru",
         metavar="NAME",
         flags=("--policy", "--policies"),
@@ -250,7 +250,7 @@ class ReplaySettings:
                 f"a replay has one cache policy, not {self.policy!r}; kv-pool compare takes several"
             )
         if self.policy != OPTIMUM:
-            find_policy(self.policy)
+            find_policy(self.policy, (OPTIMUM,))
         elif (
             self.clock != "instant"
             or self.groups != "full"

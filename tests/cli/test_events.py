@@ -13,6 +13,7 @@ import sys
 import pytest
 import zmq.auth
 from cli.kv_pool_command import kv_pool_command
+from cli.running_commands import running
 from events.living_pool import LivingPool
 from events.pool_map import pool_map
 from rich.console import Console
@@ -133,8 +134,8 @@ def test_mirror_in_a_pipe_keeps_names_and_numbers_whole(publisher, tmp_path):
     places = [publisher.endpoint, "--replay", publisher.replay_endpoint]
     done = kv_pool_command("events", *places, "--mirror", "--limit", "1", cwd=tmp_path, COLUMNS="80")
     [row] = [line for line in done.stdout.splitlines() if "group 0" in line]
-    assert [cell.strip() for cell in row.split("│")[1:3]] == [publisher.endpoint, "123,456 in group 0 GPU"]
-    assert row.split("│")[5].strip() == "123,456"
+    cells = [cell.strip() for cell in row.split("│")[1:-1]]
+    assert (cells[0], cells[3], cells[5]) == (publisher.endpoint, "123,456 in group 0 GPU", "123,456")
     assert "…" not in done.stdout
 
 
@@ -153,6 +154,7 @@ def test_narrow_terminal_shows_every_column_of_the_mirror(width):
     words = ("1,234", "group", "GPU", "not", "connected", "batches", "lost", "snapshots", "restarts")
     assert all(word in printed for word in words)
     assert printed.count(endpoint) == printed.count("┏")
+    assert "lost" in printed.split("┏")[1], "it was below the screen if there are many publishers"
     assert "…" not in printed
 
 
@@ -165,7 +167,7 @@ def test_mirror_shows_each_publisher_of_a_bound_endpoint():
             table.take(endpoint, ReceivedBatch(0, DecodedBatch(1.0, [store], 0), source=source))
             console = Console(file=io.StringIO(), width=200)
             print_parts(table.lay_out(), console)
-    rows = [line.split("│")[1:3] for line in console.file.getvalue().splitlines() if "in group" in line]
+    rows = [line.split("│")[1:5:3] for line in console.file.getvalue().splitlines() if "in group" in line]
     assert [[cell.strip() for cell in row] for row in rows] == [
         [f"{endpoint} kv@a rank 0", "1 in group 0 GPU"],
         [f"{endpoint} kv@b rank 1", "2 in group 0 GPU"],
@@ -233,35 +235,22 @@ def test_encrypted_stream_is_printed_with_keys(tmp_path, options):
 
 
 def test_connecting_publisher_is_read_with_bind(tmp_path):
-    command = [sys.executable, "-P", "-m", "kv_pool.cli.main", "events", f"ipc://{tmp_path}/here", "--bind"]
     config = PublisherConfig(endpoint=f"ipc://{tmp_path}/here", bind=False, heartbeat_s=0.05)
-    running = subprocess.Popen(
-        [*command, "--mirror", "--limit", "2"],
-        env={**os.environ, "COLUMNS": "250", "PYTHONIOENCODING": "utf-8"},
-        stdout=subprocess.PIPE,
-        encoding="utf-8",
-    )
-    with running, ZMQEventPublisher(config):
-        shown, _ = running.communicate(timeout=20)
-    assert running.returncode == 0
+    options = ("--bind", "--mirror", "--limit", "2")
+    with running(tmp_path, "events", config.endpoint, *options) as process, ZMQEventPublisher(config):
+        shown, _ = process.communicate(timeout=20)
+    assert process.returncode == 0
     assert "following" in shown
 
 
-def test_ctrl_c_ends_it_silently(publisher):
+def test_ctrl_c_ends_it_silently(publisher, tmp_path):
     publisher.publish([STORED])
-    command = [sys.executable, "-P", "-m", "kv_pool.cli.main", "events", publisher.endpoint]
-    running = subprocess.Popen(
-        [*command, "--replay", publisher.replay_endpoint],
-        env={**os.environ, "PYTHONIOENCODING": "utf-8", "PYTHONUNBUFFERED": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        encoding="utf-8",
-    )
-    with running:
-        assert "stored" in running.stdout.readline()
-        running.send_signal(signal.SIGINT)
-        rest, complaints = running.communicate(timeout=20)
-    assert (running.returncode, rest, complaints) == (130, "", "")
+    places = (publisher.endpoint, "--replay", publisher.replay_endpoint)
+    with running(tmp_path, "events", *places) as process:
+        assert "stored" in process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        rest, complaints = process.communicate(timeout=20)
+    assert (process.returncode, rest, complaints) == (130, "", "")
 
 
 @pytest.mark.parametrize("options", [[], ["--mirror"]])
@@ -269,7 +258,7 @@ def test_terminal_output_has_colours_and_rates(publisher, options):
     publisher.publish([STORED])
     near, far = pty.openpty()
     command = [sys.executable, "-P", "-m", "kv_pool.cli.main", "events", publisher.endpoint, *options]
-    running = subprocess.Popen(
+    process = subprocess.Popen(
         [*command, "--replay", publisher.replay_endpoint],
         env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "200", "PYTHONIOENCODING": "utf-8"},
         stdout=far,
@@ -278,15 +267,15 @@ def test_terminal_output_has_colours_and_rates(publisher, options):
     os.close(far)
     awaited = [b"2 in group 1 GPU"] if options else [b"\x1b[32m", b"batches", b"/s"]
     shown = b""
-    with running:
+    with process:
         while not all(text in shown for text in awaited):
             assert select.select([near], [], [], 20)[0], shown
             shown += os.read(near, 65536)
-        running.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGINT)
         # Keep reading, or the command blocks on the terminal, whose end is an error on Linux.
         with contextlib.suppress(OSError):
             while os.read(near, 65536):
                 pass
-        assert running.wait(20) == 130
-        assert running.stderr.read() == b""
+        assert process.wait(20) == 130
+        assert process.stderr.read() == b""
     os.close(near)

@@ -1,16 +1,13 @@
 """Two `kv-pool serve` processes as nodes: `migrate`, `migration-status`, `peers` and `sequences`."""
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 from contextlib import ExitStack, contextmanager
 
 import pytest
 from cli.kv_pool_command import kv_pool_command
-from cli.running_commands import serving
+from cli.running_commands import running, serving
 from lab.made_trace import record, write_trace
 
 from kv_pool.control import ControlClient
@@ -138,15 +135,8 @@ def test_interrupted_migration_is_cancelled(folder):
     with two_nodes(folder):
         sequence_id, _ = wait_for_sequence("a", min_blocks=12)
         arguments = ["--sequence-id", str(sequence_id), "--target-node", "b", "--max-rate", "4kB/s"]
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "kv_pool.cli.main", "migrate", "--node", "a", *arguments],
-            cwd=folder,
-            env=os.environ,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            encoding="utf-8",
-        )
-        with process, ControlClient(node="a") as client:
+        migrating = running(folder, "migrate", "--node", "a", *arguments)
+        with migrating as process, ControlClient(node="a") as client:
             while not client.describe_sequences().sequences[0].is_in_transit:
                 assert process.poll() is None, process.stderr.read()
             process.send_signal(signal.SIGINT)

@@ -38,7 +38,8 @@ def list_rows(output, title):
 
 def test_words_tables_files_and_picture_agree(folder):
     done = plan(
-        folder, f"{SMALL} --json plan.json --convention full_blocks --target-hit-rate 60% --png plan.png"
+        folder,
+        f"{SMALL} --json plan.json --convention full_blocks --target-hit-rate 60% --png plan.png --csv c",
     )
     assert done.returncode == 0, done.stderr
     report = json.loads((folder / "plan.json").read_text())
@@ -57,6 +58,8 @@ def test_words_tables_files_and_picture_agree(folder):
     recommended = report["recommended"]
     (row,) = (row for row in curve if "recommended" in row[-1])
     assert row[1:3] == [f"{recommended['num_blocks']:,}", f"{recommended['token_hit_rate']:.2%}"]
+    capacities = [line.split(",")[0] for line in (folder / "c").read_text().splitlines()[1:]]
+    assert capacities == [str(point["num_blocks"]) for point in report["points"]]
     sizes = list_rows(done.stdout, "in blocks of other sizes")
     assert [int(row[0]) for row in sizes] == [size["block_size"] for size in report["block_sizes"]]
 

@@ -2,14 +2,13 @@
 
 import hashlib
 import json
-import os
 import re
-import subprocess
-import sys
 from itertools import islice
 
 import pytest
 from cli.kv_pool_command import kv_pool_command, list_rows
+from cli.running_commands import running
+from lab.compare.made_comparison import MINE
 from lab.made_trace import record, write_trace
 
 from kv_pool import BlockStored, __version__
@@ -38,8 +37,10 @@ def rows(stdout):
     return {name: value for name, value, *_ in list_rows(stdout)}
 
 
-def test_table_and_file_agree(folder):
-    stdout, report = replay(folder, "--blocks", "20")
+def test_table_and_files_agree_and_say_how_to_repeat_the_run(folder):
+    stdout, report = replay(folder, "--blocks", "20", "--csv", "report.csv", "--seed", "7")
+    names, values = (line.split(",") for line in (folder / "report.csv").read_text().splitlines())
+    assert dict(zip(names, values, strict=True))["tokens_hit"] == "16"
     assert "trace.gz through 20 blocks of 8 tokens" in stdout
     table = rows(stdout)
     assert table["requests"] == "3"
@@ -49,10 +50,6 @@ def test_table_and_file_agree(folder):
     assert (report["requests"], report["refused_requests"]) == (3, 0)
     assert (report["tokens_hit"], report["tokens_in"]) == (16, 72)
     assert (report["blocks_hit"], report["blocks_looked_up"]) == (2, 9)
-
-
-def test_file_records_how_to_repeat_the_run(folder):
-    _, report = replay(folder, "--blocks", "20", "--seed", "7")
     provenance = report["provenance"]
     assert provenance["command"][1:4] == ["replay", "trace.gz", "--trace-block-size"]
     assert provenance["trace_sha256"] == hashlib.sha256((folder / "trace.gz").read_bytes()).hexdigest()
@@ -107,32 +104,12 @@ def test_skipped_broken_lines_are_shown(folder):
 def test_its_events_can_be_read_while_it_runs(folder):
     write_trace(folder / "long.jsonl", [record(8, [number]) for number in range(100_000)])
     options = "--blocks 20 --trace-block-size 8 --pace 20"
-    endpoints = ("--publish", "tcp://127.0.0.1:0", "--publish-replay", "tcp://127.0.0.1:0")
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-P",
-            "-m",
-            "kv_pool.cli.main",
-            "replay",
-            "long.jsonl",
-            *options.split(),
-            *endpoints,
-        ],
-        cwd=folder,
-        env=os.environ,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        encoding="utf-8",
-    )
-    with process:
-        try:
-            line = process.stdout.readline()
-            output = re.fullmatch(r"in a second terminal: kv-pool events (\S+) --replay (\S+)\n", line)
-            with KVEventSubscriber(*output.groups()) as subscriber:
-                batches = list(islice((item for item in subscriber if isinstance(item, ReceivedBatch)), 4))
-        finally:
-            process.kill()
+    endpoints = "--publish tcp://127.0.0.1:0 --publish-replay tcp://127.0.0.1:0"
+    with running(folder, "replay", "long.jsonl", *options.split(), *endpoints.split()) as process:
+        line = process.stdout.readline()
+        output = re.fullmatch(r"in a second terminal: kv-pool events (\S+) --replay (\S+)\n", line)
+        with KVEventSubscriber(*output.groups()) as subscriber:
+            batches = list(islice((item for item in subscriber if isinstance(item, ReceivedBatch)), 4))
     first = batches[0].sequence
     assert [item.sequence for item in batches] == [first, first + 1, first + 2, first + 3]
     events = [event for item in batches for event in item.batch.events]
@@ -178,3 +155,13 @@ def test_long_breakdowns_are_cut_in_the_table_only(folder):
     stdout, report = replay(folder, "--blocks", "50", "--by", "session")
     assert "5 more rows in the file of --json" in stdout
     assert len(report["breakdowns"]["session"]) == 25
+
+
+def test_a_broken_policy_ends_a_replay_without_a_log(folder):
+    """The log of the pool said that it goes on with LRU, above the error of the replay that ends."""
+    (folder / "mine.py").write_text(MINE)
+    options = ("--trace-block-size", "8", "--blocks", "4", "--policy", "mine.py:Broken")
+    done = kv_pool_command("replay", "trace.gz", *options, cwd=folder)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: the cache policy mine.py:Broken is broken: ")
+    assert "goes on with LRU" not in done.stderr

@@ -142,18 +142,25 @@ def test_the_help_of_options_documents_the_fields():
     assert inspect.getdoc(Described) == "Something.\n\nAttributes:\n    size: of it.\n    limit: At most."
 
 
+def test_help_shows_the_least_value_of_a_count():
+    shown = {each.name: each.metavar for each in find_command("replay").params}
+    assert (shown["limit"], shown["host_tier"]) == ("N>=1", "BLOCKS>=0")
+
+
 @pytest.mark.parametrize(
-    ("command", "words"),
+    ("command", "words", "wanted"),
     [
-        ("replay", "--limit 1k --host-tier 10k --block-size 1_024"),
-        ("serve", "--blocks 20k --block-bytes 4KiB --host-tier 1.5k"),
+        ("replay", "--limit 1k --block-size 1_024", {"limit": 1000, "block_size": 1024}),
+        ("serve", "--blocks 20k --block-bytes 4KiB", {"blocks": 20_000, "block_bytes": "4KiB"}),
+        ("compare", "--resamples 10k --jobs 1k", {"resamples": 10_000, "jobs": 1000}),
+        ("defrag", "--max-moves 1k --max-evictions 2k", {"max_moves": 1000, "max_evictions": 2000}),
+        ("events", "--limit 2k", {"limit": 2000}),
+        ("migration-status", "--limit 2k", {"limit": 2000}),
     ],
 )
-def test_counts_and_sizes_may_have_units(command, words):
+def test_counts_and_sizes_may_have_units(command, words, wanted):
     found = find_command(command).make_context(command, words.split(), resilient_parsing=True).params
-    wanted = {"replay": {"limit": 1000, "host_tier": 10_000, "block_size": 1024}}
-    wanted["serve"] = {"blocks": 20_000, "block_bytes": "4KiB", "host_tier": 1500}
-    assert {name: found[name] for name in wanted[command]} == wanted[command]
+    assert {name: found[name] for name in wanted} == wanted
 
 
 def test_sizes_of_a_served_pool_are_read():

@@ -2,12 +2,11 @@
 
 import json
 import re
-import subprocess
-import sys
 
 import pytest
 from adapter.made_pool import make, make_scattered, take
 from cli.kv_pool_command import ask_pool, kv_pool_command
+from cli.running_commands import running
 
 from kv_pool import GPUKVPool
 from kv_pool.control import ControlServer
@@ -89,17 +88,11 @@ def test_folder_or_file_as_socket_is_named_in_the_error(tmp_path, command):
 
 
 def test_watch_repeats_the_output(tmp_path):
-    with ControlServer(make(), tmp_path / "here.sock"):
-        watching = subprocess.Popen(
-            [sys.executable, "-P", "-m", "kv_pool", "stats", "--watch", "--json", "--socket", "here.sock"],
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
-            encoding="utf-8",
-        )
-        with watching:
-            looks = [json.loads(watching.stdout.readline()) for _ in range(3)]
-            watching.terminate()
-            assert watching.wait(30) == 143
+    options = ("--watch", "--json", "--socket", "here.sock")
+    with ControlServer(make(), tmp_path / "here.sock"), running(tmp_path, "stats", *options) as watching:
+        looks = [json.loads(watching.stdout.readline()) for _ in range(3)]
+        watching.terminate()
+        assert watching.wait(30) == 143
     assert {look["total_blocks"] for look in looks} == {looks[0]["total_blocks"]}
 
 

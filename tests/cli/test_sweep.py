@@ -1,5 +1,6 @@
 """`kv-pool sweep`: a row per capacity, a file, a picture."""
 
+import csv
 import json
 
 import pytest
@@ -20,7 +21,9 @@ def sweep(folder, *options):
 
 
 def test_capacities_are_sorted_and_each_has_a_row(folder):
-    done = sweep(folder, "--blocks", "1_000,4,1000,50", "--jobs", "2", "--json", "sweep.json")
+    done = sweep(
+        folder, "--blocks", "1_000,4,1000,50", "--jobs", "2", "--json", "sweep.json", "--csv", "s.csv"
+    )
     assert done.returncode == 0, done.stderr
     cells = [row[:3] for row in list_rows(done.stdout)]
     assert cells == [
@@ -31,26 +34,16 @@ def test_capacities_are_sorted_and_each_has_a_row(folder):
     reports = json.loads((folder / "sweep.json").read_text())
     assert [report["num_blocks"] for report in reports] == [4, 50, 1000]
     assert [report["tokens_hit"] for report in reports] == [0, 16, 16]
+    with open(folder / "s.csv", newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert [line["tokens_hit"] for line in lines] == ["0", "16", "16"]
+    assert (lines[0]["policy"], lines[0]["infinite_cache_tokens_hit"]) == ("lru", "16")
 
 
 @pytest.mark.slow
-def test_host_tier_is_combined_with_each_capacity(folder):
-    write_trace(folder / "trace.jsonl", [*TRACE, *TRACE])
-    done = sweep(folder, "--blocks", "4,5", "--host-tier", "9,0", "--json", "sweep.json")
-    assert done.returncode == 0, done.stderr
-    reports = json.loads((folder / "sweep.json").read_text())
-    sizes = [(report["num_blocks"], report["settings"]["host_tier"]) for report in reports]
-    assert sizes == [(4, 0), (4, 9), (5, 0), (5, 9)]
-    assert reports[0]["tokens_hit"] < reports[1]["tokens_hit"]
-    cells = list_rows(done.stdout)
-    assert [row[:2] for row in cells] == [["4", "0"], ["4", "9"], ["5", "0"], ["5", "9"]]
-    assert cells[0][3] == "0.00%"
-    assert cells[1][3] != "0.00%"
-
-
-@pytest.mark.slow
-def test_capacities_from_ranges_of_memory_and_disk_tiers(folder):
-    options = "--memory 3MiB:12MiB:log3 --num-layers 2 --num-kv-heads 4 --head-size 1024 --disk-tier 0,9"
+def test_ranges_of_memory_are_combined_with_tiers(folder):
+    options = "--memory 3MiB:12MiB:log3 --num-layers 2 --num-kv-heads 4 --head-size 1024"
+    options += " --disk-tier 0,9 --host-tier 5"
     done = sweep(folder, *options.split(), "--jobs", "2", "--json", "sweep.json")
     assert done.returncode == 0, done.stderr
     reports = json.loads((folder / "sweep.json").read_text())
@@ -59,6 +52,7 @@ def test_capacities_from_ranges_of_memory_and_disk_tiers(folder):
     sizes = [(report["num_blocks"], report["settings"]["disk_tier"]) for report in reports]
     assert sizes == [(capacity, disk_tier) for capacity in capacities for disk_tier in (0, 9)]
     assert {report["settings"]["block_bytes"] for report in reports} == {block_bytes}
+    assert list_rows(done.stdout)[1][1:3] == ["5", "9"]
     assert "an infinite cache: 18.18% token hits" in done.stdout
 
 

@@ -1,6 +1,7 @@
 """Tests of the report: summaries of times, and its file."""
 
 import random
+import subprocess
 from array import array
 
 import msgspec
@@ -11,6 +12,7 @@ from kv_pool.lab.report import (
     CallTimes,
     ReplayReport,
     Waits,
+    find_commit,
     read_reports,
     summarize_calls,
     summarize_waits,
@@ -80,3 +82,23 @@ def test_file_without_reports_raises(tmp_path, content, why):
         path.write_text(content)
     with pytest.raises(TraceError, match=rf"reports\.json: {why}"):
         read_reports(str(path))
+
+
+def test_commit_is_that_of_a_checkout_or_worktree_of_kv_pool(tmp_path):
+    """A worktree had none, and a package in the folder of another project had that project's commit."""
+    tree, other = tmp_path / "tree", tmp_path / "other"
+    tree.mkdir()
+
+    def git(*arguments):
+        who = ("-c", "user.name=a", "-c", "user.email=a")
+        return subprocess.check_output(["git", "-C", tree, *who, *arguments], text=True).strip()
+
+    git("init", "--quiet")
+    (tree / "pyproject.toml").write_text('[project]\nname = "kv_pool"\n')
+    git("add", ".")
+    git("commit", "--quiet", "--message", "first")
+    git("worktree", "add", "--quiet", other)
+    commit = git("rev-parse", "HEAD")
+    assert (find_commit(tree), find_commit(other), find_commit(tmp_path)) == (commit, commit, None)
+    (tree / "pyproject.toml").write_text('[project]\nname = "service"\n')
+    assert find_commit(tree) is None

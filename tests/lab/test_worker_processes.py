@@ -4,14 +4,22 @@ import multiprocessing
 import os
 import sys
 import time
-from types import ModuleType
+from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType, SimpleNamespace
 
 import pytest
-from lab.compare.made_comparison import CountingExecutor, report_and_wait
+from lab.compare.made_comparison import (
+    CountingExecutor,
+    make_settings,
+    report_and_wait,
+    write_random_trace,
+)
 from made_threads import call_without_threads
 
 from kv_pool import InvalidArgumentError
 from kv_pool.errors import OutOfThreadsError, WorkerLostError
+from kv_pool.lab.compare.compare import compare_policies
+from kv_pool.lab.sweep import run_sweep
 from kv_pool.lab.worker_processes import (
     WorkerProcesses,
     count_running,
@@ -148,3 +156,14 @@ def test_worker_without_threads_refuses_each_call():
             assert isinstance(ours.recv(), OutOfThreadsError)
     process.join(60)
     assert process.exitcode == 1
+
+
+def test_replays_of_comparisons_and_sweeps_report_their_shares(tmp_path, monkeypatch):
+    shares = []
+    monkeypatch.setattr("kv_pool.lab.worker_processes._caller", SimpleNamespace(send=shares.append))
+    monkeypatch.setattr("kv_pool.lab.sweep.WorkerProcesses", ThreadPoolExecutor)
+    settings = make_settings([write_random_trace(tmp_path / "trace.jsonl", 3)], [])
+    compare_policies(settings, CountingExecutor())
+    num_compared = len(shares)
+    run_sweep(settings.traces[0].settings, [20], 1)
+    assert len(shares) > num_compared > 0

@@ -96,8 +96,8 @@ def compare_policies(
         finished: a file to which each finished run is appended. A later call reads it and goes on; changed
             traces, policies, settings and versions of kv_pool are run again. Deleted when all runs are
             finished.
-        on_progress: called in this thread, for each run that ends, with its error if it fails; with
-            `WorkerProcesses` a few times per second meanwhile.
+        on_progress: called in this thread, for each run that ends, with its error if it fails, and a few
+            times per second meanwhile.
     Returns:
         The results. A run that fails, for example because its policy is broken, has a row with its error.
     Raises:

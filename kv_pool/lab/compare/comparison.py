@@ -60,15 +60,8 @@ class CompareSettings(msgspec.Struct, frozen=True):
             settings = compared.settings
             if not compared.capacities:
                 raise InvalidArgumentError(f"{settings.trace}: a comparison needs at least one capacity")
-            if (
-                settings.policy != LRU
-                or settings.keep_session_s
-                or settings.keep_prefix_tokens
-                or settings.by
-            ):
-                raise InvalidArgumentError(
-                    "a comparison sets the cache policy itself, and takes no keep_sessions, keep_prefix or by"
-                )
+            if settings.policy != LRU or settings.by:
+                raise InvalidArgumentError("a comparison sets the cache policy itself, and takes no by")
             for capacity in compared.capacities:
                 replace(settings, num_blocks=capacity).check()
 

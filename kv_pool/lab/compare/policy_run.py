@@ -16,7 +16,7 @@ from kv_pool.core.policy_names import PolicyChoice, find_file, find_policy, read
 from kv_pool.errors import InvalidArgumentError, KVPoolError, TraceError
 from kv_pool.lab.compare.comparison import LRU
 from kv_pool.lab.request_outcomes import RequestOutcome
-from kv_pool.lab.settings import ReplaySettings
+from kv_pool.lab.settings import OPTIMUM, ReplaySettings
 from kv_pool.lab.simulator import run_replay
 from kv_pool.lab.worker_processes import report_share
 from kv_pool.version import __version__
@@ -80,7 +80,7 @@ def read_source(name: str) -> PolicySource:
     """Return the source of a policy. Raises InvalidArgumentError if it cannot be found or imported."""
     path = find_file(name)
     if path is None:
-        return PolicySource(name, sha256=_digest_module(find_policy(name)))
+        return PolicySource(name, sha256=_digest_module(find_policy(name, (OPTIMUM,))))
     text = read_file(path, name)
     read_policy_text(name, text)
     return PolicySource(name, text, hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest())

@@ -72,6 +72,8 @@ def find_obstacle(settings: ReplaySettings) -> str | None:
         return "the optimum is known for full attention only"
     if settings.has_tiers:
         return "the optimum is known without lower tiers only"
+    if settings.keep_session_s or settings.keep_prefix_tokens:
+        return "the optimum is known without kept sessions and prefixes only"
     if settings.runs:
         return "a pool that prefers runs evicts for other reasons, too"
     return None

@@ -132,7 +132,7 @@ def choose_in_steps(capacities: Sequence[int], num_chosen: int, *others: int | N
 
 def describe_choice(num_shown: int, num_points: int) -> list[str]:
     """Return a sentence about the rows that a table of a curve leaves out, if there are any."""
-    shown = f"the table shows {num_shown} of {num_points} capacities; the file of --json has all"
+    shown = f"the table shows {num_shown} of {num_points} capacities; the files of --json and --csv have all"
     return [shown] * (num_shown < num_points)
 
 

@@ -306,10 +306,13 @@ class ReuseRecorder:
         reuse = self._reuse
         reuse.num_distinct = sum(map(len, self._new_keys)) // self._key_bytes
         # In another thread: a signal such as Ctrl-C would wait for the sort, of seconds for a long trace.
-        counted = Workers("kv_pool curve", 1).submit(
-            partial(_count_distinct, self._new_keys, self._key_bytes)
-        )
-        if counted.result() != reuse.num_distinct:
+        workers = Workers("kv_pool curve", 1)
+        try:
+            counted = workers.submit(partial(_count_distinct, self._new_keys, self._key_bytes))
+            num_distinct = counted.result()
+        finally:
+            workers.stop()
+        if num_distinct != reuse.num_distinct:
             raise TraceError(f"a block occurs after two different prefixes, or twice in a prompt; {_NEEDED}")
         return reuse
 

@@ -7,6 +7,7 @@ from kv_pool.lab.tables import (
     Report,
     ReportTable,
     describe_broken,
+    make_record,
     make_table,
     show_factor,
     show_share,
@@ -22,9 +23,17 @@ def report_plan(plan: CapacityPlan) -> Report:
     """Return the sentences of a plan, its curve, the block sizes compared, and its checks."""
     sizes = [_tabulate_block_sizes(plan)] if plan.block_sizes else []
     sentences = [*describe_plan(plan), *describe_broken(plan.broken_lines, plan.first_broken)]
-    curve = _tabulate_curve(plan)
-    left_out = describe_choice(len(curve.rows), len(plan.points))
-    return Report(plan, [*sentences, curve, *left_out, *sizes, _tabulate_checks(plan)])
+    shown = _choose_points(plan)
+    left_out = describe_choice(sum(point in shown for point in plan.points), len(plan.points))
+    records = [make_record(point, None) for point in plan.points]
+    parts: list[ReportTable | str] = [
+        *sentences,
+        _tabulate_curve(plan, shown),
+        *left_out,
+        *sizes,
+        _tabulate_checks(plan),
+    ]
+    return Report(plan, parts, records=records)
 
 
 def describe_plan(plan: CapacityPlan) -> list[str]:
@@ -193,7 +202,15 @@ def _describe_pool(plan: CapacityPlan, num_blocks: int) -> str:
     return f"{format_bytes((num_blocks + 1) * plan.block_bytes)} ({num_blocks:,} blocks)"
 
 
-def _tabulate_curve(plan: CapacityPlan) -> ReportTable:
+def _choose_points(plan: CapacityPlan) -> list[PlanPoint]:
+    """Return points of the curve in equal steps, its knee, and the recommended one, which may be another."""
+    points = {point.num_blocks: point for point in [plan.recommended, *plan.points]}
+    capacities = [point.num_blocks for point in plan.points]
+    chosen = choose_in_steps(capacities, _ROWS, plan.knee, plan.recommended.num_blocks)
+    return [points[capacity] for capacity in chosen]
+
+
+def _tabulate_curve(plan: CapacityPlan, shown: list[PlanPoint]) -> ReportTable:
     num_needed = 0 if plan.demand is None else plan.demand.p99_blocks
 
     def note(point: PlanPoint) -> str:
@@ -212,11 +229,9 @@ def _tabulate_curve(plan: CapacityPlan) -> ReportTable:
         Column("prefill speed-up", "prefill_speedup", show_factor),
         Column("", note, str),
     )
-    points = {point.num_blocks: point for point in [*plan.points, plan.recommended]}
-    capacities = [point.num_blocks for point in plan.points]
     return make_table(
         columns,
-        map(points.get, choose_in_steps(capacities, _ROWS, plan.knee, plan.recommended.num_blocks)),
+        shown,
         title=f"predicted, blocks of {plan.block_size} tokens",
         caption="points per GiB: percentage points that each GiB of 10% more memory adds",
     )

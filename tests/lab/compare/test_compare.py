@@ -249,11 +249,23 @@ def test_worker_with_another_version_is_reported(traces):
         assert "the comparison was started with 99.0; install the same version" in failure.message
 
 
-def test_trace_clock_has_no_optimum(traces):
-    found = compare_policies(make_settings(traces, ["sieve"], clock="trace"), CountingExecutor())
-    for of_trace in found.traces:
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"clock": "trace"}, "with the trace clock, running requests hold blocks"),
+        ({"keep_session_s": 1.0, "keep_prefix_tokens": 8}, "without kept sessions and prefixes only"),
+    ],
+    ids=["trace clock", "kept sessions and prefixes"],
+)
+def test_some_replays_have_no_optimum(traces, options, why):
+    settings = make_settings(traces[:1], ["sieve"], **options)
+    found = compare_policies(settings, CountingExecutor())
+    for compared, of_trace in zip(settings.traces, found.traces, strict=True):
         assert of_trace.optimum_blocks is of_trace.optimum_tokens is None
-        assert "with the trace clock, running requests hold blocks" in of_trace.why_no_optimum
+        assert why in of_trace.why_no_optimum
+        for row in of_trace.rows[:2]:
+            report = run_replay(replace(compared.settings, policy=row.policy, num_blocks=row.num_blocks))
+            assert (row.blocks_hit, row.tokens_hit) == (report.blocks_hit, report.tokens_hit)
         assert [row.policy for row in of_trace.rows] == ["lru", "sieve", "lru", "sieve", "infinite"]
         lru, sieve = of_trace.rows[:2]
         assert lru.gap_closed is sieve.gap_closed is None

@@ -6,12 +6,14 @@ import pytest
 from lab.made_trace import record
 from lab.plan.made_plan import MODEL, make_settings
 from lab.plan.test_make_plan import TURNS, make_conversations
+from msgspec.structs import replace
 
 from kv_pool.lab.pictures.hit_rates import draw_plan
 from kv_pool.lab.plan.make_plan import plan_capacity
 from kv_pool.lab.plan.plan_report import PlanGoal, Prices
-from kv_pool.lab.plan.plan_words import describe_plan, format_bytes
+from kv_pool.lab.plan.plan_words import describe_plan, format_bytes, report_plan
 from kv_pool.lab.settings import EngineRates
+from kv_pool.lab.tables import ReportTable
 
 
 def describe(folder, records, goal=None, tiers=None, **changes):
@@ -66,6 +68,15 @@ def test_prices_and_tiers_have_their_sentences(tmp_path):
     assert lines[0].endswith("(4 blocks) is where savings minus costs are largest.")
     assert lines[2] == "It costs 0.5 an hour, and its hits save 0."
     assert any(line.startswith("A host tier of 0.0 MiB adds 80.00 points") for line in lines)
+
+
+def test_a_capacity_that_is_not_of_the_curve_is_not_counted(tmp_path):
+    plan = plan_capacity(make_settings(tmp_path, make_conversations(random.Random(1), 80)), MODEL)
+    apart = replace(plan.recommended, num_blocks=plan.points[-1].num_blocks + 1)
+    shown = report_plan(replace(plan, recommended=apart)).shown
+    curve = next(part for part in shown if isinstance(part, ReportTable))
+    note = shown[shown.index(curve) + 1]
+    assert note.startswith(f"the table shows {len(curve.rows) - 1} of {len(plan.points)} capacities; ")
 
 
 @pytest.mark.parametrize("name", ["plan.png", "plan.svg"])
