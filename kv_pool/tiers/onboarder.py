@@ -300,7 +300,7 @@ class TierOnboarder:
         Cost: O(blocks), one dictionary look-up per block and tier; more if windows require several lengths
             to be tried.
         """
-        return self._find_behind(request, cached_prefix, max_num_tokens)[0]
+        return self._find_behind(request, cached_prefix, max_num_tokens, False)[0]
 
     def find_both(
         self, request: SchedulableRequest, max_num_tokens: int | None = None
@@ -312,7 +312,7 @@ class TierOnboarder:
         Args:
             max_num_tokens: as of `find_prefix`.
         """
-        prefix, hit, _ = self._find_both(request, max_num_tokens)
+        prefix, hit, _ = self._find_both(request, max_num_tokens, False)
         return prefix, hit
 
     def list_open_plans(self) -> list[OnboardPlan]:
@@ -456,23 +456,31 @@ class TierOnboarder:
     # ---- inside ----------------------------------------------------------------------------------
 
     def _find_both(
-        self, request: SchedulableRequest, max_num_tokens: int | None
+        self, request: SchedulableRequest, max_num_tokens: int | None, lists_rows: bool = True
     ) -> tuple[CachedPrefix, TierHit, Rows]:
-        """See `find_both`; the rows are those of the hit."""
+        """See `find_both` and `_find_behind`."""
         prefix = self.manager.get_computed_blocks(request, max_num_tokens)
-        hit, rows = self._find_behind(request, prefix, max_num_tokens)
+        hit, rows = self._find_behind(request, prefix, max_num_tokens, lists_rows)
         num_beyond = prefix.num_tokens % self.manager.alignment
         if num_beyond:
             shorter = self.manager.get_computed_blocks(request, prefix.num_tokens - num_beyond)
-            longer, longer_rows = self._find_behind(request, shorter, max_num_tokens)
+            longer, longer_rows = self._find_behind(request, shorter, max_num_tokens, lists_rows)
             if shorter.num_tokens + longer.num_tokens > prefix.num_tokens:
                 return shorter, longer, longer_rows
         return prefix, hit, rows
 
     def _find_behind(
-        self, request: SchedulableRequest, cached_prefix: CachedPrefix | None, max_num_tokens: int | None
+        self,
+        request: SchedulableRequest,
+        cached_prefix: CachedPrefix | None,
+        max_num_tokens: int | None,
+        lists_rows: bool,
     ) -> tuple[TierHit, Rows]:
-        """See `find_prefix`; the rows are those of the hit, valid until the request or a tier changes."""
+        """See `find_prefix`; the rows are those of the hit, valid until the request or a tier changes.
+
+        Args:
+            lists_rows: whether the caller needs the rows; otherwise they may be [].
+        """
         start = 0 if cached_prefix is None else cached_prefix.num_tokens
         limit = request.num_tokens - 1
         if max_num_tokens is not None:
@@ -482,7 +490,8 @@ class TierOnboarder:
         by_medium = dict.fromkeys(self._media, 0)
         if num_tokens:
             end = start + num_tokens
-            rows = self._prefixes.list_blocks(request, start, end)
+            if lists_rows or len(self._media) > 1:
+                rows = self._prefixes.list_blocks(request, start, end)
             counts = {0: num_tokens}
             if len(self._media) > 1:
                 counts = self._prefixes.count_by_tier(rows, start, end, self.tiered_cache.find_tier)
