@@ -13,7 +13,7 @@ from rich.console import Console, Group, JustifyMethod, RenderableType
 from rich.live import Live
 from rich.measure import Measurement
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from kv_pool.cli.foreign_text import MAX_CHARS, escape_json, escape_lines, escape_text, make_cell
@@ -215,11 +215,12 @@ def show_progress(doing: str) -> Iterator[OnProgress]:
     """
     bar = Progress(
         TextColumn("{task.description}", markup=False),
-        BarColumn(),
+        BarColumn(20),
         TaskProgressColumn(),
-        TextColumn("{task.fields[now]}", markup=False),
         TimeElapsedColumn(),
+        TextColumn("{task.fields[now]}", markup=False, table_column=Column(ratio=1, no_wrap=True)),
         console=Console(stderr=True),
+        expand=True,
         transient=True,
         disable=not sys.stderr.isatty(),
     )

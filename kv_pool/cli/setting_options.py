@@ -1,6 +1,6 @@
 """`takes`, `takes_given`: decorators that turn the fields of settings into options of a command.
 
-The settings declare the options (`replay/option.py`); a command lists those that it offers, in order.
+The settings declare the options (`kv_pool/option.py`); a command lists those that it offers, in order.
 Commands to a running pool have no settings: they share `Socket`, `Node` and `Json`.
 """
 

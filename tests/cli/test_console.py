@@ -14,7 +14,7 @@ from lab.made_trace import record, write_trace
 from rich import box
 from rich.console import Console
 
-from kv_pool.cli.console import lay_out, print_parts, print_report, refresh_forever
+from kv_pool.cli.console import lay_out, print_parts, print_report, refresh_forever, show_progress
 from kv_pool.cli.migrate import tabulate
 from kv_pool.control.messages import MigrationList
 from kv_pool.lab.tables import Fact, Report, ReportTable, make_facts
@@ -71,13 +71,26 @@ def test_a_table_too_wide_loses_nothing(width):
     assert printed.count("policy2") == parts == (1 if width > 70 else parts)
 
 
-def test_a_wide_table_makes_the_next_one_no_wider(monkeypatch):
+@pytest.fixture
+def terminal(monkeypatch):
+    """What commands print to a terminal of 80 columns."""
     file = io.StringIO()
     make_console = partial(Console, file=file, width=80, force_terminal=True, color_system=None)
     monkeypatch.setattr("kv_pool.cli.console.Console", make_console)
+    return file
+
+
+def test_progress_shows_its_clock_at_80_columns(terminal, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with show_progress("replaying") as notify:
+        notify("12,345 requests, token hit rate 34.5%, pool 97% in use", 0.5)
+    assert " 50% 0:00:00 12,345 requests, token hit" in terminal.getvalue()
+
+
+def test_a_wide_table_makes_the_next_one_no_wider(terminal):
     wide = make_facts("", [Fact("installed in", "/" * 100)])
     print_report(Report(None, [wide, ReportTable(("blocks", *"abcd"), [["1" * 14] * 5])]))
-    assert max(len(line) for line in file.getvalue().splitlines()[-5:]) <= 80
+    assert max(len(line) for line in terminal.getvalue().splitlines()[-5:]) <= 80
 
 
 def test_long_keys_are_not_repeated_for_each_column():

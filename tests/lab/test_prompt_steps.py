@@ -26,10 +26,7 @@ def list_steps(steps, start, end):
 )
 def test_steps_end_at_limits_and_at_the_prompt_end(max_tokens, end_at, lengths):
     assert list_steps(PromptSteps(max_tokens, end_at), 12, 50) == lengths
-
-
-def test_fully_hit_prompt_has_no_steps():
-    assert PromptSteps(16, 4).count_next(48, 48) == 0
+    assert PromptSteps(max_tokens, end_at).count_next(48, 48) == 0, "a prompt that is hit wholly"
 
 
 @pytest.mark.parametrize(("groups", "end_at"), [("full", 1), ("full,window:9", 1), ("full,mamba", 8)])

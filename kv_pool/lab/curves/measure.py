@@ -51,7 +51,13 @@ def measure_curves(
     and the same for each other one; O(pieces) for each capacity of the optimum. `Reuse` explains the pieces.
     """
     _check(settings, capacities)
-    notify = on_progress or (lambda doing, share: None)
+    most: dict[str, float] = {}
+
+    def notify(doing: str, share: float) -> None:
+        most[doing] = max(share, most.get(doing, 0.0))  # admission to a small pool takes a pass more
+        if on_progress is not None:
+            on_progress(doing, most[doing])
+
     started = perf_counter()
     trace = settings.open_trace()
     block_size = find_block_size(settings.block_size, trace)

@@ -90,9 +90,12 @@ def test_invalid_capacities_are_refused(settings, capacities):
 
 def test_progress_is_reported(settings):
     told = []
-    measure_curves(settings, [9, 20], lambda doing, share: told.append((doing, share)))
+    measure_curves(settings, [2, 9, 20], lambda doing, share: told.append((doing, share)))
     assert list(dict.fromkeys(doing for doing, share in told)) == ["reading", "LRU", "optimum"]
     assert all(0 <= share <= 1 for doing, share in told)
+    for done in ("LRU", "optimum"):
+        shares = [share for doing, share in told if doing == done]
+        assert shares == sorted(shares), "it used to jump back"
     assert len({share for doing, share in told if doing == "LRU"}) > 2
     assert len({share for doing, share in told if doing == "optimum"}) > 4, "it does not move in a capacity"
 

@@ -11,7 +11,6 @@ from kv_pool.lab.curves import reuse
 from kv_pool.lab.settings import ReplaySettings
 
 SIZE = 8
-BOUND_S = 5
 
 
 def settings_for(tmp_path, records, **more):
@@ -50,5 +49,5 @@ def test_signals_do_not_wait_for_the_count_of_blocks(tmp_path, monkeypatch):
     assert read_reuse(settings_for(tmp_path, [record(SIZE * 2, [1, 2])])).num_distinct == 2
     [caller] = callers
     assert caller is not threading.main_thread()
-    caller.join(BOUND_S)
+    caller.join(5)
     assert not caller.is_alive(), "it used to wait ten seconds for other work"
