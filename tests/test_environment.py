@@ -1,4 +1,4 @@
-"""The table of environment variables, in code, help, `kv-pool info` and the guide; mistakes are found."""
+"""The table of environment variables, in help, `kv-pool info` and the guide; mistakes are found."""
 
 import re
 from pathlib import Path
@@ -6,39 +6,11 @@ from pathlib import Path
 import pytest
 from cli.kv_pool_command import kv_pool_command
 
-from kv_pool import environment
 from kv_pool.environment import VARIABLES, list_mistakes
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "kv_pool"
-TABLE = PACKAGE / "environment.py"
-NAMES = {variable.name for variable in VARIABLES}
-CONSTANTS = {
-    value: name for name, value in vars(environment).items() if isinstance(value, str) and value in NAMES
-}
-SOURCES = {
-    path: path.read_text()
-    for folder in (PACKAGE, ROOT / ".build")
-    for path in folder.rglob("*")
-    if path.suffix in (".py", ".md") and path != TABLE
-}
 PLUGIN = {"VLLM_PLUGINS": "kv_pool"}
-
-
-def test_every_variable_that_code_or_guides_name_is_in_the_table():
-    named = {name for text in SOURCES.values() for name in re.findall(r"\bKV_POOL_[A-Z_]*[A-Z]\b", text)}
-    named |= set(re.findall(r"\bKV_POOL_[A-Z_]*[A-Z]\b", (ROOT / "README.md").read_text()))
-    assert named - NAMES == set()
-
-
-@pytest.mark.parametrize("name", sorted(NAMES))
-def test_every_variable_of_the_table_is_read(name):
-    readers = [
-        path
-        for path, text in SOURCES.items()
-        if path.suffix == ".py" and re.search(rf"\b{CONSTANTS[name]}\b|environ\S*{name}\b", text)
-    ]
-    assert readers
 
 
 @pytest.mark.parametrize("variable", VARIABLES, ids=lambda variable: variable.name)
