@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from site_api import list_public_names, make_api_pages, name_exceptions, split_names
 from site_commands import find_path, list_commands, make_command_pages
-from site_pages import GUIDES, list_pages, make_llms_text, make_navigation
-from site_sources import inline_pictures, list_linked_files, rewrite_links
+from site_pages import list_pages, make_navigation
+from site_sources import list_linked_files, rewrite_links
 
 from kv_pool.cli.sub_commands import make_command
 
@@ -37,32 +37,6 @@ def test_every_document_is_a_page():
 def test_every_page_is_in_the_navigation_once():
     assert list(list_leaves(make_navigation())) == PATHS
     assert len(set(PATHS)) == len(PATHS)
-
-
-def test_every_page_is_a_file_or_generated():
-    generated = make_command_pages().keys() | make_api_pages().keys()
-    files = {path for path in PATHS if (ROOT / path).is_file()}
-    examples = {path for path in PATHS if (ROOT / path.removesuffix(".md")).is_file()} - files
-    assert files | examples | generated == set(PATHS)
-
-
-def test_every_reader_has_a_guide():
-    assert list(GUIDES) == [
-        "Engine developers",
-        "vLLM and other engines",
-        "Operators",
-        "Router developers",
-        "Researchers",
-    ]
-    assert all(GUIDES.values())
-
-
-def test_llms_text_describes_every_page():
-    text = make_llms_text({path: f"https://host/{path}" for path in PATHS})
-    title, summary, *rest = text.split("\n\n")
-    assert (title, summary[:2]) == ("# kv_pool", "> ")
-    assert {line[:3] for line in "\n".join(rest).splitlines()} == {"## ", "- ["}
-    assert re.findall(r"^- \[[^\]]+\]\(https://host/([^)]+)\): \S", text, re.MULTILINE) == PATHS
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -100,13 +74,6 @@ def test_links_are_rewritten_to_pages_of_the_site():
         "benchmarks/results/tiers.json",
         ".ci/peers",
     }
-
-
-def test_picture_replaces_its_link():
-    text = "before\n\n![The layers](../.site/pictures/layers.svg)\n\nafter\n"
-    page = inline_pictures("kv_pool/README.md", text)
-    assert page.startswith('before\n\n<div class="picture">\n<svg ')
-    assert page.endswith("</svg>\n</div>\n\nafter\n")
 
 
 def test_names_with_a_shared_description_each_get_it():

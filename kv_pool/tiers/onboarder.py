@@ -277,7 +277,8 @@ class TierOnboarder:
             skip = group.count_skipped_tokens if group.forgets else None
             is_cacheable = group.is_cacheable and manager.block_pool.enable_caching
             groups.append(GroupKeys(group.group_id, group.block_size, group.stride, skip, is_cacheable))
-        self._prefixes = TierPrefixes(tiered_cache.list_indexes, groups, manager.alignment)
+        drops_last = any(group.drops_hits for group in manager._groups)
+        self._prefixes = TierPrefixes(tiered_cache.list_indexes, groups, manager.alignment, drops_last)
         self._plans: OpenPlans[OnboardPlan] = OpenPlans(manager.block_pool)
         self._media = [tier.medium for tier in tiered_cache.tiers]
         self._statistics = OnboardStatistics(dict.fromkeys([MEDIUM_GPU, *self._media], 0))
@@ -485,7 +486,10 @@ class TierOnboarder:
         limit = request.num_tokens - 1
         if max_num_tokens is not None:
             limit = as_count("max_num_tokens", max_num_tokens)
-        num_tokens = self._prefixes.count_tokens(request, start, limit)
+        num_tokens = 0
+        caching = self.manager.caching
+        if not caching.has_encoder or caching.covers_encoder(request):
+            num_tokens = self._prefixes.count_tokens(request, start, limit)
         rows: Rows = []
         by_medium = dict.fromkeys(self._media, 0)
         if num_tokens:

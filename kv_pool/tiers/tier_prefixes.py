@@ -76,6 +76,7 @@ class TierPrefixes:
         list_indexes: returns mappings whose keys are in a tier, valid until a change.
         groups: the engine's groups.
         alignment: hits are a multiple of this number of tokens.
+        drops_last: hits leave out what is found last, one alignment, for a drafter that computes it again.
     """
 
     def __init__(
@@ -83,7 +84,9 @@ class TierPrefixes:
         list_indexes: Callable[[], Sequence[Mapping[BlockHashWithGroupId, object]]],
         groups: Sequence[GroupKeys],
         alignment: int,
+        drops_last: bool = False,
     ) -> None:
+        self._drops_last = drops_last
         self._list_indexes = list_indexes
         self._groups = groups
         self._alignment = alignment
@@ -99,9 +102,17 @@ class TierPrefixes:
         Cost: one look-up for each block of a full-attention group; other groups look up the blocks they
         need once for each length that is tried.
         """
-        groups = [*self._full, *self._partial]
-        if not groups or num_device_tokens % self._alignment:
+        if not (self._full or self._partial) or num_device_tokens % self._alignment:
             return 0
+        num_tokens = self._count_found(request, num_device_tokens, max_num_tokens)
+        if num_tokens and self._drops_last:
+            end = num_device_tokens + num_tokens - self._alignment
+            num_tokens = self._count_found(request, num_device_tokens, end)
+        return num_tokens
+
+    def _count_found(self, request: SchedulableRequest, num_device_tokens: int, max_num_tokens: int) -> int:
+        """See `count_tokens`; nothing is dropped."""
+        groups = [*self._full, *self._partial]
         end = self._align(max_num_tokens)
         for group in groups:
             end = self._align(group.count_blocks(request, end) * group.block_size)

@@ -10,13 +10,20 @@ from kv_pool import (
     InvalidBlockError,
     InvalidTypeError,
     KVCacheManager,
+    MultiModalFeature,
+    PlaceholderRange,
     PlanClosedError,
     PoolInterruptedError,
     PrefixRules,
     Request,
 )
 from kv_pool.core import invariants as core_invariants
-from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+from kv_pool.manager.block_groups.kv_cache_spec import (
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from kv_pool.storage.block_storage import make_host_buffer
 from kv_pool.tiers import invariants
 from kv_pool.tiers.host_tier import HostTier, view_rows
@@ -702,3 +709,30 @@ def test_what_cannot_be_cached_is_refused_before_it_has_blocks(num_cached, rules
     assert not manager.holds_blocks("new")
     assert (bare.num_computed_tokens, pool.get_num_free_blocks()) == (0, 39)
     assert sum(onboarder.admit(whole).values()) == num_cached
+
+
+@pytest.mark.parametrize(
+    ("groups", "rules", "images", "num_hit"),
+    [
+        ((), PrefixRules(), (), 16),
+        ((), PrefixRules(eagle_groups=[0]), (), 12),  # as on the device
+        ((CrossAttentionSpec(block_size=4),), PrefixRules(), ("one",), 16),
+        ((CrossAttentionSpec(block_size=4),), PrefixRules(), ("one", "two"), 0),  # the hashes lack the second
+    ],
+)
+def test_tiers_hit_what_the_device_may_hit(groups, rules, images, num_hit):
+    pool, hasher = BlockPool(10, True, 4), BlockHasher(block_size=4)
+    manager = KVCacheManager(pool, groups=[FullAttentionSpec(block_size=4), *groups], prefix_rules=rules)
+    onboarder = TierOnboarder(manager, TieredCache(pool, None, [Tier(20, "CPU")]))
+    features = [
+        MultiModalFeature(image, PlaceholderRange(9 * place, 2)) for place, image in enumerate(images)
+    ]
+    options = {"num_encoder_tokens": 2 * len(features)} if groups else {}
+    first, second = (
+        Request(name, range(17), hasher, mm_features=made)
+        for name, made in (("first", features[:1]), ("second", features))
+    )
+    assert manager.allocate_slots(first, 17, **options) is not None
+    manager.free(first)
+    pool.free_blocks(pool.get_new_blocks(9))
+    assert onboarder.admit(second, **options) == {"GPU": 0, "CPU": num_hit}

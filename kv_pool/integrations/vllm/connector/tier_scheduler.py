@@ -120,10 +120,9 @@ class TierScheduler:
         self._groups = list(groups)
         self._alignment = alignment
         self._num_ranks = num_ranks
-        self._drops_last_block = drops_last_block
         self._lease_s = lease_s
         self._listener = listener
-        self._prefixes = TierPrefixes(index.list_indexes, self._groups, alignment)
+        self._prefixes = TierPrefixes(index.list_indexes, self._groups, alignment, drops_last_block)
         self._get_block_ids: Callable[[RequestId], Sequence[Sequence[BlockId]]]
         self._max_reading = 0
         self._followed: dict[RequestId, FollowedRequest] = {}
@@ -152,9 +151,6 @@ class TierScheduler:
         request_id = request.request_id
         self._drop_hit(request_id)
         num_tokens = self._prefixes.count_tokens(request, num_device_tokens, request.num_tokens - 1)
-        if self._drops_last_block and num_tokens:
-            end = num_device_tokens + num_tokens - self._alignment
-            num_tokens = self._prefixes.count_tokens(request, num_device_tokens, end)
         if num_tokens:
             self._hits[request_id] = self._hold_hit(request, num_device_tokens, num_tokens)
         return num_tokens
