@@ -44,7 +44,6 @@ LAYERS = {
     "replay": 8,
     "__main__": 9,
 }
-FORBIDDEN_NAMES = {"utils", "common", "helpers", "base"}
 KEPT_OUT_OF_CORE = {"torch", "zmq", "time", "io", "pathlib"}
 
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -158,10 +157,6 @@ def test_imports_point_down(path):
 def test_only_commands_import_the_lab():
     importers = {part_of(path) for path in FILES if "lab" in find_arrows(path)} - {"lab", "__init__"}
     assert importers == {"cli"}
-
-
-def test_no_module_has_a_meaningless_name():
-    assert not [path for path in FILES if path.stem in FORBIDDEN_NAMES]
 
 
 def test_core_uses_no_tensors_sockets_files_or_clocks():
