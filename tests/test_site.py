@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from site_api import list_public_names, make_api_pages, name_exceptions, split_names
 from site_commands import find_path, list_commands, make_command_pages
-from site_pages import list_pages, make_navigation
+from site_pages import list_pages
 from site_sources import list_linked_files, rewrite_links
 
 from kv_pool.cli.sub_commands import make_command
@@ -22,21 +22,10 @@ def list_documents():
     return [ROOT / "README.md", *(path for folder in folders for path in sorted(folder.rglob("*.md")))]
 
 
-def list_leaves(navigation):
-    for item in navigation:
-        for target in item.values():
-            yield from [target] if isinstance(target, str) else list_leaves(target)
-
-
 def test_every_document_is_a_page():
     documents = {path.relative_to(ROOT).as_posix() for path in list_documents()}
     assert {"kv_pool/manager/README.md", "benchmarks/README.md"} <= documents
     assert documents - set(PATHS) == set()
-
-
-def test_every_page_is_in_the_navigation_once():
-    assert list(list_leaves(make_navigation())) == PATHS
-    assert len(set(PATHS)) == len(PATHS)
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -307,8 +307,8 @@ class KVEventSubscriber(Closing):
 
     def _take_live(self, frames: list[bytes]) -> None:
         try:
-            if len(frames) != 3:
-                raise EventStreamError(f"a live message has {len(frames)} frames")
+            if len(frames) != 3 or not frames[2]:  # the publisher could not send the payload
+                raise EventStreamError(f"a live message has {len(frames)} frames, or an empty payload")
             sequence = unpack_sequence(frames[1])
             if sequence > MAX_SEQUENCE:
                 raise EventStreamError("a live message has the number of the end marker")

@@ -375,9 +375,11 @@ class TierOnboarder:
                     return None
                 self.note_started(prefix)
                 break
-            num_to_cache = num_found if delay_cache_blocks else num_found + num_new
-            # Now, since this raises what the commit would raise.
-            self.manager.caching.find_ends(request, None, prefix.num_tokens, num_to_cache)
+            num_to_cache = num_found
+            if not delay_cache_blocks:
+                num_to_cache += num_new
+                # Now, since this raises what the commit would raise.
+                self.manager.caching.find_ends(request, None, prefix.num_tokens, num_to_cache)
             plan = self._plans.one_call = OnboardPlan(self, request, hit, rows, num_to_cache)
             if not plan.open(prefix, num_new, options):
                 return None
