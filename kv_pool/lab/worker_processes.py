@@ -169,7 +169,8 @@ class WorkerProcesses(Executor):
             process.kill()
         for process in processes:
             process.join()
-            process.close()
+            with suppress(ValueError):  # another thread, which starts a process, is reading its exit status
+                process.close()
         self._threads.shutdown()
         for pipe in pipes:
             pipe.close()
