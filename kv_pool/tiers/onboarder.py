@@ -357,7 +357,7 @@ class TierOnboarder:
             manager's `repair`, which aborts the plan of this call.
         A block that cannot be read is removed from its tier, and the request starts with a shorter prefix.
         """
-        self._plans.check_none_open(request)
+        self._check_absent(request)
         if "num_external_computed_tokens" in options:
             raise InvalidArgumentError(
                 "num_external_computed_tokens is no option of admit, which takes these tokens from the tiers"
@@ -414,7 +414,7 @@ class TierOnboarder:
             InvalidBlockError: the tiers no longer have the whole hit; call `find_prefix` again. Nothing has
                 changed.
         """
-        request_id = self._plans.check_none_open(request)
+        request_id = self._check_absent(request)
         num_device_tokens = 0 if cached_prefix is None else cached_prefix.num_tokens
         if hit.num_tokens < 1 or hit[:2] != (request_id, num_device_tokens):
             raise InvalidArgumentError(
@@ -457,6 +457,13 @@ class TierOnboarder:
         self.tiered_cache.cancel_prefetch(request_id)
 
     # ---- inside ----------------------------------------------------------------------------------
+
+    def _check_absent(self, request: SchedulableRequest) -> RequestId:
+        """Return the request's id. Raise unless it has neither an open plan nor blocks."""
+        request_id = self._plans.check_none_open(request)
+        if self.manager.holds_blocks(request_id):
+            raise InvalidArgumentError(f"request {request_id!r} has blocks already; free them first")
+        return request_id
 
     def _find_both(
         self, request: SchedulableRequest, max_num_tokens: int | None, lists_rows: bool = True

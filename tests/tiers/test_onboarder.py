@@ -559,7 +559,7 @@ def test_plan_refuses_other_hits_and_requests_with_blocks(tmp_path):
     with pytest.raises(InvalidArgumentError, match="already has an open plan"):
         engine.onboarder.plan_onboard(request, hit)
     assert plan.apply()
-    with pytest.raises(InvalidArgumentError, match="has blocks already"):
+    with pytest.raises(InvalidArgumentError, match="has blocks already; free them first"):
         engine.onboarder.plan_onboard(request, hit)
     engine.manager.free(request)
     hit = engine.onboarder.find_prefix(request)
