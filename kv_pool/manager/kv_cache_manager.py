@@ -115,9 +115,7 @@ class KVCacheManager(ManagerState):
         num_tokens = junction = 0
         blocks: list[list[KVCacheBlock]]
         caching = self.caching
-        if not self.block_pool.enable_caching or (
-            caching.has_encoder and not caching.covers_encoder(request)
-        ):
+        if not self.block_pool.enable_caching or not caching.covers_encoder(request):
             blocks = [[] for _ in self._groups]
         else:
             num_known = request.num_tokens

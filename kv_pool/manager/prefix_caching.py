@@ -64,9 +64,11 @@ class PrefixCaching(TableListener):
         """Return whether the request's hashes cover the encoder's input, on which its K and V depend, too.
 
         They do if the first block's hash covers all its multimodal inputs or, without such inputs, a salt. If
-        an encoder reads the whole prompt, only a salt can stand for that. For groups with `has_encoder`; a
-        request that its hashes do not cover is neither cached nor hit.
+        an encoder reads the whole prompt, only a salt can stand for that. True without `has_encoder`. A
+        request that its hashes do not cover is neither cached nor hit, on the device and in lower tiers.
         """
+        if not self.has_encoder:
+            return True
         num_inputs = num_salts = 0
         for key in find_extra_keys(request, 0, self._pool.hash_block_size) or ():
             num_inputs += key[0] in ("mm", "media")
@@ -129,7 +131,7 @@ class PrefixCaching(TableListener):
             InvalidArgumentError, InvalidTypeError: the request lacks the hashes of these blocks, a new one
                 lacks a hash for a full block of its known tokens, or an event could not name its keys.
         """
-        if self.has_encoder and not self.covers_encoder(request):
+        if not self.covers_encoder(request):
             return None
         if len(self.uncached) > 0 and tables is not None and request.request_id in self.uncached:
             return None

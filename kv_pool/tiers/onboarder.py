@@ -496,8 +496,7 @@ class TierOnboarder:
         if max_num_tokens is not None:
             limit = as_count("max_num_tokens", max_num_tokens)
         num_tokens = 0
-        caching = self.manager.caching
-        if not caching.has_encoder or caching.covers_encoder(request):
+        if self.manager.caching.covers_encoder(request):
             num_tokens = self._prefixes.count_tokens(request, start, limit)
         rows: Rows = []
         by_medium = dict.fromkeys(self._media, 0)
