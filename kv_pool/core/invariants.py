@@ -20,10 +20,10 @@
     K5  num_ordered == blocks of free runs == blocks of the default band;  elsewhere are those of bands other
         than this and the empty one, num_above of them in bands above the default
     K6  queue.num_blocks == blocks of the runs whose queue it is
-    D1  the Fenwick tree of a live curve's stack counts, for each access, the sampled blocks with its number
-    D2  the blocks of an access are consecutive in one chain, down to the one that the stack has as deepest
+    D1  the blocks in a live curve's stack are ordered by their stamps, which it lists, too
+    D2  the stack has each of these blocks under its key
     D3  a sampled block's parent is in the stack, and was used at the same access or later
-    D4  the stack has at most `limit` blocks, and oldest <= the access of each < next_number
+    D4  the stack has at most `limit` blocks
     H1  no entry of the map is empty; an entry that is a dict is keyed by its blocks' ids
     H2  a block with a _next_cached_id of 0 or more is the bare entry of its primary key
     H3  the map's key count equals its number of keys
@@ -37,7 +37,6 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_pool import BlockPool
 from kv_pool.core.eviction_order import DEFAULT_BAND
 from kv_pool.core.free_queue import BAND_END, FreeKVCacheBlockQueue
-from kv_pool.core.sampled_stack import SampledBlock
 from kv_pool.errors import CorruptedPoolError
 from kv_pool.ids import BlockId
 
@@ -213,33 +212,17 @@ def check_live_curve(pool: BlockPool) -> None:
     if curve.is_stale:
         curve.restart()
     stack = curve.stack
-    by_number: dict[int, list[SampledBlock]] = {}
+    stamps = [block.stamp for block in stack.order]
+    if stack.stamps != stamps or stamps != sorted(set(stamps)):
+        raise CorruptedPoolError(f"D1: the stamps of {len(stack.order)} sampled blocks do not ascend")
+    if stack.blocks != {block.key: block for block in stack.order}:
+        raise CorruptedPoolError(f"D2: {len(stack.blocks)} keys of {len(stack.order)} sampled blocks")
     for key, block in stack.blocks.items():
-        by_number.setdefault(block.number, []).append(block)
         parent = block.parent
-        if parent is not None and (
-            stack.blocks.get(parent.key) is not parent or parent.number < block.number
-        ):
+        if parent is not None and (stack.blocks.get(parent.key) is not parent or parent.stamp < block.stamp):
             raise CorruptedPoolError(f"D3: the parent of {key.hex()} is not in the stack, or is less recent")
-        if block.key != key or not stack.oldest <= block.number < stack.next_number:
-            raise CorruptedPoolError(f"D4: {key.hex()} was last used by access {block.number}")
     if len(stack.blocks) > stack.limit:
         raise CorruptedPoolError(f"D4: the stack has {len(stack.blocks)} blocks; its limit is {stack.limit}")
-    num_above = len(stack.blocks)
-    for number in range(stack.next_number):
-        used = by_number.get(number, [])
-        num_above -= len(used)
-        if stack.count_above(number) != num_above:
-            raise CorruptedPoolError(f"D1: {stack.count_above(number)} blocks above access {number}")
-        block_in_chain = stack.get_deepest(number)
-        num_in_chain = 0
-        while block_in_chain is not None and block_in_chain.number == number:
-            num_in_chain += 1
-            block_in_chain = block_in_chain.parent
-        if num_in_chain != len(used):
-            raise CorruptedPoolError(
-                f"D2: {num_in_chain} of {len(used)} blocks of access {number} are a chain"
-            )
 
 
 def check_prefix_map(pool: BlockPool) -> None:

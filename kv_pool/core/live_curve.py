@@ -141,8 +141,7 @@ class LiveCurve(PoolPart):
         elif num_blocks > 0:
             last = self._find_deepest(blocks, num_blocks - 1)
             if last is not None:
-                self._count(last, len(self.stack.blocks))
-                self.stack.access(last)
+                self._use(last, len(self.stack.blocks))
         self._add_lookups(num_blocks, num_blocks, 0)
 
     def note_cached(
@@ -268,24 +267,20 @@ class LiveCurve(PoolPart):
         return last
 
     def _use(self, last: SampledBlock, num_counted: i64) -> None:
-        self._count(last, num_counted)
-        self.stack.access(last)
-
-    def _count(self, last: SampledBlock, num_blocks: i64) -> None:
-        """Count look-ups of `last` and the sampled blocks before it, `num_blocks` in all."""
-        if num_blocks <= 0:
-            return
+        """Access `last` and the sampled blocks before it; count look-ups of `num_counted` of them."""
         counts = self.counts
         weight = self.weight
         first = STEPS_PER_CAPACITY / self.capacity
         per_rank = first / self.rate
         block: SampledBlock | None = last
-        for rank in self.stack.rank_chain(last, num_blocks):
-            assert block is not None
+        while block is not None and num_counted > 0:
             # The blocks above it in the sample stand for 1 / rate blocks each.
-            step = min(NUM_STEPS + 1, ceil(first + (rank - 1) * per_rank - 1e-9))
+            distance = first + (self.stack.find_rank(block) - 1) * per_rank
+            step = min(NUM_STEPS + 1, ceil(distance - 1e-9))
             counts[block.replica * ROW + step] += weight
             block = block.parent
+            num_counted -= 1
+        self.stack.access(last)
 
     def _add_lookups(self, num_hits: int, num_blocks: int, num_partial_tokens: int) -> None:
         """Add look-ups to the sums; `num_partial_tokens` are prompt tokens behind the last full block."""

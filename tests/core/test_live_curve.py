@@ -131,16 +131,16 @@ def test_the_stack_is_sound_after_any_calls(seed):
     assert sum(curve.counts) <= curve.looked_up_blocks + 1e-6 or curve.rate < 1
 
 
-def spoil_count(stack):
-    stack._add(0, 1)
+def spoil_stamps(stack):
+    stack.stamps[0] += 1
 
 
-def spoil_chain(stack):
-    stack._deepest[0] = stack._deepest[0].parent
+def spoil_keys(stack):
+    stack.blocks[b"other"] = stack.order[0]
 
 
 def spoil_parent(stack):
-    stack._deepest[0].parent = SampledBlock(b"gone", None, 0, 0)
+    stack.order[0].parent = SampledBlock(b"gone", None, 0, 0)
 
 
 def spoil_limit(stack):
@@ -148,7 +148,7 @@ def spoil_limit(stack):
 
 
 @pytest.mark.parametrize(
-    ("spoil", "number"), [(spoil_count, "D1"), (spoil_chain, "D2"), (spoil_parent, "D3"), (spoil_limit, "D4")]
+    ("spoil", "number"), [(spoil_stamps, "D1"), (spoil_keys, "D2"), (spoil_parent, "D3"), (spoil_limit, "D4")]
 )
 def test_a_spoilt_stack_violates_an_invariant(spoil, number):
     manager = make_sampled(30)
