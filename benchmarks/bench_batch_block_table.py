@@ -133,13 +133,11 @@ def prefill(num_tokens: int, num_decoding: int, options: Options) -> tuple[int, 
     mapping = SlotMapping(batch, num_tokens + num_decoding)
     query_start_loc = np.array([*range(num_decoding + 1), num_decoding + num_tokens], np.int32)
     first_positions = np.array([*sequences.positions[:-1], 0], np.int32)
-    remap = np.arange(sequences.pool.num_gpu_blocks, dtype=np.int32)
     times: dict[str, list[float]] = defaultdict(list)
     for run in range(NUM_WARM_UP + options.runs):
         if run == NUM_WARM_UP:
             times.clear()
         timed(times["fill_chunks"], mapping.fill_chunks, query_start_loc, first_positions)
-        timed(times["remap"], batch.remap, remap)
         timed(times["rewrite"], batch.rewrite)
     return sum(len(table.blocks) for table in sequences.tables), times
 

@@ -216,7 +216,6 @@ class Things:
                     "add_request": {"request_id": "new", "table": self.manager.get_table("first")},
                     "remove_request": {"request_id": "first"},
                     "swap_rows": {"row_number": 0, "other_row_number": 0},
-                    "remap": {"remap": np.arange(24)},
                 },
             ),
             (

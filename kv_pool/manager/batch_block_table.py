@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kv_pool.core.arguments import as_count, as_int, check_type
-from kv_pool.errors import InvalidArgumentError, InvalidTypeError
+from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockId, RequestId
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.table_rows import TableRow, find_changed_rows, write_row
@@ -193,40 +193,8 @@ class BatchBlockTable:
             write_row(self._rows[row_number], self._cells, first_cell, self._nulls)
         return changed
 
-    def remap(self, remap: npt.NDArray[np.integer[Any]]) -> None:
-        """Replace each id by `remap[id]`, after blocks moved to other ids. Does not read the tables.
-
-        Call it for each `Relocation`, in order, with its `make_remap()`, before the next `update`: entries
-        read from a table after the move are new ids already. If that order was missed or is unknown, call
-        `rewrite`, which is always right.
-
-        Args:
-            remap: new ids by old id, for all ids in the pool; a block that did not move maps to itself.
-        Raises:
-            InvalidTypeError: not a one-dimensional array of integers.
-            InvalidArgumentError: it moves the null block, or has no entry for an id that is in use here.
-                In both cases nothing has changed.
-        Cost: one look-up per block that is not null, some nanoseconds, and a microsecond per request.
-        """
-        remap = np.asarray(remap)
-        if remap.ndim != 1 or remap.dtype.kind not in "iu":
-            raise InvalidTypeError(
-                f"a remap is a one-dimensional array of integers, such as Relocation.make_remap() returns, "
-                f"not {remap.dtype} of shape {remap.shape}"
-            )
-        if self.null_block_id >= len(remap) or remap[self.null_block_id] != self.null_block_id:
-            raise InvalidArgumentError(f"the null block, {self.null_block_id}, does not map to itself")
-        largest = max((int(cells.max()) for cells in self._list_used_cells()), default=0)
-        if largest >= len(remap):
-            raise InvalidArgumentError(
-                f"block {largest} is in use here, but the remap covers ids 0 to {len(remap) - 1}; "
-                f"does it belong to another pool?"
-            )
-        for cells in self._list_used_cells():
-            cells[:] = remap[cells]
-
     def rewrite(self) -> None:
-        """Write all rows again from their tables, regardless of their content.
+        """Write all rows again from their tables, regardless of their content: after blocks got other ids.
 
         Raises:
             InvalidArgumentError: as `update`. Nothing has changed.
@@ -237,11 +205,3 @@ class BatchBlockTable:
         for row in self._rows:
             row.num_blocks = row.num_null_blocks = 0
         self.update()
-
-    def _list_used_cells(self) -> list[BlockIdArray]:
-        """Return the part of each row after its null blocks that holds blocks; skip empty parts."""
-        return [
-            self.block_ids[row_number, row.num_null_blocks : row.num_blocks]
-            for row_number, row in enumerate(self._rows)
-            if row.num_null_blocks < row.num_blocks
-        ]

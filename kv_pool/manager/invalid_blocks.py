@@ -25,8 +25,6 @@ from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import ALL_TOKENS, BlockTable
 from kv_pool.manager.manager_state import ManagerState
 
-_UNKNOWN = -1
-
 
 @dataclass(frozen=True)
 class InvalidBlocksReport:
@@ -134,21 +132,20 @@ class _Spread:
 
     Attributes:
         pools: the device's pool, and the host pools of swappers.
-        suspect: blocks with bad content, each with the first token, of its sequence, that may be bad.
+        suspect: blocks with bad content, in the order in which they were found.
     """
 
     def __init__(self, state: ManagerState, bad: Iterable[KVCacheBlock]) -> None:
         self.pools: list[BlockPoolCore] = [one.block_pool for one in (state, *state.list_hosts())]
         self.holders = [_Holder(*item) for item in (*state._tables.items(), *state.detached_tables.items())]
-        self.suspect: dict[KVCacheBlock, int] = dict.fromkeys(bad, 0)
+        self.suspect: dict[KVCacheBlock, None] = dict.fromkeys(bad)
         self._pool = state.block_pool
         self._groups: list[BlockGroup] = state._groups
         self._largest = max(group.block_size for group in self._groups)
-        # Keys of which another block, computed by another request, may have good content.
-        self._twin_keys = {block.key for block in self.suspect if not _is_copy(self._pool, block)}
         self._has_changed = False
-        self._bad_hashes: dict[bytes, tuple[int, int]] = {}
-        self._verdicts: Verdicts | None = None
+        self._bad_hashes: dict[bytes, int] = {}
+        # The hashes of prefixes that are proven good; None if all are.
+        self._good: set[bytes] | None = None
         # For each block, the requests that have written it, and the end of their part.
         self._writers: dict[KVCacheBlock, list[tuple[_Holder, int]]] = {}
         for holder in self.holders:
@@ -168,10 +165,10 @@ class _Spread:
         """Return the keys under which tiers may have bad content."""
         tiers = self._pool.lower_tiers
         keys = dict.fromkeys(key for pool in self.pools for key in pool.list_keys(self.list_suspect(pool)))
-        if tiers is not None and self._verdicts is not None:
-            for key in tiers.list_parents():
-                if self._verdicts.find_first_bad(get_block_hash(key)) < ALL_TOKENS:
-                    keys[key] = None
+        if tiers is not None:
+            keys |= dict.fromkeys(
+                key for key in tiers.list_parents() if self._may_be_bad(get_block_hash(key))
+            )
         return list(keys)
 
     def list_suspect(self, pool: BlockPoolCore) -> list[KVCacheBlock]:
@@ -207,41 +204,36 @@ class _Spread:
         for holder in self.holders:
             num_valid = holder.num_valid
             for group, position, block, is_there, _ in self._list_entries(holder):
-                start = position * group.block_size
                 if is_there and block in self.suspect:
-                    first = max(start, self.suspect[block]) if group.is_cacheable else 0
-                    num_valid = min(num_valid, first)
+                    num_valid = min(num_valid, position * group.block_size if group.is_cacheable else 0)
                 elif (
                     # From elsewhere: its block is reused now, or was filled without a key.
                     position < holder.tables[group.group_id].num_hits
                     and not (is_there and block.key is not None)
-                    and self._find_first_bad(holder, group, position) < ALL_TOKENS
+                    and self._may_be_bad(self._find_hash(holder, group, position))
                 ):
-                    num_valid = min(num_valid, start)
+                    num_valid = min(num_valid, position * group.block_size)
             if num_valid < holder.num_valid:
                 holder.num_valid = num_valid
                 self._has_changed = True
             if num_valid == ALL_TOKENS:
                 continue
             for group, position, block, is_there, _ in self._list_entries(holder):
-                start, end = position * group.block_size, (position + 1) * group.block_size
+                end = (position + 1) * group.block_size
                 if is_there and group.is_cacheable and end > num_valid and not self._is_proven(block):
-                    self._add(block, max(num_valid, start))
+                    self._add(block)
 
-    def _find_first_bad(self, holder: _Holder, group: BlockGroup, position: int) -> int:
-        """Return the first suspect token of the prefix that ends with this block of the request."""
-        block_hash = self._find_hash(holder, group, position)
-        if self._verdicts is None or not block_hash:
-            return ALL_TOKENS
-        return self._verdicts.find_first_bad(block_hash)
+    def _may_be_bad(self, block_hash: bytes) -> bool:
+        """Return True if the prefix with this hash contains bad content, or cannot be proven not to."""
+        return self._good is not None and block_hash != b"" and block_hash not in self._good
 
     def _is_proven(self, block: KVCacheBlock) -> bool:
         """Return True if a request that is good up to its end has written the block."""
         return any(holder.num_valid >= end for holder, end in self._writers.get(block, ()))
 
-    def _add(self, block: KVCacheBlock, first: int) -> None:
-        if self.suspect.get(block, ALL_TOKENS) > first:
-            self.suspect[block] = first
+    def _add(self, block: KVCacheBlock) -> None:
+        if block not in self.suspect:
+            self.suspect[block] = None
             self._has_changed = True
 
     # ---- copies ----------------------------------------------------------------------------------
@@ -252,7 +244,7 @@ class _Spread:
                 if source is None or source not in self.suspect:
                     continue
                 if target.generation == generation and source.generation == generation_of_source:
-                    self._add(target, self.suspect[source])
+                    self._add(target)
 
     # ---- the prefix cache ------------------------------------------------------------------------
 
@@ -263,59 +255,39 @@ class _Spread:
             return
         self._bad_hashes = bad
         self._has_changed = True
-        verdicts = self._verdicts = self._lineage.judge(bad, inside)
+        self._good = self._lineage.find_good(bad, inside)
         for pool in self.pools:
             for block in pool.blocks:
                 if block.key is None or self._is_proven(block):
                     continue
-                firsts = [verdicts.find_first_bad(get_block_hash(key)) for key in pool.list_keys([block])]
-                if min(firsts) < ALL_TOKENS and not self._is_twin(pool, block, verdicts):
-                    self._add(block, min(firsts))
+                if any(self._may_be_bad(get_block_hash(key)) for key in pool.list_keys([block])):
+                    self._add(block)
 
-    def _is_twin(self, pool: BlockPoolCore, block: KVCacheBlock, verdicts: "Verdicts") -> bool:
-        """Return True if only another block with the same key is bad, and neither is a copy."""
-        return (
-            pool is self._pool
-            and block.key in self._twin_keys
-            and not _is_copy(pool, block)
-            and block not in self.suspect
-            and verdicts.is_good_before(get_block_hash(block.key))
-        )
-
-    def _list_bad_hashes(self) -> tuple[dict[bytes, tuple[int, int]], list[tuple[bytes, int, int]]]:
-        """Return the hashes of suspect content, and bad blocks with unknown hashes: see `Lineage.judge`."""
-        bad: dict[bytes, tuple[int, int]] = {}
+    def _list_bad_hashes(self) -> tuple[dict[bytes, int], list[tuple[bytes, int, int]]]:
+        """Return the hashes of suspect content, and bad blocks with unknown ones: see `Lineage.find_good`."""
+        bad: dict[bytes, int] = {}
         inside: list[tuple[bytes, int, int]] = []
-
-        def add(block_hash: bytes, num_tokens: int, first: int) -> None:
-            before = bad.get(block_hash)
-            bad[block_hash] = num_tokens, first if before is None else min(first, before[1])
-
         unit = self._pool.hash_block_size
         for pool in self.pools:
             for block in self.list_suspect(pool):
                 for block_hash, num_tokens, start in self._list_hashes(pool, block):
-                    first = max(start, self.suspect[block])
-                    add(block_hash, num_tokens, first)
-                    if num_tokens - unit <= start:
-                        continue
+                    bad[block_hash] = num_tokens
                     # Smaller blocks of other groups may end within this one.
-                    found = self._lineage.list_inside(block_hash, start, unit)
+                    found = self._lineage.list_inside(block_hash, num_tokens, start, unit)
                     if found is None:
                         before = block.parent[:-4] if block.key is not None and block.parent else b""
                         inside.append((before, start, num_tokens))
-                    for shorter, num_shorter in found or ():
-                        if num_shorter > first:
-                            add(shorter, num_shorter, first)
+                    else:
+                        bad.update(found)
             for block, (generation, copies) in pool.origins.continued_by.items():
                 if block in self.suspect and block.generation == generation:
                     for start, hashes in copies:
                         if start // unit < len(hashes):
-                            add(hashes[start // unit], (start // unit + 1) * unit, start)
+                            bad[hashes[start // unit]] = (start // unit + 1) * unit
         for holder in self.holders:
             index = holder.num_valid // unit
             if index < len(holder.hashes):
-                add(holder.hashes[index], (index + 1) * unit, holder.num_valid)
+                bad[holder.hashes[index]] = (index + 1) * unit
         return bad, inside
 
     def _list_hashes(self, pool: BlockPoolCore, block: KVCacheBlock) -> Iterator[tuple[bytes, int, int]]:
@@ -385,11 +357,6 @@ class _Spread:
                 lineage.add(get_block_hash(key), end, start, parent[:-4], is_exact)
 
 
-def _is_copy(pool: BlockPoolCore, block: KVCacheBlock) -> bool:
-    entry = pool.origins.copied_from.get(block)
-    return entry is not None and entry[0] == block.generation
-
-
 def _can_go_on(tables: Sequence[BlockTable], groups: Sequence[BlockGroup], num_tokens: int) -> bool:
     """Return True if all that the next token attends to is there, and a slot for it."""
     for table, group in zip(tables, groups, strict=True):
@@ -416,7 +383,6 @@ class Lineage:
 
     def __init__(self) -> None:
         self._num_tokens: dict[bytes, int] = {}
-        self._num_shorter: dict[bytes, int] = {}  # of hashes that are known only as shorter prefixes, too
         # For each hash, shorter prefixes: the number of their tokens, and their hash.
         self._shorter: dict[bytes, list[tuple[int, bytes]]] = {}
 
@@ -432,8 +398,8 @@ class Lineage:
             self._num_tokens[block_hash] = num_tokens
         else:
             self._num_tokens.setdefault(block_hash, num_tokens)
+        self._num_tokens.setdefault(shorter, num_shorter)
         self._shorter.setdefault(block_hash, []).append((num_shorter, shorter))
-        self._num_shorter[shorter] = num_shorter
 
     def add_sequence(self, hashes: Sequence[bytes], unit: int) -> None:
         """Add the hashes of a sequence, one for each `unit` tokens."""
@@ -444,16 +410,16 @@ class Lineage:
 
     def count_tokens(self, block_hash: bytes) -> int:
         """Return the tokens of the prefix with this hash; 0 if neither it nor a longer one is known."""
-        found = self._num_tokens.get(block_hash)
-        return self._num_shorter.get(block_hash, 0) if found is None else found
+        return self._num_tokens.get(block_hash, 0)
 
-    def list_inside(self, block_hash: bytes, start: int, unit: int) -> list[tuple[bytes, int]] | None:
+    def list_inside(
+        self, block_hash: bytes, num_tokens: int, start: int, unit: int
+    ) -> list[tuple[bytes, int]] | None:
         """Return the hashes of the same sequence that end between token `start` and this hash's end.
 
         Returns None if one of them is unknown.
         """
         inside: list[tuple[bytes, int]] = []
-        num_tokens = self._num_tokens.get(block_hash, 0)
         while num_tokens - unit > start:
             for num_shorter, shorter in self._shorter.get(block_hash, ()):
                 if num_shorter == num_tokens - unit:
@@ -464,69 +430,36 @@ class Lineage:
                 return None
         return inside
 
-    def judge(
-        self, bad: Mapping[bytes, tuple[int, int]], inside: Sequence[tuple[bytes, int, int]] = ()
-    ) -> "Verdicts":
-        """Return for each hash whether its prefix contains a bad one. O(hashes).
+    def find_good(
+        self, bad: Mapping[bytes, int], inside: Iterable[tuple[bytes, int, int]] = ()
+    ) -> set[bytes]:
+        """Return the hashes of prefixes that are proven to contain no bad one. O(hashes).
 
         Args:
-            bad: for each hash whose content is bad, the tokens of its prefix, and the first bad one of them.
+            bad: for each hash whose content is bad, the tokens of its prefix.
             inside: bad blocks in which prefixes of unknown hashes end: the hash before the block (b"" if it
                 is unknown, or for the first block), and the tokens before its start and its end.
         """
-        ends = sorted({num_tokens for num_tokens, _ in bad.values()})
-        verdicts = Verdicts(bad)
+        ends = sorted(set(bad.values()))
+        suspect = set(bad)
+        for before, start, end in inside:
+            elsewhere = self.find_good({before: start}) if before else ()
+            suspect.update(
+                block_hash
+                for block_hash, num_tokens in self._num_tokens.items()
+                if start < num_tokens < end and block_hash not in elsewhere
+            )
+        good: set[bytes] = set()
         for block_hash in sorted(self._num_tokens, key=self._num_tokens.__getitem__):
             num_tokens = self._num_tokens[block_hash]
-            found = _UNKNOWN
-            if num_tokens <= ends[0]:
-                found = ALL_TOKENS
-            else:
-                for num_shorter, shorter in self._shorter[block_hash]:
-                    first = verdicts.find(shorter) if num_shorter > 0 else ALL_TOKENS
-                    if first == _UNKNOWN and num_shorter <= ends[0]:
-                        first = ALL_TOKENS
-                    if first == _UNKNOWN:
-                        continue
-                    if first < ALL_TOKENS:
-                        found = min(found, first) if found >= 0 else first
-                    elif found == _UNKNOWN and bisect_right(ends, num_shorter) == bisect_left(
-                        ends, num_tokens
-                    ):
-                        found = ALL_TOKENS  # no bad prefix ends between the two
-            verdicts.before[block_hash] = found
-            if block_hash in bad:
-                first = bad[block_hash][1]
-                found = first if found == _UNKNOWN else min(found, first)
-            verdicts.first[block_hash] = found
-        for before, start, end in inside:
-            after = self.judge({before: (start, start)}) if before else None
-            for block_hash, num_tokens in self._num_tokens.items():
-                if start < num_tokens < end and (after is None or after.find(block_hash) < ALL_TOKENS):
-                    verdicts.first[block_hash] = min(max(0, verdicts.first[block_hash]), start)
-        return verdicts
-
-
-class Verdicts:
-    """The result of `Lineage.judge`.
-
-    Attributes:
-        first: for each known or bad hash, the first token of its prefix that is bad or was computed from a
-            bad one.
-        before: the same for the prefix without its last block.
-    """
-
-    def __init__(self, bad: Mapping[bytes, tuple[int, int]]) -> None:
-        self.first: dict[bytes, int] = {block_hash: first for block_hash, (_, first) in bad.items()}
-        self.before: dict[bytes, int] = {}
-
-    def find(self, block_hash: bytes) -> int:
-        return self.first.get(block_hash, _UNKNOWN)
-
-    def find_first_bad(self, block_hash: bytes) -> int:
-        """Return the first token of the prefix that may be bad; 0 if nothing is known of it."""
-        return max(0, self.find(block_hash))
-
-    def is_good_before(self, block_hash: bytes) -> bool:
-        """Return True if the prefix without its last block is known to be good."""
-        return self.before.get(block_hash, _UNKNOWN) == ALL_TOKENS
+            for num_shorter, shorter in (
+                self._shorter.get(block_hash, ()) if block_hash not in suspect else ()
+            ):
+                is_good = num_shorter <= ends[0] and shorter not in suspect
+                # And no bad prefix ends between the two.
+                if (is_good or shorter in good) and bisect_right(ends, num_shorter) == bisect_left(
+                    ends, num_tokens
+                ):
+                    good.add(block_hash)
+                    break
+        return good
