@@ -204,11 +204,9 @@ class Things:
                 self.leases,
                 {
                     "acquire": {"blocks": held, "deadline": 9.0, "holder": "me", "kind": LeaseKind.READ},
-                    "release": {"lease": self.lease},
-                    "extend": {"lease": self.lease, "deadline": 9.0},
-                    "is_leased": {"block": held[0]},
                 },
             ),
+            (self.lease, {"extend": {"deadline": 9.0}}),
             (
                 self.batch,
                 {

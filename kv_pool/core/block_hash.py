@@ -8,7 +8,7 @@ from typing import Any
 
 import xxhash
 
-from kv_pool.core.arguments import as_int, as_list, check_type, refuse_type
+from kv_pool.core.arguments import as_count, as_list, check_type, refuse_type
 from kv_pool.core.extra_keys import (
     CacheableRequest,
     ExtraKeys,
@@ -77,23 +77,13 @@ class BlockHasher:
         check_type("algorithm", algorithm, str)
         if seed is not None and not isinstance(seed, str):
             refuse_type("seed", seed, "str or None")
-        if not isinstance(block_size, int):
-            block_size = as_int("block_size", block_size)
-        if not isinstance(num_lookahead_tokens, int):
-            num_lookahead_tokens = as_int("num_lookahead_tokens", num_lookahead_tokens)
         if algorithm not in HASH_ALGORITHMS:
             raise InvalidArgumentError(
                 f"unknown hash algorithm {algorithm!r}; {describe_known(algorithm, HASH_ALGORITHMS)}"
             )
-        if block_size < 1:
-            raise InvalidArgumentError(f"block_size is {block_size}; it counts tokens, at least 1")
-        if num_lookahead_tokens < 0:
-            raise InvalidArgumentError(
-                f"num_lookahead_tokens is {num_lookahead_tokens}; it counts tokens, 0 or more"
-            )
         self.algorithm: str = algorithm
-        self.block_size: int = block_size
-        self.num_lookahead_tokens: int = num_lookahead_tokens
+        self.block_size: int = as_count("block_size", block_size, 1)
+        self.num_lookahead_tokens: int = as_count("num_lookahead_tokens", num_lookahead_tokens)
         self.digest_size: int = 16 if algorithm == "xxh3_128" else 32
         self.root: BlockHash
         self._xxh3_seed: int = 0

@@ -66,15 +66,6 @@ class Deadlines:
             heappop(entries)
         return None
 
-    def replace(self, items: list[TimedItem]) -> None:
-        """Replace all timers by those of `items`, in one step. Equal times expire in list order."""
-        entries = [
-            (item.changes_at, place, item) for place, item in enumerate(items, 1) if item.changes_at != NEVER
-        ]
-        heapify(entries)
-        self._num_pushed = max(self._num_pushed, len(items))
-        self.entries = entries
-
 
 def read_clock() -> float:
     """Return the system's monotonic clock, in seconds."""

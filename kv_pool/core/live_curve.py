@@ -140,8 +140,12 @@ class LiveCurve(PoolPart):
             num_blocks = self._note_touched_singly(blocks)
         elif num_blocks > 0:
             last = self._find_deepest(blocks, num_blocks - 1)
+            block = last
+            while block is not None:
+                self._count(block)
+                block = block.parent
             if last is not None:
-                self._use(last, len(self.stack.blocks))
+                self.stack.access(last)
         self._add_lookups(num_blocks, num_blocks, 0)
 
     def note_cached(
@@ -171,7 +175,6 @@ class LiveCurve(PoolPart):
                 break
         is_chained = not has_gaps and not (num_before > 0 and table[0].is_null)
         last: SampledBlock | None = None
-        num_known: i64 = 0  # blocks of the sample, `last` and before it, that are not counted yet
         is_reached = False  # `last` is where the next block is appended
         num_lookups: i64 = num_counted
         salt = self._salt
@@ -194,18 +197,16 @@ class LiveCurve(PoolPart):
             if found is not None:
                 last = found
                 if index < num_counted:
-                    num_known += 1
+                    self._count(found)
                 is_reached = not is_chained
                 if is_reached:
-                    self._use(found, num_known)
-                    num_known = 0
+                    self.stack.access(found)
                 continue
             if not is_chained:
                 last = None
             elif not is_reached:
                 if last is not None:
-                    self._use(last, num_known)
-                    num_known = 0
+                    self.stack.access(last)
                 else:
                     last = self._reach(table, num_before - 1)
                 is_reached = True
@@ -214,7 +215,7 @@ class LiveCurve(PoolPart):
             if index < num_counted:
                 self.counts[replica * ROW + NUM_STEPS + 1] += self.weight
         if last is not None and not is_reached:
-            self._use(last, num_known)
+            self.stack.access(last)
         self._add_lookups(0, num_lookups, num_partial)
 
     def note_reset(self) -> None:
@@ -239,7 +240,8 @@ class LiveCurve(PoolPart):
             key: Any = block.key
             found = None if key is None else self.stack.blocks.get(key)
             if found is not None:
-                self._use(found, 1)
+                self._count(found)
+                self.stack.access(found)
         return num_blocks
 
     def _find_deepest(self, table: Any, position: i64) -> SampledBlock | None:
@@ -266,21 +268,12 @@ class LiveCurve(PoolPart):
             self.stack.access(last)
         return last
 
-    def _use(self, last: SampledBlock, num_counted: i64) -> None:
-        """Access `last` and the sampled blocks before it; count look-ups of `num_counted` of them."""
-        counts = self.counts
-        weight = self.weight
-        first = STEPS_PER_CAPACITY / self.capacity
-        per_rank = first / self.rate
-        block: SampledBlock | None = last
-        while block is not None and num_counted > 0:
-            # The blocks above it in the sample stand for 1 / rate blocks each.
-            distance = first + (self.stack.find_rank(block) - 1) * per_rank
-            step = min(NUM_STEPS + 1, ceil(distance - 1e-9))
-            counts[block.replica * ROW + step] += weight
-            block = block.parent
-            num_counted -= 1
-        self.stack.access(last)
+    def _count(self, block: SampledBlock) -> None:
+        """Count a look-up of a block that is in the stack."""
+        # The blocks above it in the sample stand for 1 / rate blocks each.
+        distance = 1 + (self.stack.find_rank(block) - 1) / self.rate
+        step = min(NUM_STEPS + 1, ceil(distance * STEPS_PER_CAPACITY / self.capacity - 1e-9))
+        self.counts[block.replica * ROW + step] += self.weight
 
     def _add_lookups(self, num_hits: int, num_blocks: int, num_partial_tokens: int) -> None:
         """Add look-ups to the sums; `num_partial_tokens` are prompt tokens behind the last full block."""

@@ -71,12 +71,42 @@ class Lease:
         return LeaseState[self.hold.state.name]
 
     def release(self) -> None:
-        """See `BlockLeases.release`."""
-        self.leases.release(self)
+        """Release the lease: the transfer has ended and no longer accesses the blocks.
+
+        A lease past its deadline can be released until `BlockLeases.expire` has ended it; a quarantined lease
+        can always be released.
+
+        Raises:
+            StaleLeaseError: the lease has ended. Nothing has changed.
+        """
+        self._check_live()
+        leases = self.leases
+        leases._book.check_whole()
+        leases.block_pool.is_changing = True
+        leases._book.end(self.hold, HoldState.RELEASED)
+        leases._leases.pop(self.hold, None)
+        leases.block_pool.is_changing = False
 
     def extend(self, deadline: float) -> None:
-        """See `BlockLeases.extend`."""
-        self.leases.extend(self, deadline)
+        """Set a new deadline, later or earlier, such as on a heartbeat. O(log leases).
+
+        Raises:
+            StaleLeaseError: the lease has ended or is quarantined.
+            InvalidArgumentError: the new deadline has passed. In both cases nothing has changed.
+        """
+        self._check_live()
+        check_number("deadline", deadline)
+        if self.state is LeaseState.QUARANTINED:
+            raise StaleLeaseError(
+                f"{self!r} cannot be extended: its deadline has passed and was reported. Release it with "
+                "release() once the transfer is known to be over."
+            )
+        self.hold.extend(deadline)
+        self._last_deadline = deadline
+
+    def _check_live(self) -> None:
+        if self.hold.is_released:
+            raise StaleLeaseError(f"{self!r} is over; its blocks may hold other content by now")
 
     def __repr__(self) -> str:
         return (
@@ -186,42 +216,6 @@ class BlockLeases:
         self.block_pool.is_changing = False
         return lease
 
-    def release(self, lease: Lease) -> None:
-        """Release the lease: the transfer has ended and no longer accesses the blocks.
-
-        A lease past its deadline can be released until `expire` has ended it; a quarantined lease can always
-        be released.
-
-        Raises:
-            StaleLeaseError: the lease has ended or belongs to another `BlockLeases`. Nothing has changed.
-        """
-        self._check_live(lease)
-        self._book.check_whole()
-        self.block_pool.is_changing = True
-        self._book.end(lease.hold, HoldState.RELEASED)
-        self._leases.pop(lease.hold, None)
-        self.block_pool.is_changing = False
-
-    def extend(self, lease: Lease, deadline: float) -> None:
-        """Set a new deadline, later or earlier, such as on a heartbeat. O(log leases).
-
-        Raises:
-            StaleLeaseError: the lease has ended, is quarantined, or belongs to another `BlockLeases`.
-            InvalidArgumentError: the new deadline has passed. In both cases nothing has changed.
-        """
-        self._check_live(lease)
-        check_number("deadline", deadline)
-        if lease.state is LeaseState.QUARANTINED:
-            raise StaleLeaseError(
-                f"{lease!r} cannot be extended: its deadline has passed and was reported. Release it with "
-                "release() once the transfer is known to be over."
-            )
-        now = self._book.clock()
-        if not deadline > now:
-            raise InvalidArgumentError(f"{lease!r} cannot be extended to {deadline}: it is {now} now")
-        lease.hold.extend(deadline)
-        lease._last_deadline = deadline
-
     def expire(self) -> list[Lease]:
         """End overdue leases: release leases to read, quarantine leases to write. Call it in every step.
 
@@ -246,18 +240,9 @@ class BlockLeases:
         """Return the active and quarantined leases, oldest first."""
         return [lease for lease in self._leases.values() if not lease.hold.is_released]
 
-    def list_quarantined(self) -> list[Lease]:
-        """Return the leases to write whose transfer was not confirmed over in time, oldest first."""
-        return [lease for lease in self._leases.values() if lease.state is LeaseState.QUARANTINED]
-
     def list_leased_blocks(self) -> list[KVCacheBlock]:
         """Return the distinct blocks that transfers may read or write, oldest lease first."""
         return list(dict.fromkeys(block for lease in self.list_leases() for block in lease.blocks))
-
-    def is_leased(self, block: KVCacheBlock) -> bool:
-        """Return True if a transfer may read or write this block. O(leases)."""
-        check_type("block", block, KVCacheBlock)
-        return any(lease.hold.contains(block) for lease in self.list_leases())
 
     def _check_block(self, block: KVCacheBlock, lease: Lease | None, holder: str, kind: LeaseKind) -> None:
         """Raise InvalidBlockError unless the block can be leased.
@@ -284,14 +269,6 @@ class BlockLeases:
                 f"block {block.block_id} cannot be leased to {holder} for writing: it has {block.ref_cnt} "
                 f"references and is {'not ' if block.block_hash is None else ''}cached; it needs one "
                 "reference and no hash"
-            )
-
-    def _check_live(self, lease: Lease) -> None:
-        check_type("lease", lease, Lease)
-        if lease.leases is not self or lease.hold.is_released:
-            raise StaleLeaseError(
-                f"{lease!r} is {'not of these leases' if lease.leases is not self else 'over'}; its blocks "
-                "may hold other content by now"
             )
 
     def begin_repair(self) -> None:

@@ -44,18 +44,6 @@ def test_a_pushed_time_takes_effect_once_it_is_set():
     assert end_all(deadlines, 100.0) == []
 
 
-def test_replace_replaces_all_timers():
-    deadlines = Deadlines()
-    push(deadlines, TimedItem(1.0), TimedItem(2.0))
-    later, first, second, never = TimedItem(5.0), TimedItem(4.0), TimedItem(4.0), TimedItem(NEVER)
-    deadlines.replace([later, first, second, never])
-    assert end_all(deadlines, 10.0) == [first, second, later]
-    deadlines.replace([])
-    assert deadlines.find_due(10.0) is None
-    deadlines.push(TimedItem(3.0))
-    assert deadlines.find_due(3.0) is not None
-
-
 def test_outdated_entries_are_removed_when_there_are_many():
     deadlines = Deadlines()
     lasting = [TimedItem(1e6 + number) for number in range(10)]

@@ -6,10 +6,10 @@ from typing import Any, Protocol, SupportsIndex
 
 import msgspec
 
-from kv_pool.core.arguments import as_count, as_int, as_list, check_type, refuse_type
+from kv_pool.core.arguments import as_count, as_int, as_list, as_list_of, check_type, refuse_type
 from kv_pool.core.block_hash import BlockHasher
 from kv_pool.core.extra_keys import CacheableRequest
-from kv_pool.core.salt_regions import check_region
+from kv_pool.core.salt_regions import check_region, read_salt_regions
 from kv_pool.core.token_packing import check_token_ids
 from kv_pool.errors import InvalidArgumentError, InvalidTypeError
 from kv_pool.foreign_bytes import UNDECODABLE, UNENCODABLE
@@ -38,22 +38,6 @@ class SaltRegion:
 
     def __post_init__(self) -> None:
         check_region(self.start, self.salt, 0)
-
-
-def as_regions(regions: Sequence[SaltRegion]) -> tuple[SaltRegion, ...] | None:
-    """Return the regions of a request as a tuple; None if there are none.
-
-    Raises:
-        InvalidTypeError: an element is not a `SaltRegion`.
-        InvalidArgumentError: the starts do not increase.
-    """
-    least = 0
-    listed = tuple(as_list("salt_regions", regions))
-    for position, region in enumerate(listed):
-        check_type(f"salt_regions[{position}]", region, SaltRegion)
-        check_region(region.start, region.salt, least)
-        least = region.start + 1
-    return listed or None
 
 
 @dataclass(frozen=True)
@@ -191,7 +175,9 @@ class Request:
         self.lora_request = lora_request
         self.mm_features = mm_features
         self.cache_salt = cache_salt
-        self.salt_regions = None if salt_regions is None else as_regions(salt_regions)
+        regions = () if salt_regions is None else salt_regions
+        self.salt_regions = tuple(as_list_of("salt_regions", regions, SaltRegion)) or None
+        read_salt_regions(self)
         self.session_id = session_id
         self.kv_hints: dict[str, Any] | None = None
         self.num_computed_tokens = 0

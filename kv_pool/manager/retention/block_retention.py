@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import Final, NoReturn, SupportsIndex
 
 from kv_pool.core.arguments import (
+    as_count,
     as_int,
     as_list_of,
     check_number,
@@ -15,7 +16,7 @@ from kv_pool.core.arguments import (
     refuse_type,
 )
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.deadlines import NEVER, Deadlines, TimedItem
+from kv_pool.core.deadlines import NEVER, Deadlines
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError, PinLimitError
 from kv_pool.ids import GroupId, RequestId
@@ -39,23 +40,8 @@ Range = tuple[int, int | None, Claim]
 """First token, end (exclusive) or None, and the claim on the blocks that hold these tokens."""
 Place = tuple[GroupId, int]
 """A group, and the index of a block in a request's table of this group."""
-
-
-class Session(TimedItem):
-    """A conversation between two turns, and the blocks that are kept for the next turn.
-
-    Attributes:
-        claim: the session's claim on each of the blocks.
-        changes_at: when the session ends.
-    """
-
-    __slots__ = ("blocks", "claim", "session_id")
-
-    def __init__(self, session_id: str, until: float, priority: int, blocks: list[KVCacheBlock]) -> None:
-        super().__init__(until)
-        self.session_id: str = session_id
-        self.claim: Claim = Claim(priority, NEVER, until)
-        self.blocks: list[KVCacheBlock] = blocks
+Session = tuple[Claim, list[KVCacheBlock]]
+"""A conversation between two turns: the claim, with its deadline, on the blocks kept for the next turn."""
 
 
 class BlockRetention(TableListener):
@@ -107,18 +93,11 @@ class BlockRetention(TableListener):
         check_type("block_pool", block_pool, BlockPoolCore)
         if not callable(clock):
             refuse_type("clock", clock, "a function")
-        max_pinned_blocks = as_int("max_pinned_blocks", max_pinned_blocks)
-        max_sessions = as_int("max_sessions", max_sessions)
-        if max_pinned_blocks < 0 or max_sessions < 1:
-            raise InvalidArgumentError(
-                f"max_pinned_blocks is {max_pinned_blocks} and max_sessions {max_sessions}; they count "
-                "blocks, 0 or more, and sessions, 1 or more"
-            )
         self.block_pool: BlockPoolCore = block_pool
         self._clock: Callable[[], float] = clock
-        self.max_pinned_blocks: int = max_pinned_blocks
-        self.max_sessions: int = max_sessions
-        self._sessions: dict[str, Session] = {}
+        self.max_pinned_blocks: int = as_count("max_pinned_blocks", max_pinned_blocks)
+        self.max_sessions: int = as_count("max_sessions", max_sessions, 1)
+        self._sessions: dict[str, Session] = {}  # ended ones stay until `_forget_ended_sessions`
         self._placed: PlacedClaims = PlacedClaims(block_pool, clock)
         self._deadlines: Deadlines = self._placed.deadlines
         # Tokens per block of each group; 0 for a group that is not cached.
@@ -171,8 +150,8 @@ class BlockRetention(TableListener):
 
     @property
     def num_sessions(self) -> int:
-        """Number of sessions that are kept."""
-        self.expire()
+        """Number of sessions that are kept. O(sessions)."""
+        self._forget_ended_sessions()
         return len(self._sessions)
 
     def set_directives(self, request_id: RequestId, directives: Sequence[RetentionDirective]) -> None:
@@ -286,17 +265,16 @@ class BlockRetention(TableListener):
         for group_id, block_size in enumerate(self._block_sizes):
             found += find_cached(self.block_pool, request, GroupId(group_id), block_size, 0, None)
         blocks = list(dict.fromkeys(found))  # a block may be found under several keys
-        session = Session(session_id, until, priority, blocks)
+        claim = Claim(priority, NEVER, until)
+        self._forget_ended_sessions()
         self.block_pool.is_changing = True
-        self._placed.change([(blocks, session.claim.alone)], lambda claim: claim.until > now, False)
+        self._placed.change([(blocks, claim.alone)], lambda claim: claim.until > now, False)
         if session_id in self._sessions:
             self._end_session(session_id)
         elif blocks and len(self._sessions) >= self.max_sessions:
-            next_to_end = min(self._sessions.values(), key=lambda one: one.changes_at)
-            self._end_session(next_to_end.session_id)
+            self._end_session(min(self._sessions, key=lambda one: self._sessions[one][0].until))
         if blocks:
-            self._sessions[session_id] = session
-            self._deadlines.push(session)
+            self._sessions[session_id] = claim, blocks
         self.block_pool.is_changing = False
         return len(blocks)
 
@@ -309,6 +287,7 @@ class BlockRetention(TableListener):
         check_type("session_id", session_id, str)
         self.block_pool.holds.check_whole()
         self.expire()
+        self._forget_ended_sessions()
         if session_id not in self._sessions:
             return False
         self.block_pool.is_changing = True
@@ -318,9 +297,9 @@ class BlockRetention(TableListener):
 
     def list_sessions(self) -> list[tuple[str, float]]:
         """Return the sessions with their deadlines; the next to end comes first."""
-        self.expire()
-        sessions = sorted(self._sessions.values(), key=lambda one: one.changes_at)
-        return [(session.session_id, session.changes_at) for session in sessions]
+        self._forget_ended_sessions()
+        deadlines = [(session_id, claim.until) for session_id, (claim, _) in self._sessions.items()]
+        return sorted(deadlines, key=lambda one: one[1])
 
     def set_priority(self, blocks: list[KVCacheBlock], priority: int) -> None:
         """Set the priority that cached blocks in use get when they become free; skips other blocks.
@@ -364,12 +343,8 @@ class BlockRetention(TableListener):
         ending = self._deadlines.find_due(now)
         pool.is_changing = True
         while ending is not None:
-            if isinstance(ending, Session):
-                self._sessions.pop(ending.session_id, None)
-                ending.changes_at = NEVER
-            else:
-                assert isinstance(ending, Record)
-                self._placed.end_claims(ending)
+            assert isinstance(ending, Record)
+            self._placed.end_claims(ending)
             ending = self._deadlines.find_due(now)
         pool.is_changing = False
 
@@ -446,8 +421,6 @@ class BlockRetention(TableListener):
         self.block_pool.holds.check_whole()
         self.expire()
         self.block_pool.is_changing = True
-        for session in self._sessions.values():
-            session.changes_at = NEVER
         self._sessions.clear()
         self._placed.drop_all()
         self.block_pool.is_changing = False
@@ -474,9 +447,13 @@ class BlockRetention(TableListener):
 
     def _end_session(self, session_id: str) -> None:
         """Implement `end_session`, as part of a larger call."""
-        session = self._sessions.pop(session_id)
-        session.changes_at = NEVER
-        self._placed.change([(session.blocks, NO_CLAIMS)], lambda claim: claim is not session.claim, False)
+        ended, blocks = self._sessions.pop(session_id)
+        self._placed.change([(blocks, NO_CLAIMS)], lambda claim: claim is not ended, False)
+
+    def _forget_ended_sessions(self) -> None:
+        """Forget the sessions whose deadlines have passed; their claims end by themselves. O(sessions)."""
+        now = self._clock()
+        self._sessions = {name: kept for name, kept in self._sessions.items() if kept[0].until > now}
 
     def _count_pins(self) -> int:
         """Return the number of pinned and promised blocks. O(requests with promised pins)."""
@@ -524,27 +501,19 @@ def cut_into_segments(
     """
     if block_size == 0:
         return []
-    if len(ranges) == 1:  # the usual case, which needs no sorting
-        start, end, claim = ranges[0]
-        low = max(0, start // block_size - first)
-        high = num_blocks if end is None else min(num_blocks, -(-end // block_size) - first)
-        return [(low, high, claim.alone)] if low < high else []
-    in_order = sorted({claim for _, _, claim in ranges}, key=rank_claim)
-    counts = [0] * len(in_order)
-    ranks = {claim: rank for rank, claim in enumerate(in_order)}
-    # The ranks of the claims that begin and end before a block.
-    changes: dict[int, list[tuple[int, int]]] = {0: [], num_blocks: []}
+    covers: list[tuple[int, int, Claim]] = []
     for start, end, claim in ranges:
         low = max(0, start // block_size - first)
         high = num_blocks if end is None else min(num_blocks, -(-end // block_size) - first)
         if low < high:
-            changes.setdefault(low, []).append((ranks[claim], 1))
-            changes.setdefault(high, []).append((ranks[claim], -1))
+            covers.append((low, high, claim))
+    if len(covers) == 1:  # the usual case, which needs no sorting
+        low, high, claim = covers[0]
+        return [(low, high, claim.alone)]
+    covers.sort(key=lambda cover: rank_claim(cover[2]))
     segments: list[tuple[int, int, tuple[Claim, ...]]] = []
-    for low, high in pairwise(sorted(changes)):
-        for rank, change in changes[low]:
-            counts[rank] += change
-        claims = join_claims([claim for claim, count in zip(in_order, counts, strict=True) if count])
+    for low, high in pairwise(sorted({edge for start, end, _ in covers for edge in (start, end)})):
+        claims = join_claims([claim for start, end, claim in covers if start <= low < end])
         if segments and segments[-1][1:] == (low, claims):
             segments[-1] = segments[-1][0], high, claims
         elif claims:

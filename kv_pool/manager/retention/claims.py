@@ -286,9 +286,7 @@ class PlacedClaims(BandPolicy):
         self._records = [None]
         self._unused = []
         self._shared = {}
-        self.deadlines.replace(
-            [entry[2] for entry in self.deadlines.entries if not isinstance(entry[2], Record)]
-        )
+        self.deadlines.entries.clear()
         self.pinned.clear()
 
     def begin_repair(self) -> None:

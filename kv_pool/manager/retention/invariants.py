@@ -6,7 +6,7 @@
     R3  a block has a pin among its claims  <=>  it is among the pinned blocks;  a pinned block is not free
     R4  a block is held as pinned  =>  it has a pin among its claims
     R5  num_pins <= max_pinned_blocks
-    R6  each session or record that ends has an entry among the deadlines, which is not in the past
+    R6  each record that ends has an entry among the deadlines, which is not in the past
     R7  no more sessions than max_sessions
 
 They hold whenever no method is running, R6 after any method that read the clock. `check_retention` raises
@@ -91,10 +91,6 @@ def _check_deadlines(retention: BlockRetention, records: list[Record], now: floa
         now: the time at which deadlines were expired, or earlier.
     """
     entries = {(entry[0], id(entry[2])) for entry in retention._deadlines.entries}
-    for session in retention._sessions.values():
-        ends_at = session.changes_at
-        if ends_at != session.claim.until or ends_at <= now or (ends_at, id(session)) not in entries:
-            raise CorruptedPoolError(f"R6: no deadline ends session {session.session_id!r}")
     for record in records:
         if not any(
             record is retention._placed.find(block) and retention._placed.get_claims(block)

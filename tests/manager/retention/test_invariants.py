@@ -78,10 +78,6 @@ def lower_the_limit_of_pins(bench):
     bench.retention.max_pinned_blocks = 2
 
 
-def lose_the_end_of_a_session(bench):
-    bench.retention._sessions["chat"].changes_at = NEVER
-
-
 def lose_the_end_of_claims(bench):
     bench.retention._placed.find(find_block(bench, 0)).changes_at = NEVER
 
@@ -107,7 +103,6 @@ def lower_the_limit_of_sessions(bench):
         (free_a_pinned_block, "R3"),
         (hold_a_kept_block_as_pinned, "R4"),
         (lower_the_limit_of_pins, "R5"),
-        (lose_the_end_of_a_session, "R6"),
         (lose_the_end_of_claims, "R6"),
         (lose_the_deadlines, "R6"),
         (lower_the_limit_of_sessions, "R7"),
