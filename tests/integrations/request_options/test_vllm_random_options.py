@@ -97,7 +97,7 @@ def test_random_options_under_the_scheduler(monkeypatch):
     for kind in SCHEDULER_KINDS:
         for seed in range(2):
             print(kind, seed)
-            schedule = SchedulerSchedule(kind, seed, find_release(vllm.__version__).number)
+            schedule = SchedulerSchedule(kind, seed, find_release(vllm.__version__))
             side = make_side(schedule, seed, seen)
             decisions = schedule.decide(NUM_STEPS)
             operation = None if side is None else next(decisions)
