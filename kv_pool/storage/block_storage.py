@@ -151,8 +151,8 @@ class BlockStorage:
         On the CPU, the copy is complete on return. On a GPU, it is queued on the current stream (or see
         `use_copy_stream`), and a device error is raised by the next `synchronize`. Overwrite a source only in
         work queued later, or after `synchronize`.
-        Cost: one read and one write of the plan's bytes; on a GPU, one launch for all layers. Each cycle adds
-        one block copy; chains (1 -> 2, 2 -> 3) take as many launches as the longest one has moves.
+        Cost: one read and one write of the plan's bytes; on a GPU, one launch for all layers. Blocks of a
+        cycle are copied twice; chains (1 -> 2, 2 -> 3) take as many launches as the longest one has moves.
         Contract: invariants C1, C4, C9 and C10 of compaction.
         """
         if self._copy_stream is None:

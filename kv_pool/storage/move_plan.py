@@ -1,6 +1,5 @@
 """Check plans of block moves, and split them into rounds of independent copies."""
 
-from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
 
@@ -57,62 +56,38 @@ def split_rounds(
 ) -> list[tuple[IntArray, IntArray]]:
     """Split a plan within one storage into rounds that, run in order, equal applying all moves at once.
 
-        plan      1 -> 2   2 -> 1   5 -> 6   6 -> 7             s  a scratch block
-        rounds    6 -> 7          then  5 -> 6   2 -> s   then  1 -> 2   then  s -> 1
+        plan      1 -> 2   2 -> 1   5 -> 6   6 -> 7                            s, t  scratch blocks
+        rounds    6 -> 7   then   5 -> 6   then   1 -> s   2 -> t   then   s -> 2   t -> 1
 
     Within a round, no block is the target of one move and part of another, so its moves run in any order.
 
     Args:
         sources, targets: as returned by `parse_moves`.
-        scratch_ids: scratch blocks. Each cycle uses one; with more cycles than scratch blocks, they are
-            reused.
+        scratch_ids: scratch blocks, for the content of cycles. With more blocks in cycles than scratch
+            blocks, they are reused.
     Raises:
         InvalidArgumentError: the plan has a cycle, and uses all scratch blocks itself.
-    Cost: O(n log n) in NumPy if one round is enough, otherwise O(n) in Python.
+    Cost: O(n log n) in NumPy for each round.
     """
     if not np.isin(sources, targets).any():
         return [(sources, targets)]
-    source_of: dict[BlockId, BlockId] = dict(zip(targets.tolist(), sources.tolist(), strict=True))
-    named = source_of.keys() | source_of.values()
-    free_scratch = [block_id for block_id in scratch_ids if block_id not in named]
-    num_readers = Counter(source_of.values())
+    free_ids = np.setdiff1d(np.asarray(scratch_ids, np.int64), np.concatenate([sources, targets]))
     rounds: list[tuple[IntArray, IntArray]] = []
-
-    def add_round(moves: list[tuple[BlockId, BlockId]]) -> None:
-        pairs = np.array(moves, np.int64)
-        rounds.append((np.ascontiguousarray(pairs[:, 0]), np.ascontiguousarray(pairs[:, 1])))
-
-    ready = [target for target in source_of if not num_readers[target]]
-    while source_of:
-        while ready:
-            moves = [(source_of.pop(target), target) for target in ready]
-            add_round(moves)
-            num_readers.subtract(source for source, _ in moves)
-            read = dict.fromkeys(source for source, _ in moves)
-            ready = [source for source in read if source in source_of and not num_readers[source]]
-        # Only cycles are left. Break each at one block: save its content to a scratch block, and read that.
-        seen: set[BlockId] = set()
-        saved: list[tuple[BlockId, BlockId]] = []
-        for first in source_of:
-            if first in seen:
-                continue
-            if len(saved) == len(free_scratch):
-                break
-            saved.append((first, free_scratch[len(saved)]))
-            block_id = first
-            while block_id not in seen:
-                seen.add(block_id)
-                reader, block_id = block_id, source_of[block_id]
-                if block_id == first:
-                    source_of[reader] = saved[-1][1]
-        if saved:
-            add_round(saved)
-            ready = [block_id for block_id, _ in saved]
-        elif source_of:
+    while len(targets):
+        is_read = np.isin(targets, sources)
+        if not is_read.all():
+            rounds.append((sources[~is_read], targets[~is_read]))
+            sources, targets = sources[is_read], targets[is_read]
+            continue
+        # Only cycles are left, which read each block once. Save blocks before they are overwritten.
+        if not len(free_ids):
             raise InvalidArgumentError(
-                f"block {next(iter(source_of))} is part of a cycle of moves, and no scratch block is left. "
+                f"block {targets[0]} is part of a cycle of moves, and no scratch block is left. "
                 "Nothing was copied"
             )
+        saved, scratch = sources[: len(free_ids)], free_ids[: len(sources)]
+        rounds.append((saved, scratch))
+        sources = np.concatenate([scratch, sources[len(saved) :]])
     return rounds
 
 
