@@ -24,7 +24,7 @@ from kv_pool.integrations.vllm.group_views import GroupsView, GroupView
 from kv_pool.integrations.vllm.pool_classes import CLASSES as POOL_CLASSES
 from kv_pool.integrations.vllm.pool_classes import RELEASE
 from kv_pool.integrations.vllm.releases import RULES
-from kv_pool.integrations.vllm.request_options.engine_options import EngineOptions, read_max_pinned_blocks
+from kv_pool.integrations.vllm.request_options.handler import EngineOptions, read_max_pinned_blocks
 from kv_pool.integrations.vllm.served_config import (
     NotServedError,
     check_served,

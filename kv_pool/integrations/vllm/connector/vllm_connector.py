@@ -39,7 +39,7 @@ from kv_pool.integrations.vllm.connector.settings import ConnectorSettings, coun
 from kv_pool.integrations.vllm.connector.tier_index import TierIndex
 from kv_pool.integrations.vllm.connector.tier_scheduler import COUNTS, TierScheduler
 from kv_pool.integrations.vllm.connector.tier_worker import TierWorker
-from kv_pool.integrations.vllm.request_options.engine_options import note_arrival, report_end
+from kv_pool.integrations.vllm.request_options.handler import note_arrival, report_end
 from kv_pool.integrations.vllm_warnings import warn_if_unused
 
 logger = logging.getLogger("vllm.kv_pool")
