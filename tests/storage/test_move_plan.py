@@ -5,7 +5,7 @@ import pytest
 
 from kv_pool import InvalidArgumentError, InvalidBlockError, InvalidTypeError
 from kv_pool.ids import BlockMove
-from kv_pool.storage.move_plan import parse_moves, split_rounds
+from kv_pool.storage.block_storage import parse_moves, split_rounds
 
 
 def test_a_plan_becomes_two_arrays_in_plan_order():
