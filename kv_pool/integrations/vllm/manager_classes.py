@@ -146,7 +146,6 @@ class KVCacheManager(EngineManager):
         self.enable_kv_cache_events = enable_kv_cache_events
         self.metrics_collector = metrics_collector
         self.prefix_cache_stats = PrefixCacheStats() if log_stats else None
-        self.retained_hit_group_ids: tuple[GroupId, ...] = ()
         self.mamba_shared_prefix_checkpoint: bool = self.rules.caches_junctions
         is_hybrid = enable_caching and len(specs) > 1
         self.coordinator = (HybridGroupsView if is_hybrid else GroupsView)(
@@ -158,7 +157,6 @@ class KVCacheManager(EngineManager):
             specs,
             scheduler_block_size=scheduler_block_size,
             eagle_group_ids=set(list_eagle_groups(kv_cache_config, use_eagle)),
-            use_eagle=use_eagle,
         )
         # Log here as well as in `register`, for the reason given in `pool_classes`.
         logger.info(
