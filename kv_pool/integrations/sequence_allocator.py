@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -21,7 +20,7 @@ from kv_pool.storage.kv_storage import KVStorage
 
 
 class SequencePageTable:
-    """The block table of one sequence; the allocator updates it.
+    """The block table of one sequence; the allocator updates it, and passes it to its manager as a request.
 
     Attributes:
         sequence_id, block_size: as given to the allocator.
@@ -29,11 +28,23 @@ class SequencePageTable:
         blocks: block ids in the order of the tokens.
     """
 
+    # Without caching, only the token counts of a request matter.
+    block_hashes: Sequence[BlockHash] = ()
+    all_token_ids: Sequence[int] = ()
+    lora_request: Any = None
+    mm_features: Sequence[Any] | None = None
+    cache_salt: str | None = None
+
     def __init__(self, sequence_id: SequenceId, block_size: int) -> None:
         self.sequence_id = sequence_id
         self.block_size = block_size
-        self.length = 0
         self.blocks: list[BlockId] = []
+        self.request_id = RequestId(str(sequence_id))
+        self.num_computed_tokens = self.num_tokens = 0
+
+    @property
+    def length(self) -> int:
+        return self.num_computed_tokens
 
     @property
     def block_offsets(self) -> list[int]:
@@ -59,20 +70,6 @@ class SequencePageTable:
     def get_all_blocks(self) -> list[BlockId]:
         """Return the ids of the sequence's blocks in the order of its tokens."""
         return list(self.blocks)
-
-
-@dataclass(eq=False, slots=True)
-class _Request:
-    """A sequence as a request of the manager. Without caching, only its token counts matter."""
-
-    request_id: RequestId
-    num_tokens: int
-    num_computed_tokens: int
-    block_hashes: list[BlockHash] = field(default_factory=list)
-    all_token_ids: Sequence[int] = ()
-    lora_request: Any = None
-    mm_features: Sequence[Any] | None = None
-    cache_salt: str | None = None
 
 
 class KVCacheAllocator:
@@ -239,9 +236,9 @@ class KVCacheAllocator:
         child = SequencePageTable(SequenceId(as_int("child_id", child_id)), self.block_size)
         if child.sequence_id in self._tables:
             raise InvalidArgumentError(f"sequence {child_id} already exists; free_sequence() it first")
-        child.length = parent.length
+        child.num_computed_tokens = child.num_tokens = parent.length
         if parent.length:
-            self.manager.fork(_as_request(parent), _as_request(child))
+            self.manager.fork(parent, child)
             child.blocks = parent.get_all_blocks()
         self._tables[child.sequence_id] = child
         return child
@@ -254,7 +251,7 @@ class KVCacheAllocator:
         """
         table = self.find(sequence_id)
         if table.length:
-            self.manager.free(_as_request(table))
+            self.manager.free(table)
         del self._tables[table.sequence_id]
 
     def find(self, sequence_id: SequenceId) -> SequencePageTable:
@@ -295,23 +292,19 @@ class KVCacheAllocator:
     def _extend(self, table: SequencePageTable, num_tokens: int) -> None:
         if num_tokens == 0:
             return
-        request = _as_request(table, num_tokens)
-        if self.manager.allocate_slots(request, num_tokens) is None:
+        table.num_tokens = table.length + num_tokens
+        if self.manager.allocate_slots(table, num_tokens) is None:
+            table.num_tokens = table.length
             raise PoolExhaustedError(
                 f"{num_tokens} tokens of sequence {table.sequence_id} do not fit: "
                 f"{self.manager.get_num_free_blocks()} blocks are free of {self.total_blocks}; "
                 "free_sequence() another sequence first"
             )
-        table.length += num_tokens
+        table.num_computed_tokens += num_tokens
         self.storage.apply_moves(
             [BlockMove(*map(_to_own_id, move)) for move in self.manager.take_block_copies()]
         )
-        table.blocks = [_to_own_id(block_id) for block_id in self.manager.get_block_ids(request.request_id)]
-
-
-def _as_request(table: SequencePageTable, num_new_tokens: int = 0) -> _Request:
-    request_id = RequestId(str(table.sequence_id))
-    return _Request(request_id, table.length + num_new_tokens, num_computed_tokens=table.length)
+        table.blocks = [_to_own_id(block_id) for block_id in self.manager.get_block_ids(table.request_id)]
 
 
 def _to_own_id(block_id: BlockId) -> BlockId:

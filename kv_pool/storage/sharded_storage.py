@@ -7,8 +7,8 @@ from typing import Any
 
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockId
+from kv_pool.storage.block_storage import Moves
 from kv_pool.storage.kv_storage import KVStorage
-from kv_pool.storage.move_plan import Moves
 
 
 class ShardedStorage:

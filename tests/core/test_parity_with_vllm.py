@@ -26,10 +26,10 @@ def release():
     return find_release(vllm.__version__)
 
 
-def compare(release, schedule):
+def compare(schedule):
     from core import vllm_classes
 
-    our_classes = SimpleNamespace(BlockStored=vllm_classes.BlockStored, **load_classes(release, "pool"))
+    our_classes = SimpleNamespace(BlockStored=vllm_classes.BlockStored, **load_classes("pool"))
     theirs = PoolSide(vllm_classes, schedule.options)
     ours = PoolSide(our_classes, schedule.options)
     assert theirs.picture() == ours.picture()
@@ -42,13 +42,13 @@ def compare(release, schedule):
 
 @pytest.mark.parametrize("seed", range(300))
 def test_random_calls_on_pools_agree_with_vllm(release, seed):
-    compare(release, PoolSchedule(seed, release.number))
+    compare(PoolSchedule(seed, release))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1000, 2000))
 def test_more_random_calls_on_pools_agree_with_vllm(release, seed):
-    compare(release, PoolSchedule(seed, release.number))
+    compare(PoolSchedule(seed, release))
 
 
 def test_every_public_method_of_vllm_is_here():

@@ -15,7 +15,7 @@ from core.pool_operations import PoolSide
 
 import kv_pool
 from kv_pool.core.kv_events import KVCacheEvent, KVEventTypes
-from kv_pool.integrations.vllm.older_behaviour import LastFeatureOnly, PartialBlocksOnly
+from kv_pool.integrations.vllm.releases import PartialBlocksOnly
 
 
 def read_recording(release):
@@ -28,6 +28,12 @@ def read_recording(release):
 
 RELEASES = ("0.30", "0.31", "0.32", "0.33")
 RUNS = {name: read_recording(name) for name in RELEASES}
+
+
+class LastFeatureOnly(PartialBlocksOnly):
+    last_feature_only = True
+
+
 # kv_pool's pools for the releases whose results differ from those of 0.33.
 POOLS = {"0.31": PartialBlocksOnly, "0.30": LastFeatureOnly}
 

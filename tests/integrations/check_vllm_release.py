@@ -1,10 +1,10 @@
-"""Check whether kv_pool fits a release of vLLM, and if so, add it to `checked_versions.py`.
+"""Check whether kv_pool fits a release of vLLM, and if so, add it to `releases.py`.
 
     python tests/integrations/check_vllm_release.py 0.34.0 [--level pool|manager] [--suites pool|all|none]
         [--source FOLDER] [--theirs FILE]
 
 Run it in the environment that `.ci/peers vllm` makes, which it does not change. It tests the sources of
-kv_pool in this checkout, with the classes of the newest release in `releases.py` that is not newer:
+kv_pool in this checkout, with the classes for the newest release in `releases.py` that is not newer:
 
 1. Downloads the source of the release, or takes it from FOLDER.
 2. Compares the names that vLLM uses with those of our classes.
@@ -32,7 +32,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
 
-ENTRIES = ROOT / "kv_pool" / "integrations" / "vllm" / "checked_versions.py"
+ENTRIES = ROOT / "kv_pool" / "integrations" / "vllm" / "releases.py"
 
 PARITY_TESTS = {
     "pool": [
@@ -117,10 +117,10 @@ def run_suites(source, level, tests, environment, options):
 
 
 def add_entry(text, level, version, day):
-    """Return the text of `checked_versions.py` with this entry; unchanged if it has one for the version."""
+    """Return the text of `releases.py` with this entry; unchanged if it has one for the version."""
     head, start, rest = text.partition(f'    "{level}": {{\n')
     if not start:
-        raise ValueError(f"checked_versions.py has no level {level}")
+        raise ValueError(f"releases.py has no level {level}")
     inside, end, tail = rest.partition("    },\n")
     lines = inside.splitlines(keepends=True)
     if any(line.strip().startswith(f'"{version}":') for line in lines):
@@ -146,7 +146,7 @@ def find_differences(source, level, options):
 
 
 def record(level, version):
-    """Add the version to `checked_versions.py`; return what happened."""
+    """Add the version to `releases.py`; return what happened."""
     before = ENTRIES.read_text()
     after = add_entry(before, level, version, datetime.datetime.now(datetime.UTC).date().isoformat())
     ENTRIES.write_text(after)
@@ -170,8 +170,8 @@ def main():
         print(f"{title}: {len(found) or 'no'} differences", *found, sep="\n  ", flush=True)
         num_differences += len(found)
     if num_differences:
-        print(f"{name} does not fit. Add a Release to kv_pool/integrations/vllm/releases.py and, for what")
-        print("differs, small classes such as BlockPool032 in older_pools.py beside it.")
+        print(f"{name} does not fit. Add its rules to RULES in kv_pool/integrations/vllm/releases.py, and")
+        print("for what else differs, compare the release as pool_classes.py beside it does.")
         sys.exit(1)
     if options.suites == "none":
         print(f"{name} fits as far as checked; it is added only after its own tests have run.")

@@ -42,7 +42,7 @@ class Comparison:
 
         `theirs` is the level to compare with.
         """
-        self.schedule = SchedulerSchedule(kind, seed, find_release(vllm.__version__).number)
+        self.schedule = SchedulerSchedule(kind, seed, find_release(vllm.__version__))
         self.num_steps = 0
         self.difference = []
         self.is_served = True

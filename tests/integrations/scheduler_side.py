@@ -20,7 +20,6 @@ from core.plain_operations import Side, hex_of
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # for vLLM's imports
     import msgspec
-    import vllm
     from core.vllm_classes import BlockPool
     from integrations.made_scheduler import (
         KeptEvents,
@@ -41,7 +40,7 @@ with warnings.catch_warnings():
     from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput
     from vllm.v1.request import RequestStatus
 
-from kv_pool.integrations.vllm.releases import find_release, load_classes
+from kv_pool.integrations.vllm.releases import load_classes
 
 SCHEDULER = "vllm.v1.core.sched.scheduler"
 COORDINATOR = "vllm.v1.core.kv_cache_coordinator"
@@ -55,7 +54,7 @@ def own_classes():
 
 
 def pool_classes():
-    ours = load_classes(find_release(vllm.__version__), "pool")
+    ours = load_classes("pool")
     return {
         COORDINATOR: {"BlockPool": ours["BlockPool"]},
         SCHEDULER: {"KVCacheMetricsCollector": ours["KVCacheMetricsCollector"]},
@@ -64,7 +63,7 @@ def pool_classes():
 
 def manager_classes():
     names = pool_classes()
-    ours = load_classes(find_release(vllm.__version__), "manager")
+    ours = load_classes("manager")
     names[SCHEDULER]["KVCacheManager"] = ours["KVCacheManager"]
     return names
 

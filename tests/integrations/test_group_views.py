@@ -18,7 +18,7 @@ def make_view(specs=SPECS, **rules):
     )
     engine = EngineManager(manager, event_labels=[("full", None), ("other", None)])
     return manager, GroupsView(
-        engine, [GroupView, GroupView], specs, scheduler_block_size=4, eagle_group_ids=set(), use_eagle=False
+        engine, [GroupView, GroupView], specs, scheduler_block_size=4, eagle_group_ids=set()
     )
 
 

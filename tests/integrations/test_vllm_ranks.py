@@ -5,7 +5,7 @@ import re
 import pytest
 from integrations.vllm_process import VERSION, list_lines, run_program
 
-from kv_pool.integrations.vllm.checked_versions import is_checked
+from kv_pool.integrations.vllm.releases import is_checked
 
 pytestmark = pytest.mark.vllm
 

@@ -57,7 +57,7 @@ def test_drafter_of_several_modules_over_states_is_left_to_vllm():
     from integrations.scheduler_side import SchedulerSide
     from vllm.v1.core.kv_cache_manager import KVCacheManager
 
-    release = find_release(vllm.__version__).number
+    release = find_release(vllm.__version__)
     options = SchedulerSchedule("full + mamba, finer hashes", 36, release).options
     options["spec"]["method"] = "mtp"
     assert isinstance(SchedulerSide(options, classes_of("manager")).manager, KVCacheManager)
@@ -124,7 +124,7 @@ def test_async_scheduling_uses_the_async_scheduler():
 
     seen = set()
     for seed in range(8):
-        schedule = SchedulerSchedule("full", seed, find_release(vllm.__version__).number)
+        schedule = SchedulerSchedule("full", seed, find_release(vllm.__version__))
         scheduler = SchedulerSide(schedule.options, classes_of("vllm")).scheduler
         assert isinstance(scheduler, AsyncScheduler) is schedule.is_async
         seen.add(schedule.is_async)

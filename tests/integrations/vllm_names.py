@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from types import FunctionType
 
-from kv_pool.integrations.vllm.releases import POOL_LEVEL, REPLACED, find_release, load_classes
+from kv_pool.integrations.vllm.releases import POOL_LEVEL, REPLACED, load_classes
 
 # Parts of vLLM that handle blocks, and their names for the objects. The files that define the classes are
 # omitted: they are not used.
@@ -276,9 +276,6 @@ def find_other_event_fields(pool_class):
 
 def find_changes(level="pool"):
     """Return everything by which the installed vLLM does not fit kv_pool's classes for it, one line each."""
-    import vllm
-
-    release = find_release(vllm.__version__)
     replaced = REPLACED[level]
     missing = []
     for module_name, names in replaced.items():
@@ -290,7 +287,7 @@ def find_changes(level="pool"):
         missing += [f"{module_name}.{name} is gone" for name in names if not hasattr(module, name)]
     if missing:
         return missing
-    theirs, ours = load_theirs(replaced), load_classes(release, level)
+    theirs, ours = load_theirs(replaced), load_classes(level)
     found = [*find_other_classes(POOL_LEVEL), *find_other_parameters(theirs, ours)]
     found += find_other_event_fields(ours["BlockPool"])
     found += find_missing_attributes(load_theirs(POOL_LEVEL), ours)

@@ -12,10 +12,9 @@ Names of vLLM in parentheses.
 
 from dataclasses import asdict
 
-from kv_pool.integrations.vllm.older_behaviour import RULES_0_30, RULES_0_31, RULES_0_32
+from kv_pool.integrations.vllm.releases import RULES
 
 NEWEST = (0, 33)
-DETAILS = {(0, 32): RULES_0_32, (0, 31): RULES_0_31, (0, 30): RULES_0_30}
 
 
 def draw_rules(rng, groups, alignment):
@@ -46,7 +45,7 @@ def fit_release(groups, rules, release):
     """Leave out what an older release of vLLM lacks, or level `manager` does not serve with it."""
     if release >= NEWEST:
         return
-    rules["details"] = asdict(DETAILS[release])
+    rules["details"] = asdict(RULES[release])
     if rules["hash_ahead"]:
         rules["hash_ahead"] = rules["prefill_ahead"] = 0
     if release < (0, 32):

@@ -18,7 +18,7 @@ with warnings.catch_warnings():
 
 from kv_pool.integrations.vllm.releases import find_release
 
-RELEASE = find_release(vllm.__version__).number
+RELEASE = find_release(vllm.__version__)
 
 
 def make_spec(group):

@@ -191,30 +191,23 @@ class PagedSequences(ControlledManager):
         self.manager.free(request)
         request.num_computed_tokens = 0
 
-    def fork(self, request: Request, child: Request) -> bool:
-        """Continue `child` from the computed tokens of `request`.
+    def fork(self, request: Request, child: Request) -> None:
+        """Continue `child` from the computed tokens of `request`, in the same blocks.
 
-        Full cached blocks are shared, with one more reference each. The last block, to which both requests
-        will write, and blocks that are not cached are copied.
+        The first of the two to write to a shared block gets a copy of it.
 
         Args:
-            child: a request without blocks, with the computed tokens of `request` and at least one more.
-        Returns:
-            False if the blocks do not fit, and nothing has changed.
+            child: a request without blocks, with the computed tokens of `request`.
         Raises:
-            InvalidArgumentError: `child` has other tokens. Nothing has changed.
-            CopyFailedError: the copy failed. The child has no blocks.
+            InvalidArgumentError: `child` has other tokens, see `KVCacheManager.fork`. Nothing has changed.
         """
-        num_tokens = request.num_computed_tokens
-        if (
-            child.num_tokens <= num_tokens
-            or child.all_token_ids[:num_tokens] != request.all_token_ids[:num_tokens]
-        ):
-            raise InvalidArgumentError(
-                f"request {child.request_id!r} does not continue the {num_tokens} computed tokens of "
-                f"{request.request_id!r}"
-            )
-        return self._copy_to(request, self, child, num_tokens)
+        before = child.num_computed_tokens
+        child.num_computed_tokens = request.num_computed_tokens
+        try:
+            self.manager.fork(request, child)
+        except Exception:
+            child.num_computed_tokens = before
+            raise
 
     def migrate(self, request: Request, target: PagedSequences) -> bool:
         """Move a request with its K and V to another pool and storage, such as those of another device.
@@ -230,15 +223,31 @@ class PagedSequences(ControlledManager):
         """
         if target is self:
             raise InvalidArgumentError(f"request {request.request_id!r} is already in the target pool")
-        num_tokens = request.num_computed_tokens
+        if isinstance(self.storage, ShardedStorage) is not isinstance(target.storage, ShardedStorage):
+            raise InvalidArgumentError("one of the two storages is a ShardedStorage, the other is not")
+        self.begin_step()  # its last block may be about to be copied from one that it shares
+        manager, num_tokens = target.manager, request.num_computed_tokens
         request.num_computed_tokens = 0
         try:
-            has_moved = self._copy_to(request, target, request, num_tokens)
+            prefix = manager.get_computed_blocks(request, num_tokens)
+            num_new_tokens = num_tokens - prefix.num_tokens
+            if manager.allocate_slots(request, num_new_tokens, prefix, delay_cache_blocks=True) is None:
+                return False
+            # |<-- cached in the target -->|<-- new blocks, copied from the request's -->|
+            sources = self.manager.get_block_ids(request.request_id)
+            targets = manager.get_block_ids(request.request_id)
+            first = len(prefix.blocks[0])
+            moves = [BlockMove(*pair) for pair in zip(sources[first:], targets[first:], strict=False)]
+            manager.block_pool.flush_evicted()
+            with ExitStack() as on_failure:
+                on_failure.callback(manager.free, request)
+                self.storage.copy_to(target.storage, moves)  # type: ignore[arg-type] # of one kind, see above
+                on_failure.pop_all()
         finally:
             request.num_computed_tokens = num_tokens
-        if has_moved:
-            self.manager.free(request)
-        return has_moved
+        target.note_computed(request, num_tokens)
+        self.manager.free(request)
+        return True
 
     def make_site(
         self,
@@ -294,30 +303,6 @@ class PagedSequences(ControlledManager):
         run = compaction.take_run(pool, num_blocks, self.storage.apply_moves, lambda relocation: None)
         pool.flush_evicted()  # flush the run's old contents before the caller writes to it
         return run
-
-    def _copy_to(self, request: Request, target: PagedSequences, copy: Request, num_tokens: int) -> bool:
-        """Give `copy` blocks in `target` with the K and V of the first `num_tokens` of `request`.
-
-        |<-- cached in the target -->|<-- new blocks, copied from the request's -->|
-        """
-        manager = target.manager
-        if isinstance(self.storage, ShardedStorage) is not isinstance(target.storage, ShardedStorage):
-            raise InvalidArgumentError("one of the two storages is a ShardedStorage, the other is not")
-        prefix = manager.get_computed_blocks(copy, num_tokens)
-        num_new_tokens = num_tokens - prefix.num_tokens
-        if manager.allocate_slots(copy, num_new_tokens, prefix, delay_cache_blocks=True) is None:
-            return False
-        sources = self.manager.get_block_ids(request.request_id)
-        targets = manager.get_block_ids(copy.request_id)
-        first = len(prefix.blocks[0])
-        moves = [BlockMove(*pair) for pair in zip(sources[first:], targets[first:], strict=False)]
-        manager.block_pool.flush_evicted()
-        with ExitStack() as on_failure:
-            on_failure.callback(manager.free, copy)
-            self.storage.copy_to(target.storage, moves)  # type: ignore[arg-type] # of one kind, see above
-            on_failure.pop_all()
-        target.note_computed(copy, num_tokens)
-        return True
 
 
 def pad_rows(rows: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:

@@ -71,8 +71,6 @@ class GroupView:
     Contract: what vLLM 0.33 reads of a `SingleTypeKVCacheManager` outside its manager.
     """
 
-    retains_longer_hit = False
-
     def __init__(self, engine: EngineManager, group_id: GroupId, kv_cache_spec: Any) -> None:
         group = engine.groups[group_id]
         self.block_size: int = group.block_size
@@ -98,10 +96,6 @@ class GroupView:
         """Whether a table entry keeps its range of tokens."""
         return not self._group.reads_before_writes
 
-    def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
-        """Return the number of leading tokens that no token after the computed ones attends to."""
-        return self._group.count_skipped_tokens(num_computed_tokens)
-
 
 class GroupsView:
     """The groups of an engine's manager, and calls that concern all of them.
@@ -110,7 +104,6 @@ class GroupsView:
         single_type_managers: one `GroupView` per group.
         scheduler_block_size: tokens; a chunk of a prefill that ends at a multiple can be continued by a hit.
         get_num_blocks_to_allocate: `EngineManager.count_needed_blocks`.
-        full_attention_group_id: the first group that keeps all tokens; None if there is none.
 
     Contract: what vLLM 0.33 reads of a `KVCacheCoordinator` outside its manager.
     """
@@ -123,20 +116,14 @@ class GroupsView:
         *,
         scheduler_block_size: int,
         eagle_group_ids: set[GroupId],
-        use_eagle: bool,
     ) -> None:
-        rules = engine.rules
         self._engine = engine
         self.block_pool: BlockPoolCore = engine.block_pool
         self.hash_block_size: int = engine.block_pool.hash_block_size
         self.scheduler_block_size = scheduler_block_size
         self._cache_hit_alignment_tokens: int = count_hit_alignment(engine)  # vLLM's name; its tests read it
         self.eagle_group_ids = eagle_group_ids
-        self.drop_eagle_group_ids = eagle_group_ids if use_eagle else set()
-        self.num_reprefillable_tokens: int = rules.num_reprefillable
-        self.enable_partial_hash_hits: bool = rules.is_partial
-        full = rules.lookup.full
-        self.full_attention_group_id: GroupId | None = None if full is None else full.group_ids[0]
+        self.enable_partial_hash_hits: bool = engine.rules.is_partial
         self.single_type_managers = tuple(
             [
                 view_class(engine, GroupId(group_id), spec)

@@ -19,10 +19,12 @@ from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import RequestStatus
 
 from kv_pool.core.pool_part import BlockObserver
-from kv_pool.ids import GroupId
+from kv_pool.ids import BlockId, GroupId, RequestId
 from kv_pool.integrations.vllm.group_views import GroupsView, GroupView
-from kv_pool.integrations.vllm.pool_classes import BlockPool
-from kv_pool.integrations.vllm.request_options.engine_options import EngineOptions, read_max_pinned_blocks
+from kv_pool.integrations.vllm.pool_classes import CLASSES as POOL_CLASSES
+from kv_pool.integrations.vllm.pool_classes import RELEASE
+from kv_pool.integrations.vllm.releases import RULES
+from kv_pool.integrations.vllm.request_options.handler import EngineOptions, read_max_pinned_blocks
 from kv_pool.integrations.vllm.served_config import (
     NotServedError,
     check_served,
@@ -31,11 +33,9 @@ from kv_pool.integrations.vllm.served_config import (
     read_rules,
 )
 from kv_pool.manager import kv_cache_manager
+from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec
 from kv_pool.manager.engine.cache_blocks import KVCacheBlocks
 from kv_pool.manager.engine.engine_manager import EngineManager
-from kv_pool.manager.prefix_rules import NEWEST_DETAILS
-
-__all__ = ["KVCacheBlocks", "KVCacheManager"]
 
 logger = logging.getLogger("vllm.kv_pool")
 
@@ -65,14 +65,13 @@ class KVCacheManager(EngineManager):
     own manager over kv_pool's block pool: level `pool`.
     """
 
-    pool_class: Any = BlockPool
-    rule_details = NEWEST_DETAILS
+    pool_class: Any = POOL_CLASSES["BlockPool"]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         bound = inspect.signature(cls.__init__).bind(None, *args, **kwargs)
         bound.apply_defaults()
         try:
-            cls.check_options(bound.arguments)
+            check_served(bound.arguments, RELEASE)
         except NotServedError as reason:
             logger.warning(
                 "kv_pool does not serve %s at level manager: vLLM's manager runs on kv_pool's block pool",
@@ -80,11 +79,6 @@ class KVCacheManager(EngineManager):
             )
             return _FALLBACK[0](*args, **kwargs)
         return super().__new__(cls)
-
-    @staticmethod
-    def check_options(options: dict[str, Any]) -> None:
-        """Raise NotServedError if the options of the constructor need vLLM's own manager."""
-        check_served(options)
 
     def __init__(
         self,
@@ -129,7 +123,7 @@ class KVCacheManager(EngineManager):
                     num_prefill_lookahead=num_prefill_lookahead,
                     has_junction_states=enable_mamba_shared_prefix_checkpoint
                     or enable_mamba_fine_grained_prefix_cache,
-                    details=self.rule_details,
+                    details=RULES[RELEASE],
                 ),
             ),
             event_labels=[
@@ -152,7 +146,6 @@ class KVCacheManager(EngineManager):
         self.enable_kv_cache_events = enable_kv_cache_events
         self.metrics_collector = metrics_collector
         self.prefix_cache_stats = PrefixCacheStats() if log_stats else None
-        self.retained_hit_group_ids: tuple[GroupId, ...] = ()
         self.mamba_shared_prefix_checkpoint: bool = self.rules.caches_junctions
         is_hybrid = enable_caching and len(specs) > 1
         self.coordinator = (HybridGroupsView if is_hybrid else GroupsView)(
@@ -164,7 +157,6 @@ class KVCacheManager(EngineManager):
             specs,
             scheduler_block_size=scheduler_block_size,
             eagle_group_ids=set(list_eagle_groups(kv_cache_config, use_eagle)),
-            use_eagle=use_eagle,
         )
         # Log here as well as in `register`, for the reason given in `pool_classes`.
         logger.info(
@@ -192,3 +184,46 @@ class KVCacheManager(EngineManager):
         if self.prefix_cache_stats is not None:
             self.prefix_cache_stats.reset = True
         return True
+
+
+class OlderKVCacheManager(KVCacheManager):
+    """A `KVCacheManager` with the methods and the field of vLLM 0.30 and 0.31."""
+
+    @property
+    def mamba_fine_grained_prefix_cache(self) -> bool:  # its name in vLLM 0.30
+        return self.mamba_shared_prefix_checkpoint
+
+    def get_num_common_prefix_blocks(self, running_request_id: RequestId) -> list[int]:
+        """Return the number of leading blocks that all requests with blocks share, by group.
+
+        0 for groups other than full attention, and without prefix caching.
+        """
+        counts = [0] * self.num_kv_cache_groups
+        if self.enable_caching:
+            for group_id, view in enumerate(self.coordinator.single_type_managers):
+                if isinstance(self.manager.groups[group_id], FullAttentionSpec):
+                    num_requests = len(view.req_to_blocks)
+                    for block in view.req_to_blocks[running_request_id]:
+                        if block.ref_cnt != num_requests:
+                            break
+                        counts[group_id] += 1
+        return counts
+
+    def get_zeroing_block_ids_in_range(
+        self, request_id: RequestId, start_token: int, end_token: int
+    ) -> list[BlockId]:
+        """Return the blocks of these tokens, of the groups whose new blocks are overwritten with zeros."""
+        ids: list[BlockId] = []
+        for view in self.coordinator.single_type_managers:
+            if view.records_new_block_ids:
+                end = -(-end_token // view.block_size)
+                blocks = view.req_to_blocks[request_id][start_token // view.block_size : end]
+                ids += [block.block_id for block in blocks]
+        return ids
+
+
+CLASSES: dict[str, Any] = {
+    "KVCacheManager": KVCacheManager if RELEASE >= (0, 32) else OlderKVCacheManager,
+    "KVCacheBlocks": KVCacheBlocks,
+}
+"""What replaces vLLM's manager, by the names of `releases.REPLACED`."""

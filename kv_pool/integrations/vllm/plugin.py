@@ -17,9 +17,14 @@ from kv_pool.environment import (
     list_mistakes,
 )
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.integrations.vllm.checked_versions import CHECKED_VERSIONS, is_checked
 from kv_pool.integrations.vllm.class_swap import SwapError, find_obstacles, swap_classes
-from kv_pool.integrations.vllm.releases import REPLACED, Release, find_release, load_classes
+from kv_pool.integrations.vllm.releases import (
+    CHECKED_VERSIONS,
+    REPLACED,
+    find_release,
+    is_checked,
+    load_classes,
+)
 from kv_pool.integrations.vllm_warnings import warn
 from kv_pool.version import __version__
 
@@ -75,12 +80,11 @@ def register(level: str | None = None) -> None:
     import vllm
 
     version = vllm.__version__
-    release = find_release(version)
-    level = _choose_level(level, version, release)
+    level = _choose_level(level, version)
     if level is None:
         return
     try:
-        replacements = _find_replacements(release, level)
+        replacements = _find_replacements(level)
     except (ImportError, AttributeError) as error:
         _warn(f"vLLM {version} lacks a class that it replaces ({error})")
         return
@@ -111,13 +115,13 @@ def register(level: str | None = None) -> None:
     )
 
 
-def _choose_level(level: str, version: str, release: Release) -> str | None:
+def _choose_level(level: str, version: str) -> str | None:
     """Return the level to use with this version, `level` or a lower one, or None. Log why if not `level`."""
     if is_checked(level, version):
         return level
     checked = ", ".join(CHECKED_VERSIONS[level])
     if os.environ.get(FORCE) == "1":
-        major, minor = release.number
+        major, minor = find_release(version)
         warn(
             f"kv_pool was checked with vLLM {checked}; {FORCE}=1 forces it on {version}, with "
             f"its classes for {major}.{minor}"
@@ -149,9 +153,9 @@ def _find_active_level() -> str | None:
     return None
 
 
-def _find_replacements(release: Release, level: str) -> dict[type, type]:
+def _find_replacements(level: str) -> dict[type, type]:
     """Return vLLM's class -> kv_pool's class, for classes that are not replaced yet."""
-    new_classes = load_classes(release, level)
+    new_classes = load_classes(level)
     if os.environ.get(CONTROL, "0") not in ("", "0"):
         from kv_pool.integrations.vllm.pool_control import make_controlled, make_controlled_manager
 

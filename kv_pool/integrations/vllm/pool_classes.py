@@ -1,6 +1,6 @@
-"""kv_pool's classes with vLLM's names and vLLM's event classes, for the newest release; see `releases`.
+"""kv_pool's classes with vLLM's names and vLLM's event classes, for the installed release; see `releases`.
 
-Only `register` causes its import, since it imports vLLM. The names are those of `releases.POOL_LEVEL`.
+Only `register` causes its import, since it imports vLLM.
 """
 
 import logging
@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import vllm
 from vllm import envs
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from vllm.v1.metrics.stats import KVCacheEvictionEvent
@@ -20,29 +21,31 @@ from kv_pool.core.kv_events import MEDIUM_GPU, KVEventTypes
 from kv_pool.core.pool_part import BlockObserver
 from kv_pool.environment import LIVE_CURVE, POLICY
 from kv_pool.ids import GroupId
+from kv_pool.integrations.vllm.releases import PartialBlocksOnly, find_release
 from kv_pool.integrations.vllm.request_options.options import warn_of_unread_options
 from kv_pool.metrics import residency
 from kv_pool.metrics.residency import BlockMetricsState
 from kv_pool.version import __version__
 
-__all__ = [
-    "BlockHashToBlockMap",
-    "BlockMetricsState",
-    "BlockPool",
-    "FreeKVCacheBlockQueue",
-    "KVCacheBlock",
-    "KVCacheMetricsCollector",
-]
-
 logger = logging.getLogger("vllm.kv_pool")
 
-EVENT_TYPES = KVEventTypes(stored=BlockStored, removed=BlockRemoved, cleared=AllBlocksCleared)
+RELEASE = find_release(vllm.__version__)
+"""The number of the installed release, such as (0, 33)."""
+
+
+def make_older_stored(*, lookahead_token_ids: None, **fields: Any) -> BlockStored:
+    """Return vLLM's event without the field that 0.33 added, which is None without lookahead."""
+    return BlockStored(**fields)
 
 
 class BlockPool(block_pool.BlockPool):
     """A `kv_pool.BlockPool` with vLLM's event classes, and block hashes as configured in vLLM."""
 
-    event_types = EVENT_TYPES
+    event_types = KVEventTypes(
+        stored=BlockStored if RELEASE >= (0, 33) else make_older_stored,
+        removed=BlockRemoved,
+        cleared=AllBlocksCleared,
+    )
     reads_options = False
     """Whether the manager over the pool reads the `kv_pool` objects of requests."""
 
@@ -114,3 +117,20 @@ class KVCacheMetricsCollector(residency.KVCacheMetricsCollector):
 
     def __init__(self, sample_rate: float = 0.01) -> None:
         super().__init__(sample_rate, KVCacheEvictionEvent)
+
+
+class OlderBlockPool(PartialBlocksOnly, BlockPool):
+    """A `BlockPool` for vLLM 0.30 and 0.31."""
+
+    last_feature_only = RELEASE < (0, 31)
+
+
+CLASSES: dict[str, Any] = {
+    "BlockPool": BlockPool if RELEASE >= (0, 32) else OlderBlockPool,
+    "BlockHashToBlockMap": BlockHashToBlockMap,
+    "KVCacheBlock": KVCacheBlock,
+    "FreeKVCacheBlockQueue": FreeKVCacheBlockQueue,
+    "KVCacheMetricsCollector": KVCacheMetricsCollector,
+    "BlockMetricsState": BlockMetricsState,
+}
+"""What replaces the classes of `releases.POOL_LEVEL`, by their names."""

@@ -40,6 +40,8 @@ class PoolControl(ControlledPool[BlockPool]):
 
     Attributes:
         lock: held during each vLLM call that changes the pool.
+        taken_events: number of events that vLLM has taken, by class name.
+        lookups: blocks that requests have looked up, and those of them that they hit.
     """
 
     run_length = DEFAULT_RUN_LENGTH
@@ -48,8 +50,8 @@ class PoolControl(ControlledPool[BlockPool]):
         self.lock = threading.RLock()
         self._pool = weakref.ref(pool)
         self._manager: weakref.ref[EngineManager] | None = None
-        self._num_taken_events: Counter[str] = Counter()
-        self._num_lookups = {"looked_up_blocks": 0, "hit_blocks": 0}
+        self.taken_events: Counter[str] = Counter()
+        self.lookups: Counter[str] = Counter(looked_up_blocks=0, hit_blocks=0)
 
     @property
     def block_pool(self) -> BlockPool:  # type: ignore[override]  # weak
@@ -79,29 +81,17 @@ class PoolControl(ControlledPool[BlockPool]):
 
     def _count_more(self) -> dict[str, Any]:
         manager = self._get_manager()
-        own = {"taken_events": dict(self._num_taken_events), **self._num_lookups}
+        own = {"taken_events": dict(self.taken_events), **self.lookups}
         return own if manager is None else own | count_use(manager.manager)
 
-    def note_lookup(self, num_blocks: int, num_hits: int) -> None:
-        """Count blocks that a request has looked up, and those of them that it hit."""
-        self._num_lookups["looked_up_blocks"] += num_blocks
-        self._num_lookups["hit_blocks"] += num_hits
+    def note_lookup(self, num_blocks: int, num_hits: int, *, is_seen_by_pool: bool = False) -> None:
+        """Count blocks that a request has looked up, and those of them that it hit.
 
-    def note_touched(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Count blocks that a request has hit; only under vLLM's own manager, whose look-ups are not seen."""
-        if self._manager is None:
-            num_hits = sum([not block.is_null for block in blocks])
-            self.note_lookup(num_hits, num_hits)
-
-    def note_cached(self, request: Any, start: int, end: int, block_size: int) -> None:
-        """Count the prompt blocks in [start, end), just computed, as looked up and not hit; see above."""
-        if self._manager is None:
-            num_in_prompt = request.num_prompt_tokens // block_size
-            self.note_lookup(max(0, min(end, num_in_prompt) - start), 0)
-
-    def note_taken_events(self, events: Iterable[object]) -> None:
-        """Count events that vLLM has taken, by class name."""
-        self._num_taken_events.update(type(event).__name__ for event in events)
+        Args:
+            is_seen_by_pool: the pool infers it; under our own manager, which sees the look-ups, left out.
+        """
+        if self._manager is None or not is_seen_by_pool:
+            self.lookups.update(looked_up_blocks=num_blocks, hit_blocks=num_hits)
 
     def describe_sequences(self) -> SequenceList:
         """Return a report of each request with blocks, in the order of admission.
@@ -198,7 +188,8 @@ def make_controlled(pool_class: type[BlockPool]) -> type[BlockPool]:
 
         def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
             super().touch(blocks)
-            self.control.note_touched(blocks)
+            num_hits = sum([not block.is_null for block in blocks])
+            self.control.note_lookup(num_hits, num_hits, is_seen_by_pool=True)
 
         def cache_full_blocks(
             self,
@@ -213,11 +204,13 @@ def make_controlled(pool_class: type[BlockPool]) -> type[BlockPool]:
             super().cache_full_blocks(
                 request, blocks, num_cached_blocks, num_full_blocks, block_size, *args, **kwargs
             )
-            self.control.note_cached(request, num_cached_blocks, num_full_blocks, block_size)
+            # Prompt blocks that were just computed were looked up and not hit.
+            num_missed = min(num_full_blocks, request.num_prompt_tokens // block_size) - num_cached_blocks
+            self.control.note_lookup(max(0, num_missed), 0, is_seen_by_pool=True)
 
         def take_events(self) -> list[KVCacheEvent]:
             events: list[KVCacheEvent] = super().take_events()
-            self.control.note_taken_events(events)
+            self.control.taken_events.update(type(event).__name__ for event in events)
             return events
 
     return cast(type[BlockPool], _lock_methods(ControlledBlockPool, _POOL_CHANGES))

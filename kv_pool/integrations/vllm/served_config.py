@@ -119,17 +119,24 @@ def read_rules(
     )
 
 
-def check_served(options: dict[str, Any]) -> None:
+def check_served(options: dict[str, Any], release: tuple[int, int]) -> None:
     """Raise NotServedError for the first option of vLLM's manager that level `manager` does not serve.
 
     Also for options that vLLM refuses: its own manager then raises its own error.
 
     Args:
         options: the arguments of the manager's constructor, by name.
+        release: vLLM's, such as (0, 33).
     """
     config, scheduler_block_size = options["kv_cache_config"], options["scheduler_block_size"]
     hash_block_size, use_eagle = options["hash_block_size"], options["use_eagle"]
     num_prefill_lookahead = options["num_prefill_lookahead"]
+    if release < (0, 32) and any(
+        getattr(group.kv_cache_spec, "num_prefill_checkpoint_blocks", 0) for group in config.kv_cache_groups
+    ):
+        raise NotServedError("Mamba states that are saved in the middle of a step")
+    if release < (0, 33) and not use_eagle and list_eagle_groups(config, use_eagle=False):
+        raise NotServedError("a drafter's groups without EAGLE")  # vLLM marks none then
     groups = read_groups(config)
     if options["dcp_world_size"] > 1 or options["pcp_world_size"] > 1:
         raise NotServedError("context parallelism (DCP or PCP)")

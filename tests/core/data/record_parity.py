@@ -56,7 +56,7 @@ def make_lines(num_pools):
     }
     release = find_release(vllm.__version__)
     for seed in range(FIRST_SEED, FIRST_SEED + num_pools):
-        yield {"subject": "pool", "seed": seed, **record(PoolSchedule(seed, release.number))}
+        yield {"subject": "pool", "seed": seed, **record(PoolSchedule(seed, release))}
 
 
 def main(path, num_pools):

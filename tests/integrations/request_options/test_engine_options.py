@@ -7,7 +7,7 @@ import pytest
 
 from kv_pool import BlockHasher, BlockPool, InvalidArgumentError, KVCacheManager, Request
 from kv_pool.integrations import vllm_warnings
-from kv_pool.integrations.vllm.request_options.engine_options import (
+from kv_pool.integrations.vllm.request_options.handler import (
     EngineOptions,
     note_arrival,
     read_max_pinned_blocks,
@@ -167,7 +167,7 @@ def test_unexpected_error_is_logged_and_not_raised(caplog):
     del broken.block_hashes
     engine.request_options.note_request(broken)
     assert "could not apply the options of request r" in caplog.text
-    assert engine.request_options.note_end(broken) is None
+    assert engine.request_options.report_end(broken) is None
 
 
 @pytest.mark.parametrize(

@@ -35,17 +35,11 @@ class Engine:
         policy=None,
     ):
         self.now = 100.0
-        self.refusals = []
         self.pool = BlockPool(num_blocks + 1, enable_caching, 4, policy=policy)
         if retention is not None:
             retention = BlockRetention(self.pool, lambda: self.now, max_pinned_blocks=retention)
         self.manager = KVCacheManager(self.pool, groups=groups, retention=retention)
-        self.handler = RequestOptionsHandler(
-            self.manager,
-            lambda: self.now,
-            max_pinned_blocks,
-            on_refused=lambda *refusal: self.refusals.append(refusal),
-        )
+        self.handler = RequestOptionsHandler(self.manager, lambda: self.now, max_pinned_blocks)
         self.num_flooded = 0
 
     def start(self, name, tokens, options=None, session_id=None):
@@ -146,7 +140,6 @@ def test_refused_options_change_nothing(settings, options, message):
     report = engine.run("chat", CHAT, options)
     assert list(report) == ["refused"]
     assert message in report["refused"]
-    assert engine.refusals == [("chat", report["refused"])]
     assert engine.manager.get_num_free_blocks() == 8
     assert engine.handler.by_request == {}
     assert engine.manager.retention is before or engine.manager.retention.num_pins == 0

@@ -110,9 +110,7 @@ class Life:
         self.pool = BlockPool(NUM_BLOCKS + 1, True, 4)
         self.manager = KVCacheManager(self.pool)
         self.refused = set()
-        self.handler = RequestOptionsHandler(
-            self.manager, self.tell_time, MAX_PINNED, lambda request_id, _: self.refused.add(request_id)
-        )
+        self.handler = RequestOptionsHandler(self.manager, self.tell_time, MAX_PINNED)
         self.model = Model(self.tell_time)
         self.waiting = []
         self.running = []
@@ -178,6 +176,7 @@ class Life:
         self.model.end(pair[1])
         self.model.manager.free(pair[1])
         if report is not None:
+            self.refused |= {pair[0].request_id} if report.refused else set()
             self.reports.append(report)
             assert 0 <= report.retained_tokens <= pair[0].num_tokens
 
@@ -207,6 +206,7 @@ class Life:
         assert ids(self.pool.free_block_queue.get_all_free_blocks()) == ids(
             self.model.pool.free_block_queue.get_all_free_blocks()
         )
+        self.refused |= {name for name, kept in self.handler.by_request.items() if kept.report.refused}
         assert self.refused == self.model.refused
         open_ids = {pair[0].request_id for pair in (*self.waiting, *self.running)}
         assert self.handler.by_request.keys() <= open_ids

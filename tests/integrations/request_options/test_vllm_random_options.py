@@ -8,7 +8,7 @@ from integrations.request_options.made_options import OptionsDice
 from integrations.scheduler_options import SCHEDULER_KINDS
 
 from kv_pool.core import invariants
-from kv_pool.integrations.vllm.request_options.engine_options import EngineOptions, read_max_pinned_blocks
+from kv_pool.integrations.vllm.request_options.handler import EngineOptions, read_max_pinned_blocks
 from kv_pool.manager.retention.invariants import check_retention
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("no_warnings")]
@@ -21,8 +21,8 @@ class CountedOptions(EngineOptions):
 
     seen: Counter
 
-    def note_end(self, request):
-        report = super().note_end(request)
+    def report_end(self, request):
+        report = super().report_end(request)
         self.seen.update(f"report {field}" for field in report or ())
         return report
 
@@ -97,7 +97,7 @@ def test_random_options_under_the_scheduler(monkeypatch):
     for kind in SCHEDULER_KINDS:
         for seed in range(2):
             print(kind, seed)
-            schedule = SchedulerSchedule(kind, seed, find_release(vllm.__version__).number)
+            schedule = SchedulerSchedule(kind, seed, find_release(vllm.__version__))
             side = make_side(schedule, seed, seen)
             decisions = schedule.decide(NUM_STEPS)
             operation = None if side is None else next(decisions)

@@ -113,10 +113,10 @@ class RandomEngine:
             return
         token_ids = request.all_token_ids[: request.num_computed_tokens]
         child = make_request(f"r{len(self.all)}", [*token_ids, self.rng.randrange(97)])
-        if self.devices[side].fork(request, child):
-            self.all.append(child)
-            self.running[side].append(child)
-            self.tally["forked"] += 1
+        self.devices[side].fork(request, child)
+        self.all.append(child)
+        self.running[side].append(child)
+        self.tally["forked"] += 1
 
     def migrate(self):
         side, request = self.draw()

@@ -42,22 +42,23 @@ def test_request_that_does_not_fit_is_not_admitted(started):
     sequences, request = started
     pool = sequences.manager.block_pool
     taken = pool.get_new_blocks(pool.get_num_free_blocks())
-    child = make_request("child", [*request.all_token_ids])
     assert sequences.admit(make_request("other", range(40, 50))) is None
-    assert not sequences.fork(request, child)
-    assert child.num_computed_tokens == 0
     pool.free_blocks(taken)
     generate(sequences, request, 10)
 
 
-def test_fork_shares_full_blocks_and_copies_the_last(started):
+def test_fork_shares_blocks_until_one_writes(started):
     sequences, request = started
     child = make_request("child", [*request.all_token_ids[:23], 50])
-    assert sequences.fork(request, child)
+    sequences.fork(request, child)
     ids, child_ids = (sequences.manager.get_block_ids(name) for name in ("r", "child"))
-    assert ids[:5] == child_ids[:5]
-    assert ids[5] != child_ids[5]
-    assert [sequences.manager.block_pool.blocks[block_id].ref_cnt for block_id in ids] == [2] * 5 + [1]
+    assert ids == child_ids
+    assert sequences.reserve(child, 1)
+    target = make_sequences(20)
+    assert sequences.migrate(child, target)
+    check_kv(target, child)
+    assert sequences.manager.get_block_ids("r") == ids
+    sequences.fork(request, child := make_request("child", [*request.all_token_ids[:23], 50]))
     reports = sequences.describe_sequences().sequences
     assert [(report.sequence_id, report.num_blocks) for report in reports] == [("r", 6), ("child", 6)]
     generate(sequences, child, 10)
@@ -66,9 +67,11 @@ def test_fork_shares_full_blocks_and_copies_the_last(started):
 
 def test_fork_requires_the_same_tokens(started):
     sequences, request = started
-    for token_ids in (request.all_token_ids[:23], [1, *request.all_token_ids[1:]]):
-        with pytest.raises(InvalidArgumentError, match="does not continue the 23 computed tokens"):
-            sequences.fork(request, make_request("child", token_ids))
+    for token_ids in (request.all_token_ids[:22], [1, *request.all_token_ids[1:]]):
+        child = make_request("child", token_ids)
+        with pytest.raises(InvalidArgumentError, match="are not those of its parent"):
+            sequences.fork(request, child)
+        assert child.num_computed_tokens == 0
     generate(sequences, request, 10)
 
 

@@ -39,7 +39,7 @@ from kv_pool.integrations.vllm.connector.settings import ConnectorSettings, coun
 from kv_pool.integrations.vllm.connector.tier_index import TierIndex
 from kv_pool.integrations.vllm.connector.tier_scheduler import COUNTS, TierScheduler
 from kv_pool.integrations.vllm.connector.tier_worker import TierWorker
-from kv_pool.integrations.vllm.request_options.engine_options import note_arrival, report_end
+from kv_pool.integrations.vllm.request_options.handler import note_arrival, report_end
 from kv_pool.integrations.vllm_warnings import warn_if_unused
 
 logger = logging.getLogger("vllm.kv_pool")
@@ -53,21 +53,14 @@ class KVPoolMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
 
 @dataclass
-class KVPoolWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """The report of a worker, or of several, sent to the scheduler."""
+class KVPoolReport(KVConnectorWorkerMetadata, KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """The report of a worker, or of several, sent to the scheduler: at the start, and after each step."""
 
     report: WorkerReport
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        assert isinstance(other, KVPoolWorkerMetadata)
-        return KVPoolWorkerMetadata(self.report.merge(other.report))
-
-
-@dataclass
-class KVPoolHandshakeMetadata(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """The report of a worker before the first step: what it has found on disk."""
-
-    report: WorkerReport
+        assert isinstance(other, KVPoolReport)
+        return KVPoolReport(self.report.merge(other.report))
 
 
 class ConnectorStatistics(KVConnectorStats):  # type: ignore[misc]
@@ -142,20 +135,18 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     # ---- start: the workers' reports, for the scheduler ----------------------------------------------
 
-    def get_handshake_metadata(self) -> KVPoolHandshakeMetadata | None:
+    def get_handshake_metadata(self) -> KVPoolReport | None:
         """Return the report of this worker, so that the first request finds what is on disk.
 
         None inside vLLM's MultiConnector, which hands the metadata of only one of its connectors to all of
         them: the report then follows the first step.
         """
-        if self.worker is None or not has_kv_transfer_group() or get_kv_transfer_group() is not self:
-            return None
-        report = self.worker.take_report()
-        return None if report is None else KVPoolHandshakeMetadata(report)
+        is_alone = has_kv_transfer_group() and get_kv_transfer_group() is self
+        return self.build_connector_worker_meta() if is_alone else None
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         """Apply the reports of all workers."""
-        reports = [one.report for one in metadata.values() if isinstance(one, KVPoolHandshakeMetadata)]
+        reports = [one.report for one in metadata.values() if isinstance(one, KVPoolReport)]
         if self.scheduler is not None and reports:
             self.scheduler.apply_report(reduce(WorkerReport.merge, reports))
 
@@ -212,7 +203,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return
         # Losses first: a request whose load failed must not find the same blocks again.
         metadata = connector_output.kv_connector_worker_meta
-        if isinstance(metadata, KVPoolWorkerMetadata):
+        if isinstance(metadata, KVPoolReport):
             self.scheduler.apply_report(metadata.report)
         self.scheduler.end_loads(connector_output.finished_recving or ())
 
@@ -295,9 +286,9 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return set()
         return {block_id for block_ids in self.worker.take_failed().values() for block_id in block_ids}
 
-    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+    def build_connector_worker_meta(self) -> KVPoolReport | None:
         report = None if self.worker is None else self.worker.take_report()
-        return None if report is None else KVPoolWorkerMetadata(report)
+        return None if report is None else KVPoolReport(report)
 
     def shutdown(self) -> None:
         """Finish the current copy and close the tiers. No-op on a second call."""
