@@ -95,7 +95,7 @@ def measure_references(compared: ComparedTrace, origin: Origin) -> References:
     obstacle = find_obstacle(settings)
     for prompt in read_prompt_keys(settings, trace, block_size):
         unit_of.append(numbers.setdefault(finder.find(prompt), len(numbers)))
-        sizes.append((prompt.num_cacheable, prompt.input_length))
+        sizes.append((prompt.size.num_cacheable, prompt.size.input_length))
         if obstacle is None:
             try:
                 recorder.add(prompt)

@@ -23,7 +23,7 @@ from bisect import bisect_left, insort
 
 import numpy as np
 
-from kv_pool.lab.curves.reuse import Reuse, admit
+from kv_pool.lab.curves.reuse import Piece, PromptSize, Reuse, admit
 
 
 class LruCurve:
@@ -44,7 +44,7 @@ class LruCurve:
     def __init__(self, reuse: Reuse, rate: float = 1.0) -> None:
         self._reuse = reuse
         self._rate = rate
-        self._sizes = np.unique(np.array(reuse.num_blocks))
+        self._sizes = np.unique([size.num_blocks for size in reuse.sizes])
         self._passes: dict[int, _StepFunctions] = {}
 
     def count_hits(self, capacity: int) -> tuple[int, int]:
@@ -72,8 +72,8 @@ class _StepFunctions:
 
     def __init__(self, reuse: Reuse, rate: float) -> None:
         stack = LruStack(reuse, 1 / rate)
-        for number, (owners, ends) in enumerate(reuse.list_pieces()):
-            stack.access(number, owners, ends)
+        for number, (size, pieces) in enumerate(reuse.list_pieces()):
+            stack.access(number, size, pieces)
         self._block_size = reuse.block_size
         self._bends, changes = _sort(stack.slopes)
         self.last_bend = int(self._bends[-1]) - 1 if len(changes) else 1
@@ -114,7 +114,6 @@ class LruStack:
     def __init__(self, reuse: Reuse, scale: float = 1.0) -> None:
         self.slopes: dict[int, int] = {}
         self.missing_tokens: dict[int, int] = {}
-        self._reuse = reuse
         self._block_size = reuse.block_size
         self._scale = scale
         self._tree = [0] * (len(reuse) + 1)  # a Fenwick tree: blocks per request
@@ -126,21 +125,18 @@ class LruStack:
         # Copies that no hit will touch: their request, position in it and threshold, in this order.
         self._copies: list[tuple[int, int, int]] = []
 
-    def access(self, number: int, owners: list[int], ends: list[int]) -> None:
+    def access(self, number: int, size: PromptSize, pieces: list[Piece]) -> None:
         """Count the hits of a request, and move its blocks to the top.
 
         Args:
             number: of the request, counted from 0.
-            owners, ends: its pieces, as in `Reuse`.
         """
-        num_cacheable, max_hit = self._reuse.num_cacheable[number], self._reuse.max_hit[number]
-        input_length = self._reuse.input_length[number]
+        num_cacheable, num_blocks, max_hit, input_length = size
         start = 0
         last = _NEVER
         new_copies: list[tuple[int, int, int]] = []
         resolved: list[tuple[int, int]] = []
-        for index in range(len(owners)):
-            owner, end = owners[index], ends[index]
+        for owner, end in pieces:
             rank = self._count_above(owner) + len(self._older.get(owner, ())) + 1
             if self._scale != 1.0:  # the blocks above are `start` of its own, and others
                 rank = start + 1 + round((rank - start - 1) * self._scale)
@@ -159,8 +155,7 @@ class LruStack:
         for copy in new_copies:
             insort(self._copies, copy)
         start = 0
-        for index in range(len(owners)):
-            owner, end = owners[index], ends[index]
+        for owner, end in pieces:
             hit_end = max(start, min(end, max_hit))
             if hit_end > start:
                 self._add(owner, start - hit_end)
@@ -170,7 +165,7 @@ class LruStack:
             start = end
         if num_cacheable:
             self._add(number, num_cacheable)
-        if self._reuse.num_blocks[number] > num_cacheable:
+        if num_blocks > num_cacheable:
             self._blank_from = 0
         elif max_hit < num_cacheable or known < num_cacheable:
             self._blank_from = _NEVER

@@ -13,16 +13,17 @@ Tarjan, 1983), whatever the number of blocks.
 """
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, pairwise
+from typing import NamedTuple
 
 import numpy as np
 
 from kv_pool.errors import TraceError
 from kv_pool.lab.settings import ReplaySettings
-from kv_pool.lab.trace import Trace, TraceRequest
+from kv_pool.lab.trace import Trace
 from kv_pool.threads import Workers
 
 _ID_BYTES = 8
@@ -30,31 +31,37 @@ _HASH_BYTES = 16
 _UNKNOWN = np.uint64(1 << 63)
 
 
-@dataclass(slots=True)
-class PromptKeys:
-    """The cacheable blocks of one prompt, and the numbers that decide its hits.
+class PromptSize(NamedTuple):
+    """The numbers of a prompt that decide its hits.
 
     Attributes:
-        keys: one key of fixed width for each cacheable block, head first. Equal keys are equal prefixes.
-        num_cacheable: number of cacheable blocks.
-        num_blocks: blocks that the prompt occupies while it runs, including a block without a hash.
+        num_cacheable: number of cacheable blocks, generated ones included if the curve has them.
+        num_blocks: blocks that the request occupies while it runs, including a block without a hash.
         max_hit: maximum number of leading blocks that can be a hit.
-        num_tokens: tokens that the prompt has in the pool: those of all its ids if ids are blocks, otherwise
-            `input_length`.
         input_length: prompt tokens.
-        output_length: generated tokens, which have no keys.
+    """
+
+    num_cacheable: int
+    num_blocks: int
+    max_hit: int
+    input_length: int
+
+
+@dataclass(slots=True)
+class PromptKeys:
+    """The cacheable blocks of one prompt.
+
+    Attributes:
+        keys: one key of fixed width for each cacheable block of the prompt, head first. Equal keys are equal
+            prefixes.
+        size: its numbers.
         arrival_ms: milliseconds since the trace's first request.
         line: the request's line in the trace, from 1.
         session_id: the request's conversation, or None.
     """
 
     keys: bytes
-    num_cacheable: int
-    num_blocks: int
-    max_hit: int
-    num_tokens: int
-    input_length: int
-    output_length: int
+    size: PromptSize
     arrival_ms: float
     line: int
     session_id: str | None
@@ -65,62 +72,57 @@ def find_key_bytes(trace: Trace, block_size: int) -> int:
     return _ID_BYTES if trace.block_size and block_size % trace.block_size == 0 else _HASH_BYTES
 
 
-def read_prompt_keys(settings: ReplaySettings, trace: Trace, block_size: int) -> Iterator[PromptKeys]:
+def read_prompt_keys(
+    settings: ReplaySettings, trace: Trace, block_size: int, *, has_output: bool = False
+) -> Iterator[PromptKeys]:
     """Yield the prompts of the trace, up to the limit, in order.
 
     The keys are made of the trace's hash ids if the pool's block size is a multiple or a divisor of the
     trace's, and are otherwise the block hashes of a replay, which takes several times longer.
 
+    Args:
+        has_output: the blocks of generated tokens are cached after those of the prompt. They have no keys.
     Raises:
         TraceError: the trace cannot be read, or it mixes hash ids and token ids.
     """
+
+    def measure(num_tokens: int, num_output: int, max_hit_tokens: int, input_length: int) -> PromptSize:
+        """Return the size of a prompt of `num_tokens` tokens in the pool."""
+        total = num_tokens + (num_output if has_output else 0)
+        max_hit = min(max_hit_tokens, num_tokens) // block_size
+        return PromptSize(total // block_size, -(-total // block_size), max_hit, input_length)
+
     id_tokens = trace.block_size
     if id_tokens is not None and (block_size % id_tokens == 0 or id_tokens % block_size == 0):
         for traced in islice(trace, settings.limit):
-            yield _pack_hash_ids(traced, id_tokens, block_size, settings.convention)
+            if traced.hash_ids is None:
+                raise TraceError(
+                    f"line {traced.line} has token ids in a trace of hash ids; a curve needs one kind"
+                )
+            # The numbers are those of `ReplayRequest` and of the manager.
+            num_tokens = traced.input_length
+            if settings.convention.startswith("ids_as_blocks"):
+                num_tokens = len(traced.hash_ids) * id_tokens
+            most = traced.input_length - 1 if settings.convention.endswith("_cap") else num_tokens
+            keys = _pack_ids(traced.hash_ids, id_tokens, block_size, num_tokens // block_size, traced.line)
+            size = measure(num_tokens, traced.output_length, most, traced.input_length)
+            yield PromptKeys(keys, size, traced.arrival_ms, traced.line, traced.session_id)
         return
     for request in settings.read_requests(trace, block_size):
-        num_cacheable = len(request.block_hashes)
-        yield PromptKeys(
-            b"".join([block_hash.rjust(_HASH_BYTES, b"\0") for block_hash in request.block_hashes]),
-            num_cacheable,
-            -(-request.num_tokens // block_size),
-            min(request.max_hit_tokens // block_size, num_cacheable),
-            request.num_tokens,
-            request.input_length,
-            request.num_output_left,
-            request.arrival_ms,
-            request.number,
-            request.session_id,
+        keys = b"".join([block_hash.rjust(_HASH_BYTES, b"\0") for block_hash in request.block_hashes])
+        size = measure(
+            request.num_tokens, request.num_output_left, request.max_hit_tokens, request.input_length
         )
+        yield PromptKeys(keys, size, request.arrival_ms, request.number, request.session_id)
 
 
-def _pack_hash_ids(traced: TraceRequest, id_tokens: int, block_size: int, convention: str) -> PromptKeys:
-    """Return a prompt of hash ids. The numbers are those of `ReplayRequest` and of the manager."""
-    ids = traced.hash_ids
-    if ids is None:
-        raise TraceError(f"line {traced.line} has token ids in a trace of hash ids; a curve needs one kind")
-    num_tokens = len(ids) * id_tokens if convention.startswith("ids_as_blocks") else traced.input_length
-    num_cacheable = num_tokens // block_size
-    max_hit_tokens = traced.input_length - 1 if convention.endswith("_cap") else num_tokens
+def _pack_ids(ids: list[int], id_tokens: int, block_size: int, num_blocks: int, line: int) -> bytes:
+    """Return the keys of the first blocks of a prompt of hash ids."""
     ids_per_block = block_size // id_tokens
-    if ids_per_block:
-        wanted = ids if ids_per_block == 1 else ids[ids_per_block - 1 :: ids_per_block]
-        keys = array("Q", wanted if len(wanted) == num_cacheable else wanted[:num_cacheable]).tobytes()
-    else:
-        keys = _split_ids(ids, id_tokens // block_size, num_cacheable, traced.line)
-    return PromptKeys(
-        keys,
-        num_cacheable,
-        -(-num_tokens // block_size),
-        min(max_hit_tokens // block_size, num_cacheable),
-        num_tokens,
-        traced.input_length,
-        traced.output_length,
-        traced.arrival_ms,
-        traced.line,
-        traced.session_id,
-    )
+    if not ids_per_block:
+        return _split_ids(ids, id_tokens // block_size, num_blocks, line)
+    wanted = ids if ids_per_block == 1 else ids[ids_per_block - 1 :: ids_per_block]
+    return array("Q", wanted if len(wanted) == num_blocks else wanted[:num_blocks]).tobytes()
 
 
 def _split_ids(ids: list[int], blocks_per_id: int, num_blocks: int, line: int) -> bytes:
@@ -142,15 +144,19 @@ _NEEDED = (
 )
 
 
+Piece = tuple[int, int]
+"""The request that used a piece last, and the position in the prompt, in blocks, where the piece ends.
+
+A request's first piece starts at 0, others where their predecessor ends.
+"""
+
+
 class Reuse:
     """The requests of a trace and their pieces. Requests are numbered from 0 in the order of the trace.
 
     Attributes:
         block_size: tokens per block.
-        num_cacheable, num_blocks, max_hit, input_length: per request, as in `PromptKeys`.
-        first_piece: the index of each request's first piece; one more entry than requests.
-        owner, end: per piece: the request that used it last, and the position in the prompt, in blocks, where
-            it ends. A request's first piece starts at 0, others where their predecessor ends.
+        sizes: per request.
         num_distinct: number of distinct cacheable blocks.
         num_recomputed: number of times that a request uses a known block beyond its `max_hit`, and so
             computes a block that may be cached.
@@ -160,32 +166,44 @@ class Reuse:
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self.on_share: Callable[[float], object] = lambda share: None
-        self.num_cacheable = array("q")
-        self.num_blocks = array("q")
-        self.max_hit = array("q")
-        self.input_length = array("q")
-        self.first_piece = array("q", [0])
-        self.owner = array("q")
-        self.end = array("q")
+        self.sizes: list[PromptSize] = []
         self.num_distinct = 0
         self.num_recomputed = 0
+        self._first_piece = array("q", [0])  # of each request; one more entry than requests
+        self._owner = array("q")
+        self._end = array("q")
 
     def __len__(self) -> int:
-        return len(self.num_cacheable)
+        return len(self.sizes)
 
     @property
     def largest_request(self) -> int:
         """Blocks of the largest request: a pool of this capacity refuses none."""
-        return max(self.num_blocks, default=0)
+        return max((size.num_blocks for size in self.sizes), default=0)
 
-    def list_pieces(self) -> Iterator[tuple[list[int], list[int]]]:
-        """Yield the owners and the ends of each request's pieces."""
-        owner, end = self.owner.tolist(), self.end.tolist()
+    def count_totals(self) -> tuple[int, int]:
+        """Return the cacheable blocks and the prompt tokens of all requests."""
+        return sum(size.num_cacheable for size in self.sizes), sum(size.input_length for size in self.sizes)
+
+    def append(self, size: PromptSize, pieces: Sequence[Piece]) -> None:
+        """Add the next request."""
+        num_known = pieces[-1][1] if pieces else 0
+        self.sizes.append(size)
+        for owner, end in pieces:
+            self._owner.append(owner)
+            self._end.append(end)
+        self._first_piece.append(len(self._owner))
+        self.num_distinct += size.num_cacheable - num_known
+        self.num_recomputed += max(0, num_known - size.max_hit)
+
+    def list_pieces(self) -> Iterator[tuple[PromptSize, list[Piece]]]:
+        """Yield each request's size and its pieces."""
+        pieces = list(zip(self._owner, self._end, strict=True))
         step = max(1, len(self) // 1000)
-        for number, (first, last) in enumerate(pairwise(self.first_piece)):
+        for number, (first, last) in enumerate(pairwise(self._first_piece)):
             if number % step == 0:
                 self.on_share(number / len(self))
-            yield owner[first:last], end[first:last]
+            yield self.sizes[number], pieces[first:last]
 
 
 def admit(reuse: Reuse, capacity: int) -> Reuse:
@@ -198,11 +216,11 @@ def admit(reuse: Reuse, capacity: int) -> Reuse:
     admitted = Reuse(reuse.block_size)
     admitted.on_share = reuse.on_share
     number_of: list[int] = []  # -1 for a refused request
-    pieces_of_refused: dict[int, list[tuple[int, int]]] = {}
-    for number, (owners, ends) in enumerate(reuse.list_pieces()):
-        pieces: list[tuple[int, int]] = []
+    pieces_of_refused: dict[int, list[Piece]] = {}
+    for number, (size, known) in enumerate(reuse.list_pieces()):
+        pieces: list[Piece] = []
         start = 0
-        for owner, end in zip(owners, ends, strict=True):
+        for owner, end in known:
             if number_of[owner] >= 0:
                 _append_piece(pieces, number_of[owner], end)
             else:
@@ -212,25 +230,16 @@ def admit(reuse: Reuse, capacity: int) -> Reuse:
                     if earlier_end >= end:
                         break
             start = end
-        if reuse.num_blocks[number] > capacity:
+        if size.num_blocks > capacity:
             number_of.append(-1)
             pieces_of_refused[number] = pieces
-            continue
-        number_of.append(len(admitted))
-        admitted.num_cacheable.append(reuse.num_cacheable[number])
-        admitted.num_blocks.append(reuse.num_blocks[number])
-        admitted.max_hit.append(reuse.max_hit[number])
-        admitted.input_length.append(reuse.input_length[number])
-        for owner, end in pieces:
-            admitted.owner.append(owner)
-            admitted.end.append(end)
-        admitted.first_piece.append(len(admitted.owner))
-        admitted.num_recomputed += max(0, (pieces[-1][1] if pieces else 0) - reuse.max_hit[number])
-        admitted.num_distinct += reuse.num_cacheable[number] - (pieces[-1][1] if pieces else 0)
+        else:
+            number_of.append(len(admitted))
+            admitted.append(size, pieces)
     return admitted
 
 
-def _append_piece(pieces: list[tuple[int, int]], owner: int, end: int) -> None:
+def _append_piece(pieces: list[Piece], owner: int, end: int) -> None:
     if pieces and pieces[-1][0] == owner:
         pieces[-1] = (owner, end)
     else:
@@ -264,13 +273,8 @@ class ReuseRecorder:
 
     def add(self, prompt: PromptKeys) -> None:
         """Add the next prompt of the trace. Raises TraceError if a key has another position than before."""
-        reuse, rests, key_bytes = self._reuse, self._rests, self._key_bytes
-        number = len(reuse)
-        reuse.num_cacheable.append(prompt.num_cacheable)
-        reuse.num_blocks.append(prompt.num_blocks)
-        reuse.max_hit.append(prompt.max_hit)
-        reuse.input_length.append(prompt.input_length)
-        keys = prompt.keys
+        rests, keys, key_bytes = self._rests, prompt.keys, self._key_bytes
+        pieces: list[Piece] = []
         place = 0
         while place < len(keys):
             rest = rests.pop(keys[place : place + key_bytes], None)
@@ -283,18 +287,16 @@ class ReuseRecorder:
                 )
             num_equal = _count_equal(keys, place, rest.keys, key_bytes)
             place += num_equal
-            reuse.owner.append(rest.owner)
-            reuse.end.append(place // key_bytes)
+            pieces.append((rest.owner, place // key_bytes))
             if num_equal < len(rest.keys):
                 rest.start = place // key_bytes
                 rest.keys = rest.keys[num_equal:]
                 rests[rest.keys[:key_bytes]] = rest
-        reuse.num_recomputed += max(0, place // key_bytes - prompt.max_hit)
         if place < len(keys):
             self._new_keys.append(keys[place:] if place else keys)
         if keys:
-            rests[keys[:key_bytes]] = _Rest(number, 0, keys)
-        reuse.first_piece.append(len(reuse.owner))
+            rests[keys[:key_bytes]] = _Rest(len(self._reuse), 0, keys)
+        self._reuse.append(prompt.size, pieces)
 
     def finish(self) -> Reuse:
         """Return the pieces of all prompts.
@@ -303,8 +305,6 @@ class ReuseRecorder:
             TraceError: a block occurs after two different prefixes, so its key does not identify a prefix.
             OutOfThreadsError: the system cannot start another thread.
         """
-        reuse = self._reuse
-        reuse.num_distinct = sum(map(len, self._new_keys)) // self._key_bytes
         # In another thread: a signal such as Ctrl-C would wait for the sort, of seconds for a long trace.
         workers = Workers("kv_pool curve", 1)
         try:
@@ -312,9 +312,9 @@ class ReuseRecorder:
             num_distinct = counted.result()
         finally:
             workers.stop()
-        if num_distinct != reuse.num_distinct:
+        if num_distinct != sum(map(len, self._new_keys)) // self._key_bytes:
             raise TraceError(f"a block occurs after two different prefixes, or twice in a prompt; {_NEEDED}")
-        return reuse
+        return self._reuse
 
 
 def _count_equal(keys: bytes, place: int, other: bytes, key_bytes: int) -> int:

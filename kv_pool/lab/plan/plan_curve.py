@@ -63,18 +63,18 @@ class PlanCurve:
         has_output = settings.clock == "trace"
         notify = on_progress or (lambda share: None)
         read = read_prompts(
-            settings, trace, block_size, None, lambda share: notify(share / 2), has_output=has_output
+            settings, trace, block_size, lambda share: notify(share / 2), has_output=has_output
         )
         reuse = read.reuse
         reuse.on_share = lambda share: notify((1 + share) / 2)
-        self.requests, self.tokens_in = len(reuse), read.tokens_in
+        self.requests = len(reuse)
+        self._num_cacheable, self.tokens_in = reuse.count_totals()
         self.block_size = block_size
         self.block_bytes = model.count_block_bytes(block_size)
         span_ms = read.span_ms / (settings.rates.speedup if has_output else 1.0)
         self.span_hours = span_ms / _MS_PER_HOUR
         self.largest_request = reuse.largest_request
-        self.num_distinct = reuse.num_distinct + read.num_generated
-        self._num_cacheable = sum(reuse.num_cacheable)
+        self.num_distinct = reuse.num_distinct
         self._model = model
         self._lru = LruCurve(reuse)
         self.full_capacity = self._lru.find_least_full_capacity()
