@@ -281,4 +281,3 @@ def _write_sessions(requests: Iterable[TraceRequest], report: ConvertReport, pat
             raise TraceError(f"{pattern}: not written: the input contains no request")
         for part, _ in sessions.values():
             parts.append(part, 0, b"]}\n")
-        parts.finish()

@@ -28,7 +28,6 @@ _COLUMNS = (
     re.compile(r"(num)?(generated|response|output|completion|decode)(tokens|length|len)"),
     re.compile(r"(session|conversation)id"),
 )
-_FRACTION = re.compile(r"(?<=:\d\d)[.,](\d+)")
 
 
 class CsvReader(ForeignReader):
@@ -104,12 +103,8 @@ class CsvReader(ForeignReader):
             return float(text) * self._ms_per_unit
         except ValueError:
             pass
-        # `fromisoformat` reads no more than six digits of a fraction.
-        fraction = _FRACTION.search(text)
-        when = datetime.fromisoformat(_FRACTION.sub("", text, count=1))
-        if when.tzinfo is None:
-            when = when.replace(tzinfo=UTC)
-        return when.timestamp() * 1000 + (float(f"0.{fraction[1]}") * 1000 if fraction else 0.0)
+        when = datetime.fromisoformat(text)
+        return (when if when.tzinfo is not None else when.replace(tzinfo=UTC)).timestamp() * 1000
 
 
 def _read_count(text: str) -> int:
