@@ -321,15 +321,10 @@ def _count_equal(keys: bytes, place: int, other: bytes, key_bytes: int) -> int:
     """Return the bytes of the whole keys in which `keys[place:]` and `other` agree from the start."""
     if keys.startswith(other, place):
         return len(other)
-    low, high = 0, min(len(other), len(keys) - place) // key_bytes
-    while low < high:
-        middle = (low + high + 1) // 2
-        start, end = low * key_bytes, middle * key_bytes
-        if keys[place + start : place + end] == other[start:end]:
-            low = middle
-        else:
-            high = middle - 1
-    return low * key_bytes
+    most = min(len(other), len(keys) - place)
+    differ = np.frombuffer(keys, np.uint8, most, place) != np.frombuffer(other, np.uint8, most)
+    num_equal = int(differ.argmax()) if differ.any() else most
+    return num_equal // key_bytes * key_bytes
 
 
 def _count_distinct(new_keys: list[bytes], key_bytes: int) -> int:
