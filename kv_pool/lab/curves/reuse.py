@@ -21,13 +21,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kv_pool.core.block_hash import BlockHasher
 from kv_pool.errors import TraceError
 from kv_pool.lab.settings import ReplaySettings
 from kv_pool.lab.trace import Trace
 from kv_pool.threads import Workers
 
-_ID_BYTES = 8
-_HASH_BYTES = 16
+KEY_BYTES = 16
 _UNKNOWN = np.uint64(1 << 63)
 
 
@@ -52,7 +52,7 @@ class PromptKeys:
     """The cacheable blocks of one prompt.
 
     Attributes:
-        keys: one key of fixed width for each cacheable block of the prompt, head first. Equal keys are equal
+        keys: one key of `KEY_BYTES` for each cacheable block of the prompt, head first. Equal keys are equal
             prefixes.
         size: its numbers.
         arrival_ms: milliseconds since the trace's first request.
@@ -67,73 +67,55 @@ class PromptKeys:
     session_id: str | None
 
 
-def find_key_bytes(trace: Trace, block_size: int) -> int:
-    """Return the width of the keys of this trace in bytes."""
-    return _ID_BYTES if trace.block_size and block_size % trace.block_size == 0 else _HASH_BYTES
-
-
 def read_prompt_keys(
     settings: ReplaySettings, trace: Trace, block_size: int, *, has_output: bool = False
 ) -> Iterator[PromptKeys]:
-    """Yield the prompts of the trace, up to the limit, in order.
-
-    The keys are made of the trace's hash ids if the pool's block size is a multiple or a divisor of the
-    trace's, and are otherwise the block hashes of a replay, which takes several times longer.
+    """Yield the prompts of the trace, up to the limit, in order. The numbers are those of `ReplayRequest`.
 
     Args:
         has_output: the blocks of generated tokens are cached after those of the prompt. They have no keys.
     Raises:
-        TraceError: the trace cannot be read, or it mixes hash ids and token ids.
+        TraceError: the trace cannot be read.
     """
-
-    def measure(num_tokens: int, num_output: int, max_hit_tokens: int, input_length: int) -> PromptSize:
-        """Return the size of a prompt of `num_tokens` tokens in the pool."""
-        total = num_tokens + (num_output if has_output else 0)
-        max_hit = min(max_hit_tokens, num_tokens) // block_size
-        return PromptSize(total // block_size, -(-total // block_size), max_hit, input_length)
-
-    id_tokens = trace.block_size
-    if id_tokens is not None and (block_size % id_tokens == 0 or id_tokens % block_size == 0):
-        for traced in islice(trace, settings.limit):
-            if traced.hash_ids is None:
-                raise TraceError(
-                    f"line {traced.line} has token ids in a trace of hash ids; a curve needs one kind"
-                )
-            # The numbers are those of `ReplayRequest` and of the manager.
-            num_tokens = traced.input_length
+    hasher = BlockHasher("xxh3_128", settings.seed, block_size)
+    for traced in islice(trace, settings.limit):
+        num_tokens = traced.input_length
+        if traced.hash_ids is None or trace.block_size is None:
+            keys = b"".join(hasher.hash_blocks(traced.token_ids or []))
+        else:
             if settings.convention.startswith("ids_as_blocks"):
-                num_tokens = len(traced.hash_ids) * id_tokens
-            most = traced.input_length - 1 if settings.convention.endswith("_cap") else num_tokens
-            keys = _pack_ids(traced.hash_ids, id_tokens, block_size, num_tokens // block_size, traced.line)
-            size = measure(num_tokens, traced.output_length, most, traced.input_length)
-            yield PromptKeys(keys, size, traced.arrival_ms, traced.line, traced.session_id)
-        return
-    for request in settings.read_requests(trace, block_size):
-        keys = b"".join([block_hash.rjust(_HASH_BYTES, b"\0") for block_hash in request.block_hashes])
-        size = measure(
-            request.num_tokens, request.num_output_left, request.max_hit_tokens, request.input_length
+                num_tokens = len(traced.hash_ids) * trace.block_size
+            keys = _pack_ids(
+                traced.hash_ids, trace.block_size, block_size, num_tokens // block_size, traced.line
+            )
+        max_hit_tokens = traced.input_length - 1 if settings.convention.endswith("_cap") else num_tokens
+        total = num_tokens + (traced.output_length if has_output else 0)
+        size = PromptSize(
+            total // block_size,
+            -(-total // block_size),
+            min(max_hit_tokens, num_tokens) // block_size,
+            traced.input_length,
         )
-        yield PromptKeys(keys, size, request.arrival_ms, request.number, request.session_id)
+        yield PromptKeys(keys, size, traced.arrival_ms, traced.line, traced.session_id)
 
 
 def _pack_ids(ids: list[int], id_tokens: int, block_size: int, num_blocks: int, line: int) -> bytes:
-    """Return the keys of the first blocks of a prompt of hash ids."""
-    ids_per_block = block_size // id_tokens
-    if not ids_per_block:
-        return _split_ids(ids, id_tokens // block_size, num_blocks, line)
-    wanted = ids if ids_per_block == 1 else ids[ids_per_block - 1 :: ids_per_block]
-    return array("Q", wanted if len(wanted) == num_blocks else wanted[:num_blocks]).tobytes()
+    """Return the keys of the first blocks of a prompt of hash ids, as in `hash_ids_to_block_hashes`.
 
-
-def _split_ids(ids: list[int], blocks_per_id: int, num_blocks: int, line: int) -> bytes:
-    """Return the keys (hash id, number of the block in it) of blocks smaller than those of the trace.
-
-    Full blocks after the last id have content that the trace does not tell; each gets a key of its own.
+    A key is the id of the trace's block in which the block ends, and the tokens of that from there on. Full
+    blocks after the last id have content that the trace does not tell; each gets a key of its own.
     """
-    num_known = min(num_blocks, len(ids) * blocks_per_id)
+    if block_size == id_tokens and num_blocks <= len(
+        ids
+    ):  # the usual case, without NumPy three times as fast
+        pairs = array("Q", bytes(KEY_BYTES * num_blocks))
+        pairs[::2] = array("Q", ids if num_blocks == len(ids) else ids[:num_blocks])
+        return pairs.tobytes()
     keys = np.empty((num_blocks, 2), dtype=np.uint64)
-    keys[:num_known, 0] = np.repeat(np.array(ids, dtype=np.uint64), blocks_per_id)[:num_known]
-    keys[:num_known, 1] = np.arange(num_known, dtype=np.uint64) % np.uint64(blocks_per_id)
+    num_known = min(num_blocks, len(ids) * id_tokens // block_size)
+    last_tokens = np.arange(1, num_known + 1) * block_size - 1
+    keys[:num_known, 0] = np.array(ids, np.uint64)[last_tokens // id_tokens]
+    keys[:num_known, 1] = id_tokens - 1 - last_tokens % id_tokens
     keys[num_known:, 0] = line
     keys[num_known:, 1] = np.arange(num_known, num_blocks, dtype=np.uint64) + _UNKNOWN
     return keys.tobytes()
@@ -260,42 +242,40 @@ class ReuseRecorder:
 
     Args:
         block_size: tokens per block.
-        key_bytes: width of the prompts' keys.
 
     Cost: one comparison of memory per prompt, and memory for one key per distinct block.
     """
 
-    def __init__(self, block_size: int, key_bytes: int) -> None:
-        self._key_bytes = key_bytes
+    def __init__(self, block_size: int) -> None:
         self._reuse = Reuse(block_size)
         self._rests: dict[bytes, _Rest] = {}  # by their first key
         self._new_keys: list[bytes] = []
 
     def add(self, prompt: PromptKeys) -> None:
         """Add the next prompt of the trace. Raises TraceError if a key has another position than before."""
-        rests, keys, key_bytes = self._rests, prompt.keys, self._key_bytes
+        rests, keys = self._rests, prompt.keys
         pieces: list[Piece] = []
         place = 0
         while place < len(keys):
-            rest = rests.pop(keys[place : place + key_bytes], None)
+            rest = rests.pop(keys[place : place + KEY_BYTES], None)
             if rest is None:
                 break
-            if rest.start * key_bytes != place:
+            if rest.start * KEY_BYTES != place:
                 raise TraceError(
-                    f"line {prompt.line}: block {place // key_bytes} of the prompt has the id of a block "
+                    f"line {prompt.line}: block {place // KEY_BYTES} of the prompt has the id of a block "
                     f"with another prefix; {_NEEDED}"
                 )
-            num_equal = _count_equal(keys, place, rest.keys, key_bytes)
+            num_equal = _count_equal(keys, place, rest.keys)
             place += num_equal
-            pieces.append((rest.owner, place // key_bytes))
+            pieces.append((rest.owner, place // KEY_BYTES))
             if num_equal < len(rest.keys):
-                rest.start = place // key_bytes
+                rest.start = place // KEY_BYTES
                 rest.keys = rest.keys[num_equal:]
-                rests[rest.keys[:key_bytes]] = rest
+                rests[rest.keys[:KEY_BYTES]] = rest
         if place < len(keys):
             self._new_keys.append(keys[place:] if place else keys)
         if keys:
-            rests[keys[:key_bytes]] = _Rest(len(self._reuse), 0, keys)
+            rests[keys[:KEY_BYTES]] = _Rest(len(self._reuse), 0, keys)
         self._reuse.append(prompt.size, pieces)
 
     def finish(self) -> Reuse:
@@ -308,30 +288,26 @@ class ReuseRecorder:
         # In another thread: a signal such as Ctrl-C would wait for the sort, of seconds for a long trace.
         workers = Workers("kv_pool curve", 1)
         try:
-            counted = workers.submit(partial(_count_distinct, self._new_keys, self._key_bytes))
+            counted = workers.submit(partial(_count_distinct, self._new_keys))
             num_distinct = counted.result()
         finally:
             workers.stop()
-        if num_distinct != sum(map(len, self._new_keys)) // self._key_bytes:
+        if num_distinct != sum(map(len, self._new_keys)) // KEY_BYTES:
             raise TraceError(f"a block occurs after two different prefixes, or twice in a prompt; {_NEEDED}")
         return self._reuse
 
 
-def _count_equal(keys: bytes, place: int, other: bytes, key_bytes: int) -> int:
+def _count_equal(keys: bytes, place: int, other: bytes) -> int:
     """Return the bytes of the whole keys in which `keys[place:]` and `other` agree from the start."""
     if keys.startswith(other, place):
         return len(other)
     most = min(len(other), len(keys) - place)
     differ = np.frombuffer(keys, np.uint8, most, place) != np.frombuffer(other, np.uint8, most)
     num_equal = int(differ.argmax()) if differ.any() else most
-    return num_equal // key_bytes * key_bytes
+    return num_equal // KEY_BYTES * KEY_BYTES
 
 
-def _count_distinct(new_keys: list[bytes], key_bytes: int) -> int:
-    words = np.frombuffer(b"".join(new_keys), dtype=np.uint64)
-    if key_bytes > words.itemsize:
-        pairs = words.reshape(-1, key_bytes // words.itemsize)
-        pairs = pairs[np.lexsort(pairs.T)]
-        return len(pairs) and 1 + int(np.count_nonzero((pairs[1:] != pairs[:-1]).any(axis=1)))
-    words = np.sort(words)  # np.unique, which hashes since NumPy 2.3, takes ten times as long
-    return len(words) and 1 + int(np.count_nonzero(words[1:] != words[:-1]))
+def _count_distinct(new_keys: list[bytes]) -> int:
+    pairs = np.frombuffer(b"".join(new_keys), dtype=np.uint64).reshape(-1, 2)
+    pairs = pairs[np.lexsort(pairs.T)]
+    return len(pairs) and 1 + int(np.count_nonzero((pairs[1:] != pairs[:-1]).any(axis=1)))

@@ -11,14 +11,7 @@ from os.path import commonprefix
 import xxhash
 
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.lab.curves.reuse import (
-    PromptKeys,
-    PromptSize,
-    Reuse,
-    ReuseRecorder,
-    find_key_bytes,
-    read_prompt_keys,
-)
+from kv_pool.lab.curves.reuse import KEY_BYTES, PromptKeys, PromptSize, Reuse, ReuseRecorder, read_prompt_keys
 from kv_pool.lab.settings import ReplaySettings
 from kv_pool.lab.trace import Trace
 
@@ -41,12 +34,11 @@ class UnitFinder:
     """
 
     def __init__(self, settings: ReplaySettings, trace: Trace, block_size: int) -> None:
-        key_bytes = find_key_bytes(trace, block_size)
         first = list(islice(read_prompt_keys(settings, trace, block_size), _REQUESTS_TO_CHOOSE_UNIT))
         self.unit = "session" if all(prompt.session_id is not None for prompt in first) else "root"
         # The root comes after the blocks that all these prompts begin with.
-        num_common = len(commonprefix([prompt.keys for prompt in first])) // key_bytes  # noqa: RUF071, no paths
-        self._root = slice(num_common * key_bytes, (num_common + 1) * key_bytes)
+        num_common = len(commonprefix([prompt.keys for prompt in first])) // KEY_BYTES  # noqa: RUF071, no paths
+        self._root = slice(num_common * KEY_BYTES, (num_common + 1) * KEY_BYTES)
 
     def find(self, prompt: PromptKeys) -> bytes:
         """Return the session or the root of a prompt; empty if it has none."""
@@ -106,9 +98,8 @@ def read_prompts(
     if rate is not None and not 0 < rate < 1:
         raise InvalidArgumentError(f"the sample's rate is {rate}; it must be above 0 and below 1")
     finder = None if rate is None else UnitFinder(settings, trace, block_size)
-    key_bytes = find_key_bytes(trace, block_size)
-    recorder = ReuseRecorder(block_size, key_bytes)
-    group_recorders = [ReuseRecorder(block_size, key_bytes) for _ in range(NUM_GROUPS if finder else 0)]
+    recorder = ReuseRecorder(block_size)
+    group_recorders = [ReuseRecorder(block_size) for _ in range(NUM_GROUPS if finder else 0)]
     sizes: list[PromptSize] = []
     first_ms, last_ms = float("inf"), 0.0
     for prompt in read_prompt_keys(settings, trace, block_size, has_output=has_output):
