@@ -93,6 +93,9 @@ class _Record(msgspec.Struct):
     tenant: object = None
 
 
+_decode = msgspec.json.Decoder(_Record).decode
+
+
 class Trace(LineReader):
     """A trace file. Each iteration reads it from the start.
 
@@ -151,19 +154,11 @@ class Trace(LineReader):
 
     def read_lines(self) -> Iterator[tuple[TraceRequest, bytes]]:
         """Yield each request with the text of its line, which may have other fields. Raises TraceError."""
-        decode = msgspec.json.Decoder(_Record).decode
+        return self.read(self._parse, f"; a trace has one JSON object per line, such as {_EXAMPLE_LINE}")
 
-        def parse(text: bytes, line: int) -> tuple[TraceRequest, bytes]:
-            record = decode(text)
-            try:
-                return self._parse(record, line), text
-            except ValueError as error:  # without the hint that this may be no trace
-                raise self.make_error(line, str(error)) from error
-
-        return self.read(parse, f"; a trace has one JSON object per line, such as {_EXAMPLE_LINE}")
-
-    def _parse(self, record: _Record, line: int) -> TraceRequest:
+    def _parse(self, text: bytes, line: int) -> tuple[TraceRequest, bytes]:
         """Return the request of a line. Raises ValueError, also with a number of ids that does not fit."""
+        record = _decode(text)
         token_ids = record.token_ids if record.token_ids is not None else record.prompt_token_ids
         hash_ids = record.hash_ids
         if (hash_ids is None) == (token_ids is None):
@@ -192,7 +187,7 @@ class Trace(LineReader):
                 raise ValueError("hash_ids in a trace of token ids")
             if self.block_size is not None:
                 check_blocks(input_length, len(hash_ids), self.block_size)
-        return request
+        return request, text
 
     def _check_first_lines(self) -> int | None:
         """Determine the kind of the trace and, unless given, its block size.

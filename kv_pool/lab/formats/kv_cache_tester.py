@@ -96,23 +96,21 @@ class KVCacheTesterReader(ForeignReader):
     def _read_sessions(self) -> Iterator[list[TraceRequest]]:
         """Yield the requests of each session, sorted by time."""
         for file in self._files:
-            if _has_lines(file):
-                yield from file.read(partial(self._parse_session, file.path))
-            else:
-                yield from file.read_whole(partial(self._parse_session, file.path, line=None))
+            has_lines = _has_lines(file)
+            yield from file.read(partial(self._parse_session, file.path, has_lines), is_whole=not has_lines)
 
-    def _parse_session(self, path: Path, text: bytes, line: int | None) -> list[TraceRequest]:
-        """Return a session's requests, sorted by time. `line` is None for a file of one session."""
+    def _parse_session(self, path: Path, has_lines: bool, text: bytes, line: int) -> list[TraceRequest]:
+        """Return the requests of a session, which may be one of several in its file, sorted by time."""
         number = self._num_sessions
         self._num_sessions += 1
         session = msgspec.json.decode(text, type=_Session)
         block_size = check_block_size(session.block_size, self.block_size)
-        unnamed = path.stem if line is None else f"{path.stem}-{line}"
+        unnamed = f"{path.stem}-{line}" if has_lines else path.stem
         name = str(session.id) if session.id is not None else unnamed
         scope = None if session.hash_id_scope == "global" else number
         start_ms = number * self._gap_s * 1000
         requests = [
-            _make_request(one, line or 1, start_ms + t * self._ms_per_unit, name, scope, block_size)
+            _make_request(one, line, start_ms + t * self._ms_per_unit, name, scope, block_size)
             for one, t in _flatten(session.requests, 0.0)
         ]
         if any(request.arrival_ms < start_ms for request in requests):
