@@ -20,6 +20,7 @@ from one capacity on, the block's own.
 """
 
 from bisect import bisect_left, insort
+from itertools import pairwise
 
 import numpy as np
 
@@ -203,14 +204,10 @@ class LruStack:
     def _list_thresholds(self, owner: int, position: int) -> list[int]:
         """Return the thresholds above a block, in ascending order."""
         found = [self._blank_from]
-        copies = self._copies
-        if copies:
-            for index in range(bisect_left(copies, (owner, 0, 0)), len(copies)):
-                copy_owner, copy_position, threshold = copies[index]
-                if copy_owner > owner or copy_position < position:
-                    found.append(threshold)
-            found.sort()
-        return found
+        for copy_owner, copy_position, threshold in self._copies[bisect_left(self._copies, (owner, 0, 0)) :]:
+            if copy_owner > owner or copy_position < position:
+                found.append(threshold)
+        return sorted(found)
 
     def _resolve(
         self,
@@ -224,27 +221,19 @@ class LruStack:
         for position, older in self._owners_of_older[owner].items():
             if not start <= position < end:
                 continue
-            chain = [*older, owner]
-            for index in range(len(older)):
-                holder = older[index]
-                num_before = 0
-                for other in self._older[holder]:
-                    num_before += other < position
+            for holder, newer in pairwise([*older, owner]):
+                num_before = sum(other < position for other in self._older[holder])
                 rank = self._count_above(holder) + num_before + 1
                 least = self._find_capacity(rank, self._list_thresholds(holder, position))
-                copies.append((chain[index + 1], position, least))
+                copies.append((newer, position, least))
                 resolved.append((holder, position))
 
     def _keep_older(self, number: int, owner: int, start: int, end: int) -> None:
         """Leave the blocks `start` to `end` where they are: request `number` computes new copies of them."""
-        known = self._owners_of_older.get(owner)
+        known = self._owners_of_older.get(owner, {})
         chains = self._owners_of_older.setdefault(number, {})
         for position in range(start, end):
-            chain: list[int] = []
-            if known is not None and position in known:
-                chain += known[position]
-            chain.append(owner)
-            chains[position] = chain
+            chains[position] = [*known.get(position, ()), owner]
             self._older.setdefault(owner, []).append(position)
 
     def _forget_owners(self, owner: int, start: int, end: int) -> None:
