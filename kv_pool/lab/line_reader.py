@@ -144,7 +144,9 @@ class LineReader:
     def __repr__(self) -> str:
         return f"<LineReader {str(self.path)!r}: {self.position:.0%} read>"
 
-    def read(self, parse: Callable[[bytes, int], _Item], first_line_hint: str = "") -> Iterator[_Item]:
+    def read(
+        self, parse: Callable[[bytes, int], _Item], first_line_hint: str = "", *, is_whole: bool = False
+    ) -> Iterator[_Item]:
         """Yield what `parse` returns for each line that is not blank.
 
         Args:
@@ -152,59 +154,36 @@ class LineReader:
                 that it raises makes the line broken.
             first_line_hint: added to the message of a JSON decoding error in the first line; a table of
                 comma-separated values gets another hint.
+            is_whole: the file counts as one line, also if it is blank.
         Raises:
             TraceError: a line is broken (the message has file and line number), or the file cannot be
                 decompressed.
         """
-        self._forget_broken()
-        size = self.path.stat().st_size or 1
-        with self.open() as raw:
-            for number, text in enumerate(self._read_texts(raw), 1):
-                self.position = raw.tell() / size
-                try:
-                    if text is None:
-                        raise self.make_error(
-                            number, f"the line has more than {self._max_line_bytes:,} bytes (max_line_bytes)"
-                        )
-                    if number == 1:
-                        for beginnings, kind in _FOREIGN_FILES:
-                            if text.startswith(beginnings):
-                                raise self.make_error(1, f"this is {kind}")
-                    text = text.removeprefix(BYTE_ORDER_MARK)
-                    if not text.strip():
-                        continue
-                    found = parse(text, number)
-                except UNDECODABLE as error:
-                    if number == 1 and text is not None and isinstance(error, msgspec.DecodeError):
-                        error = self.make_error(1, _describe_csv(text) or f"{error}{first_line_hint}")
-                    self.pass_broken(number, error)
-                    continue
-                yield found
-        self.position = 1.0
-
-    def read_whole(self, parse: Callable[[bytes], _Item]) -> Iterator[_Item]:
-        """Yield what `parse` returns for the whole file; nothing if the file is broken and skipped.
-
-        The file counts as one line: `max_line_bytes` is its maximum length, and `num_broken` is 0 or 1.
-        """
-        self._forget_broken()
-        content = bytearray()
-        try:
-            with self.open() as raw:
-                for text in self._read_texts(raw):
-                    if text is None or len(content) + len(text) > self._max_line_bytes:
-                        raise self.make_error(1, f"the file has more than {self._max_line_bytes:,} bytes")
-                    content += text
-            found = parse(bytes(content).removeprefix(BYTE_ORDER_MARK))
-        except UNDECODABLE as error:
-            self.pass_broken(1, error, "files")
-        else:
-            yield found
-
-    def _forget_broken(self) -> None:
         self.num_broken = 0
         self.first_broken = None
         self.position = 0.0
+        size = self.path.stat().st_size or 1
+        with self.open() as raw:
+            for number, text in enumerate(self._read_texts(raw, is_whole), 1):
+                self.position = raw.tell() / size
+                try:
+                    if isinstance(text, TraceError):
+                        raise text
+                    if number == 1:
+                        for beginnings, content in _FOREIGN_FILES:
+                            if text.startswith(beginnings):
+                                raise self.make_error(1, f"this is {content}")
+                    text = text.removeprefix(BYTE_ORDER_MARK)
+                    if not is_whole and not text.strip():
+                        continue
+                    found = parse(text, number)
+                except UNDECODABLE as error:
+                    if number == 1 and isinstance(error, msgspec.DecodeError) and isinstance(text, bytes):
+                        error = self.make_error(1, _describe_csv(text) or f"{error}{first_line_hint}")
+                    self.pass_broken(number, error, "files" if is_whole else "lines")
+                    continue
+                yield found
+        self.position = 1.0
 
     def pass_broken(self, line: int, error: Exception, kind: str = "lines") -> None:
         """Count a broken line, if such lines are skipped. Raises TraceError otherwise."""
@@ -226,8 +205,8 @@ class LineReader:
         except OSError as error:
             raise TraceError(f"{self.path}: cannot open: {error.strerror}") from error
 
-    def _read_texts(self, raw: BufferedReader) -> Iterator[bytes | None]:
-        """Yield the decompressed lines with their line ends; None for a line that is too long."""
+    def _read_texts(self, raw: BufferedReader, is_whole: bool) -> Iterator[bytes | TraceError]:
+        """Yield the decompressed lines with their line ends, or the whole file; an error for a broken one."""
         number = 1
         num_bytes = 0
         limit = self._max_line_bytes + 1  # and the line end
@@ -235,10 +214,14 @@ class LineReader:
         with decompress(raw, self.path) as lines:
             while True:
                 try:
-                    text = lines.readline(limit)
+                    text = lines.read(limit) if is_whole else lines.readline(limit)
                 except Exception as error:  # each decompressor has its own exceptions
-                    raise TraceError(f"{self.path}:{number}: cannot decompress: {error}") from error
-                if not text:
+                    damage = self.make_error(number, f"cannot decompress: {error}")
+                    if not is_whole:
+                        raise damage from error
+                    yield damage
+                    return
+                if not text and (number > 1 or not is_whole):
                     return
                 num_bytes += len(text)
                 if num_bytes > self._max_decompressed_bytes and lines is not raw:
@@ -248,8 +231,12 @@ class LineReader:
                         "(max_decompressed_bytes)",
                     )
                 is_at_end = len(text) < limit or text.endswith(b"\n")
-                if not is_inside:
-                    yield text if is_at_end else None
+                if not is_inside and is_at_end:
+                    yield text
+                elif not is_inside:
+                    kind = "file" if is_whole else "line"
+                    why = f"the {kind} has more than {self._max_line_bytes:,} bytes (max_line_bytes)"
+                    yield self.make_error(number, why)
                 is_inside = not is_at_end
                 number += is_at_end
 
@@ -257,7 +244,7 @@ class LineReader:
 def _describe_csv(text: bytes) -> str | None:
     """Return what to do with a file of comma-separated values; None if the first line is not of one."""
     try:
-        line = text.decode().strip()
+        line = text.partition(b"\n")[0].decode().strip()
     except UnicodeDecodeError:
         return None
     if "," not in line or line.startswith(("{", "[")):

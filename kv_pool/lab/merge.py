@@ -17,7 +17,6 @@ PARTITIONS = ("session", "tenant", "time")
 _UNNAMED = "none"
 
 _decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-_encode = msgspec.json.encode
 
 
 def name_tenants(traces: Sequence[Trace]) -> list[str]:
@@ -157,7 +156,6 @@ def split_trace(
                     part = f"{numbers.setdefault(part, len(numbers)) % num_parts:05}"
             parts.append(part, request.line, parts.encode(line) + b"\n")
             counts[parts.get_path(part)] += 1
-        parts.finish()
     return counts
 
 

@@ -25,7 +25,6 @@ MAX_ARRIVAL_MS = 1e17
 """Maximum arrival, three million years. A later one is broken."""
 
 _EXAMPLE_LINE = '{"timestamp": 0, "input_length": 600, "output_length": 52, "hash_ids": [0, 1]}'
-_MAX_HASH_ID = 2**64 - 1
 _CANDIDATE_BLOCK_SIZES = tuple(1 << power for power in range(13))
 _LINES_TO_INFER_FROM = 1000
 
@@ -94,6 +93,9 @@ class _Record(msgspec.Struct):
     tenant: object = None
 
 
+_decode = msgspec.json.Decoder(_Record).decode
+
+
 class Trace(LineReader):
     """A trace file. Each iteration reads it from the start.
 
@@ -152,19 +154,11 @@ class Trace(LineReader):
 
     def read_lines(self) -> Iterator[tuple[TraceRequest, bytes]]:
         """Yield each request with the text of its line, which may have other fields. Raises TraceError."""
-        decode = msgspec.json.Decoder(_Record).decode
+        return self.read(self._parse, f"; a trace has one JSON object per line, such as {_EXAMPLE_LINE}")
 
-        def parse(text: bytes, line: int) -> tuple[TraceRequest, bytes]:
-            record = decode(text)
-            try:
-                return self._parse(record, line), text
-            except ValueError as error:  # without the hint that this may be no trace
-                raise self.make_error(line, str(error)) from error
-
-        return self.read(parse, f"; a trace has one JSON object per line, such as {_EXAMPLE_LINE}")
-
-    def _parse(self, record: _Record, line: int) -> TraceRequest:
+    def _parse(self, text: bytes, line: int) -> tuple[TraceRequest, bytes]:
         """Return the request of a line. Raises ValueError, also with a number of ids that does not fit."""
+        record = _decode(text)
         token_ids = record.token_ids if record.token_ids is not None else record.prompt_token_ids
         hash_ids = record.hash_ids
         if (hash_ids is None) == (token_ids is None):
@@ -174,8 +168,7 @@ class Trace(LineReader):
             if input_length is not None and input_length != len(token_ids):
                 raise ValueError(f"input_length is {input_length} but there are {len(token_ids)} token ids")
             input_length = len(token_ids)
-            if token_ids and (min(token_ids) < 0 or max(token_ids) > _MAX_HASH_ID):
-                raise ValueError("a token id is not in 0..2**64-1")
+            check_ids(token_ids, "token id")
         if input_length is None:
             raise ValueError("a request with hash_ids needs its input_length")
         request = TraceRequest(
@@ -189,13 +182,12 @@ class Trace(LineReader):
             None if record.tenant is None else str(record.tenant),
         )
         if hash_ids is not None:
-            if hash_ids and (min(hash_ids) < 0 or max(hash_ids) > _MAX_HASH_ID):
-                raise ValueError("a hash id is not in 0..2**64-1")
+            check_ids(hash_ids, "hash id")
             if self._is_checked and self.block_size is None:
                 raise ValueError("hash_ids in a trace of token ids")
             if self.block_size is not None:
                 check_blocks(input_length, len(hash_ids), self.block_size)
-        return request
+        return request, text
 
     def _check_first_lines(self) -> int | None:
         """Determine the kind of the trace and, unless given, its block size.
@@ -246,6 +238,12 @@ def _name_session(record: _Record) -> str | None:
 def _fits(num_tokens: int, num_ids: int, block_size: int) -> bool:
     """Return True if `num_ids` cover `num_tokens`, with or without an id for a partial last block."""
     return num_ids in (num_tokens // block_size, -(-num_tokens // block_size))
+
+
+def check_ids(ids: Sequence[int], kind: str) -> None:
+    """Raise ValueError if an id, of this kind in words, is not one of 64 bits."""
+    if ids and (min(ids) < 0 or max(ids) >= 2**64):
+        raise ValueError(f"a {kind} is not in 0..2**64-1")
 
 
 def check_lengths(input_length: int, output_length: int, arrival_ms: float) -> None:

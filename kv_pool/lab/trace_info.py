@@ -4,16 +4,17 @@ from array import array
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate, takewhile
+from itertools import accumulate, pairwise, takewhile
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from kv_pool.core.block_hash import BlockHasher
 from kv_pool.lab.replay_request import CONVENTIONS
 from kv_pool.lab.report import InfiniteCache, OnProgress, find_rank, find_share
 from kv_pool.lab.tables import Fact, Report, ReportTable, make_facts, show_share
-from kv_pool.lab.trace import Trace, TraceRequest
+from kv_pool.lab.trace import Trace
 
 _MS_PER_MINUTE = 60_000
 
@@ -100,127 +101,111 @@ def describe_trace(
     Raises:
         TraceError: the trace cannot be read.
 
-    Memory: about 150 bytes per distinct block and session, and 24 bytes per request.
+    Memory: about 150 bytes per distinct block and session, and 40 bytes per request.
     """
     block_size = trace.block_size or token_block_size
-    info = TraceInfo(str(trace.path), trace.digest(), block_size)
-    counts = _Counts(info)
     hasher = BlockHasher("xxh3_128", "0", block_size)
-    for request in trace:
-        counts.add(request, request.hash_ids or hasher.hash_blocks(request.token_ids or []))
-        if on_progress is not None and info.requests % 100 == 0:
-            on_progress(f"{info.requests:,} requests", trace.position)
-    counts.finish()
-    info.broken_lines = trace.num_broken
+    uses = _BlockUses()
+    partial: set[_BlockKey] = set()
+    arrivals_ms, gaps_ms = array("d"), array("d")
+    inputs, outputs, num_ids, num_hits = array("q"), array("q"), array("q"), array("q")
+    turns: Counter[str] = Counter()
+    last_turn_ms: dict[str, float] = {}
+    tenants: set[str] = set()
+    for number, request in enumerate(trace, 1):
+        now_ms, session_id = request.arrival_ms, request.session_id
+        ids: Sequence[_BlockKey] = request.hash_ids or hasher.hash_blocks(request.token_ids or [])
+        arrivals_ms.append(now_ms)
+        inputs.append(request.input_length)
+        outputs.append(request.output_length)
+        num_ids.append(len(ids))
+        num_hits.append(uses.use(ids, now_ms))
+        if len(ids) * block_size > request.input_length:
+            partial.add(ids[-1])
+        if request.tenant is not None:
+            tenants.add(request.tenant)
+        if session_id is not None:
+            turns[session_id] += 1
+            if session_id in last_turn_ms:
+                gaps_ms.append(max(0.0, now_ms - last_turn_ms[session_id]))
+            last_turn_ms[session_id] = now_ms
+        if on_progress is not None and number % 100 == 0:
+            on_progress(f"{number:,} requests", trace.position)
+    num_distinct, num_reused = len(uses.last_use_ms), len(uses.reused)
+    span_s = (max(arrivals_ms) - arrivals_ms[0]) / 1000
+    info = TraceInfo(
+        str(trace.path),
+        trace.digest(),
+        block_size,
+        requests=len(inputs),
+        broken_lines=trace.num_broken,
+        tokens_in=sum(inputs),
+        tokens_out=sum(outputs),
+        blocks_looked_up=sum(num_ids),
+        distinct_blocks=num_distinct,
+        blocks_used_once=num_distinct - num_reused,
+        share_used_once=find_share(num_distinct - num_reused, num_distinct),
+        uses_per_reused_block=1 + uses.num_reuses / num_reused if num_reused else 0.0,
+        inconsistent_requests=uses.num_inconsistent,
+        sessions=len(turns),
+        tenants=len(tenants),
+        turns=summarize(turns.values()),
+        turn_gaps_s=summarize(gap / 1000 for gap in gaps_ms),
+        span_s=span_s,
+        requests_per_s=find_share(len(inputs), span_s),
+        busiest_minute=max(Counter(ms // _MS_PER_MINUTE for ms in arrivals_ms).values()),
+        late_requests=sum(later < earlier for earlier, later in pairwise(arrivals_ms)),
+        input_length=summarize(inputs),
+        output_length=summarize(outputs),
+        blocks_per_request=summarize(num_ids),
+        reuse_distance_s=summarize_counts(
+            {distance / 1000: count for distance, count in uses.distances_ms.items()}
+        ),
+    )
+    in_tokens, in_ids, in_hits = (np.array(one, dtype=np.int64) for one in (inputs, num_ids, num_hits))
+    for convention in CONVENTIONS:
+        is_ids = convention.startswith("ids")
+        looked_up = in_ids if is_ids else np.minimum(in_tokens // block_size, in_ids)
+        most = (in_tokens - 1) // block_size if convention.endswith("_cap") else looked_up
+        hits = np.minimum(in_hits, np.minimum(looked_up, most))
+        found = info.ceilings[convention] = InfiniteCache(
+            num_distinct if is_ids else num_distinct - len(partial),
+            int(hits.sum()),
+            int(np.minimum(hits * block_size, in_tokens).sum()),
+        )
+        found.set_rates(int(looked_up.sum()), info.tokens_in)
     return info
 
 
-class _Counts:
-    """The counts of one pass over a trace."""
+class _BlockUses:
+    """The uses of blocks by the prompts of a trace, in its order.
 
-    def __init__(self, info: TraceInfo) -> None:
-        self._info = info
-        self._last_use_ms: dict[_BlockKey, float] = {}
-        self._reused: set[_BlockKey] = set()
-        self._partial: set[_BlockKey] = set()
-        self._num_reuses = 0
-        self._distances_ms: Counter[int] = Counter()
-        self._turns: Counter[str] = Counter()
-        self._last_turn_ms: dict[str, float] = {}
-        self._tenants: set[str] = set()
-        self._minutes: Counter[int] = Counter()
-        self._gaps_ms = array("d")
-        self._inputs = array("q")
-        self._outputs = array("q")
-        self._num_ids = array("q")
-        self._first_ms: float | None = None
-        self._last_ms = 0.0
-        self._highest_ms = 0.0
-        self._full_blocks = 0
-        self._ceilings = {convention: InfiniteCache() for convention in CONVENTIONS}
+    Attributes:
+        last_use_ms: of each block.
+        reused: the blocks used twice or more, and `num_reuses` how often in all.
+        distances_ms: number of reuses by the time since the use before, to three digits.
+        num_inconsistent: as `TraceInfo.inconsistent_requests`.
+    """
 
-    def add(self, request: TraceRequest, ids: Sequence[_BlockKey]) -> None:
-        info, now_ms = self._info, request.arrival_ms
-        info.requests += 1
-        info.tokens_in += request.input_length
-        info.tokens_out += request.output_length
-        info.blocks_looked_up += len(ids)
-        self._inputs.append(request.input_length)
-        self._outputs.append(request.output_length)
-        self._num_ids.append(len(ids))
-        if self._first_ms is None:
-            self._first_ms = now_ms
-        elif now_ms < self._last_ms:
-            info.late_requests += 1
-        self._last_ms = now_ms
-        self._highest_ms = max(self._highest_ms, now_ms)
-        self._minutes[int(now_ms // _MS_PER_MINUTE)] += 1
-        if request.tenant is not None:
-            self._tenants.add(request.tenant)
-        if request.session_id is not None:
-            self._turns[request.session_id] += 1
-            earlier_ms = self._last_turn_ms.get(request.session_id)
-            if earlier_ms is not None:
-                self._gaps_ms.append(max(0.0, now_ms - earlier_ms))
-            self._last_turn_ms[request.session_id] = now_ms
-        num_hits = self._use_blocks(ids, now_ms)
-        if len(ids) * info.block_size > request.input_length:
-            self._partial.add(ids[-1])
-        self._count_hits(request, len(ids), num_hits)
+    def __init__(self) -> None:
+        self.last_use_ms: dict[_BlockKey, float] = {}
+        self.reused: set[_BlockKey] = set()
+        self.num_reuses = 0
+        self.distances_ms: Counter[int] = Counter()
+        self.num_inconsistent = 0
 
-    def _use_blocks(self, ids: Sequence[_BlockKey], now_ms: float) -> int:
+    def use(self, ids: Sequence[_BlockKey], now_ms: float) -> int:
         """Note the use of a prompt's blocks. Return the number of leading blocks used before."""
-        last_use_ms = self._last_use_ms
+        last_use_ms = self.last_use_ms
         hits: list[_BlockKey] = list(takewhile(last_use_ms.__contains__, ids))
         for used_ms, num_blocks in Counter(map(last_use_ms.__getitem__, hits)).items():
-            self._distances_ms[_round(now_ms - used_ms)] += num_blocks
-        self._reused.update(hits)
-        self._num_reuses += len(hits)
+            self.distances_ms[_round(now_ms - used_ms)] += num_blocks
+        self.reused.update(hits)
+        self.num_reuses += len(hits)
         num_known = len(last_use_ms)
         last_use_ms.update(dict.fromkeys(ids, now_ms))
-        if len(last_use_ms) - num_known != len(ids) - len(hits):
-            self._info.inconsistent_requests += 1
+        self.num_inconsistent += len(last_use_ms) - num_known != len(ids) - len(hits)
         return len(hits)
-
-    def _count_hits(self, request: TraceRequest, num_ids: int, num_hits: int) -> None:
-        block_size = self._info.block_size
-        num_full = request.input_length // block_size
-        num_capped = (request.input_length - 1) // block_size
-        self._full_blocks += min(num_full, num_ids)
-        for convention, found in self._ceilings.items():
-            limit = num_ids if convention.startswith("ids") else num_full
-            if convention.endswith("_cap"):
-                limit = min(limit, num_capped)
-            num_blocks = min(num_hits, limit)
-            found.tokens_hit += min(num_blocks * block_size, request.input_length)
-            found.blocks_hit += num_blocks
-
-    def finish(self) -> None:
-        """Fill in the figures that need all requests."""
-        info = self._info
-        info.distinct_blocks = len(self._last_use_ms)
-        info.blocks_used_once = info.distinct_blocks - len(self._reused)
-        info.share_used_once = find_share(info.blocks_used_once, info.distinct_blocks)
-        if self._reused:
-            info.uses_per_reused_block = 1 + self._num_reuses / len(self._reused)
-        info.sessions = len(self._turns)
-        info.tenants = len(self._tenants)
-        info.turns = summarize(self._turns.values())
-        info.turn_gaps_s = summarize(gap / 1000 for gap in self._gaps_ms)
-        info.span_s = (self._highest_ms - (self._first_ms or 0.0)) / 1000
-        info.requests_per_s = find_share(info.requests, info.span_s)
-        info.busiest_minute = max(self._minutes.values(), default=0)
-        info.input_length = summarize(self._inputs)
-        info.output_length = summarize(self._outputs)
-        info.blocks_per_request = summarize(self._num_ids)
-        info.reuse_distance_s = summarize_counts(
-            {distance / 1000: count for distance, count in self._distances_ms.items()}
-        )
-        for convention, found in self._ceilings.items():
-            is_ids = convention.startswith("ids")
-            found.num_blocks = info.distinct_blocks - (0 if is_ids else len(self._partial))
-            found.set_rates(info.blocks_looked_up if is_ids else self._full_blocks, info.tokens_in)
-        info.ceilings = self._ceilings
 
 
 def _round(distance_ms: float) -> int:

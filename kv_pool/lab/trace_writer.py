@@ -5,7 +5,7 @@ import lzma
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -52,6 +52,24 @@ def writing(path: str, what: str) -> Iterator[None]:
 
 
 @contextmanager
+def _replacing(path: str, what: str, written: Mapping[str, str]) -> Iterator[None]:
+    """Give files their names at the end of the `with` block; after an error, they are deleted.
+
+    Args:
+        path, what: for the error message, as in `writing`.
+        written: the temporary name of each file, by its name. The block may add others.
+    """
+    try:
+        with writing(path, what):
+            yield
+            for name, temporary in written.items():
+                os.replace(temporary, name)
+    finally:
+        for temporary in written.values():
+            Path(temporary).unlink(missing_ok=True)
+
+
+@contextmanager
 def open_trace_writer(path: str) -> Iterator[WriteLine]:
     """Create a trace file and yield a function that writes one line to it.
 
@@ -64,21 +82,18 @@ def open_trace_writer(path: str) -> Iterator[WriteLine]:
     """
     check_can_write(path, "the trace")
     is_device = Path(path).exists() and not Path(path).is_file()
-    written = path if is_device else f"{path}.{os.getpid()}.part"
-    try:
-        with writing(path, "the trace"):
-            with open_stream(path, written) as file:
-                encode = msgspec.json.Encoder().encode
+    written = {} if is_device else {path: _name_temporary(path)}
+    with _replacing(path, "the trace", written), open_stream(path, written.get(path, path)) as file:
+        encode = msgspec.json.Encoder().encode
 
-                def write(line: object) -> None:
-                    file.write(encode(line) + b"\n")
+        def write(line: object) -> None:
+            file.write(encode(line) + b"\n")
 
-                yield write
-            if not is_device:
-                os.replace(written, path)
-    finally:
-        if not is_device:
-            Path(written).unlink(missing_ok=True)
+        yield write
+
+
+def _name_temporary(path: str) -> str:
+    return f"{path}.{os.getpid()}.part"
 
 
 def import_zstd(path: str | Path, doing: str) -> Any:
@@ -143,7 +158,7 @@ class PartFiles:
         self._buffered[path] += data
         self._num_buffered += len(data)
         if self._num_buffered >= _MAX_BUFFERED_BYTES:
-            self._flush()
+            self.flush()
 
     def get_path(self, part: str) -> str:
         """Return the path of a part that has data."""
@@ -156,24 +171,19 @@ class PartFiles:
         self._names.add(found.lower())
         return found
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Write the data that is collected."""
         for path, data in self._buffered.items():
-            written = self.written.setdefault(path, f"{path}.{os.getpid()}.part")
-            with open_stream(path, written, append=True) as file:
+            temporary = self.written.setdefault(path, _name_temporary(path))
+            with open_stream(path, temporary, append=True) as file:
                 file.write(data)
         self._buffered.clear()
         self._num_buffered = 0
 
-    def finish(self) -> None:
-        """Give all files their names."""
-        self._flush()
-        for path, written in self.written.items():
-            os.replace(written, path)
-
 
 @contextmanager
 def open_parts(pattern: str) -> Iterator[PartFiles]:
-    """Yield the files of a pattern. They get their names in `PartFiles.finish`.
+    """Yield the files of a pattern. They get their names when the `with` block ends without an error.
 
     Args:
         pattern: path of the files, with `{part}` for the name of a part. Characters of names other than
@@ -189,9 +199,6 @@ def open_parts(pattern: str) -> Iterator[PartFiles]:
     if obstacle is not None:
         raise TraceError(f"{pattern}: cannot write the parts: {obstacle}")
     parts = PartFiles(pattern)
-    try:
-        with writing(pattern, "the parts"):
-            yield parts
-    finally:
-        for written in parts.written.values():
-            Path(written).unlink(missing_ok=True)
+    with _replacing(pattern, "the parts", parts.written):
+        yield parts
+        parts.flush()

@@ -64,77 +64,49 @@ def sum_by_unit(counts: NDArray[np.int64], unit_of: NDArray[np.int64], num_units
     return sums
 
 
-class _Samples:
-    """The sums of each sample of a trace's units: of prompt sizes, of the hits of runs and of the optimum.
+def _sample_hits(
+    references: References, runs: Runs, num_samples: int, seed: int
+) -> dict[tuple[str, int], _Sums]:
+    """Return the sums of each sample of a trace's units, by policy and capacity: block hits and token hits.
 
-    It fills in the rows of the trace.
-
-    Args:
-        references: of the trace.
-        runs: of the trace.
-        num_samples: 0 for none; a trace with a single unit has none either.
+    Of ("", 0) they are those of the prompts: blocks and tokens. The token hits of the optimum are not known.
+    A trace with a single unit has no samples.
     """
+    num_requests, num_units = references.requests, references.units
+    counts = {("", 0): unpack(references.sizes, num_requests, 2)}
+    for name, run in runs.items():
+        if isinstance(run, PolicyRun):
+            counts[name] = unpack(run.hits, num_requests, 2)
+    for point in references.points:
+        counts[OPTIMUM, point.num_blocks] = np.repeat(unpack(point.hits, num_requests), 2, axis=1)
+    unit_of = unpack(references.unit_of, num_requests)[:, 0]
+    by_unit = sum_by_unit(np.hstack(list(counts.values())), unit_of, num_units)
+    sums = resample(by_unit, num_samples if num_units > 1 else 0, seed)
+    return dict(zip(counts, np.split(sums, len(counts), axis=1), strict=True))
 
-    def __init__(self, references: References, runs: Runs, num_samples: int, seed: int) -> None:
-        self._references = references
-        num_requests, num_units = references.requests, references.units
-        unit_of = unpack(references.unit_of, num_requests)[:, 0]
-        counts = [unpack(references.sizes, num_requests, 2)]
-        places: dict[tuple[str, int], int] = {}
-        for name, run in runs.items():
-            if isinstance(run, PolicyRun):
-                places[name] = 2 * len(counts)
-                counts.append(unpack(run.hits, num_requests, 2))
-        num_columns = 2 * len(counts)
-        for number, point in enumerate(references.points):
-            places[OPTIMUM, point.num_blocks] = num_columns + number
-            counts.append(unpack(point.hits, num_requests))
-        self._places = places
-        by_unit = sum_by_unit(np.hstack(counts), unit_of, num_units)
-        self._sums = resample(by_unit, num_samples if num_units > 1 else 0, seed)
 
-    def find_above_lru(self, policy: str, num_blocks: int) -> tuple[float, float] | None:
-        """Return the interval of the token hit rate minus that of LRU."""
-        tokens_in = self._sums[:, _TOKENS]
-        with np.errstate(divide="ignore", invalid="ignore"):
-            difference = self._get(policy, num_blocks, _TOKENS) - self._get(LRU, num_blocks, _TOKENS)
-            return find_interval(difference / tokens_in)
+def _fill_hits(
+    row: ComparisonRow, found: PolicyRun | CurveCounts | InfiniteCache, references: References
+) -> None:
+    """Set the counts and rates of a row."""
+    row.blocks_hit, row.tokens_hit = found.blocks_hit, found.tokens_hit
+    row.blocks_missed = references.blocks_looked_up - found.blocks_hit
+    row.block_hit_rate = find_share(found.blocks_hit, references.blocks_looked_up)
+    row.token_hit_rate = find_share(found.tokens_hit, references.tokens_in)
 
-    def find_gap_closed(self, policy: str, num_blocks: int) -> tuple[float, float] | None:
-        """Return the interval of the share of the gap; None if the gap of some sample is not above 0."""
-        lru = self._get(LRU, num_blocks, _BLOCKS)
-        gap = self._get(OPTIMUM, num_blocks, _BLOCKS) - lru
-        if not len(gap) or gap.min() <= 0:
-            return None
-        return find_interval((self._get(policy, num_blocks, _BLOCKS) - lru) / gap)
 
-    def fill_hits(self, row: ComparisonRow, found: PolicyRun | CurveCounts | InfiniteCache) -> None:
-        """Set the counts and rates of a row."""
-        num_blocks, num_tokens = self._references.blocks_looked_up, self._references.tokens_in
-        row.blocks_hit, row.tokens_hit = found.blocks_hit, found.tokens_hit
-        row.blocks_missed = num_blocks - found.blocks_hit
-        row.block_hit_rate = find_share(found.blocks_hit, num_blocks)
-        row.token_hit_rate = find_share(found.tokens_hit, num_tokens)
-
-    def fill_comparison(
-        self,
-        row: ComparisonRow,
-        found: PolicyRun | CurveCounts,
-        lru: PolicyRun,
-        optimum: CurveCounts | None,
-    ) -> None:
-        """Set the differences of a row to LRU and to the optimum, with their intervals."""
-        row.above_lru = (found.tokens_hit - lru.tokens_hit) / self._references.tokens_in
-        if optimum is not None and optimum.blocks_hit != lru.blocks_hit:
-            row.gap_closed = (found.blocks_hit - lru.blocks_hit) / (optimum.blocks_hit - lru.blocks_hit)
-        if row.policy not in (LRU, OPTIMUM):
-            at, unknown = (row.policy, row.num_blocks), (None, None)
-            row.above_lru_low, row.above_lru_high = self.find_above_lru(*at) or unknown
-            if row.gap_closed is not None:
-                row.gap_closed_low, row.gap_closed_high = self.find_gap_closed(*at) or unknown
-
-    def _get(self, policy: str, num_blocks: int, kind: int) -> _Sums:
-        return self._sums[:, self._places[policy, num_blocks] + kind]
+def _fill_intervals(row: ComparisonRow, samples: dict[tuple[str, int], _Sums]) -> None:
+    """Set the intervals of a row's differences to LRU and to the optimum, which the row has."""
+    unknown = None, None
+    lru = samples[LRU, row.num_blocks]
+    above = samples[row.policy, row.num_blocks] - lru
+    with np.errstate(divide="ignore", invalid="ignore"):
+        found = find_interval(above[:, _TOKENS] / samples["", 0][:, _TOKENS])
+    row.above_lru_low, row.above_lru_high = found or unknown
+    if row.gap_closed is not None:
+        gap = (samples[OPTIMUM, row.num_blocks] - lru)[:, _BLOCKS]
+        found = find_interval(above[:, _BLOCKS] / gap) if (gap > 0).all() else None
+        row.gap_closed_low, row.gap_closed_high = found or unknown
 
 
 def compare_trace(
@@ -153,7 +125,7 @@ def compare_trace(
         runs: one for each policy and capacity.
         num_samples: samples for confidence intervals; 0 for none.
     """
-    samples = _Samples(references, runs, num_samples, seed)
+    samples = _sample_hits(references, runs, num_samples, seed)
     optimum_at = {point.num_blocks: point.optimum for point in references.points}
     rows = []
     for num_blocks in compared.capacities:
@@ -168,13 +140,18 @@ def compare_trace(
             if isinstance(found, Failure):
                 row.error = found.describe()
                 continue
-            samples.fill_hits(row, found)
+            _fill_hits(row, found, references)
             if isinstance(found, PolicyRun):
                 row.evictions, row.admitted, row.seconds = found.evictions, found.admitted, found.seconds
             if isinstance(lru, PolicyRun):
-                samples.fill_comparison(row, found, lru, optimum)
+                row.above_lru = (found.tokens_hit - lru.tokens_hit) / references.tokens_in
+                if optimum is not None and optimum.blocks_hit != lru.blocks_hit:
+                    gap = optimum.blocks_hit - lru.blocks_hit
+                    row.gap_closed = (found.blocks_hit - lru.blocks_hit) / gap
+                if policy not in (LRU, OPTIMUM):
+                    _fill_intervals(row, samples)
     ceiling = ComparisonRow(CEILING, references.infinite_cache.num_blocks, "curve")
-    samples.fill_hits(ceiling, references.infinite_cache)
+    _fill_hits(ceiling, references.infinite_cache, references)
     rows.append(ceiling)
     facts = msgspec.structs.asdict(references)
     return TraceComparison(

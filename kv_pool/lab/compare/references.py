@@ -10,7 +10,7 @@ from kv_pool.lab.compare.comparison import ComparedTrace
 from kv_pool.lab.compare.policy_run import Origin, pack
 from kv_pool.lab.curves.curve_report import CurveCounts
 from kv_pool.lab.curves.estimates import Estimates
-from kv_pool.lab.curves.reuse import ReuseRecorder, find_key_bytes, read_prompt_keys
+from kv_pool.lab.curves.reuse import ReuseRecorder, read_prompt_keys
 from kv_pool.lab.curves.sampling import UnitFinder
 from kv_pool.lab.report import InfiniteCache
 from kv_pool.lab.settings import ReplaySettings, find_block_size
@@ -90,12 +90,12 @@ def measure_references(compared: ComparedTrace, origin: Origin) -> References:
     numbers: dict[bytes, int] = {}
     unit_of = array("q")
     sizes: list[tuple[int, int]] = []
-    recorder = ReuseRecorder(block_size, find_key_bytes(trace, block_size))
+    recorder = ReuseRecorder(block_size)
     curves: Estimates | None = None
     obstacle = find_obstacle(settings)
     for prompt in read_prompt_keys(settings, trace, block_size):
         unit_of.append(numbers.setdefault(finder.find(prompt), len(numbers)))
-        sizes.append((prompt.num_cacheable, prompt.input_length))
+        sizes.append((prompt.size.num_cacheable, prompt.size.input_length))
         if obstacle is None:
             try:
                 recorder.add(prompt)

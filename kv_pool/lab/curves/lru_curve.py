@@ -20,10 +20,11 @@ from one capacity on, the block's own.
 """
 
 from bisect import bisect_left, insort
+from itertools import pairwise
 
 import numpy as np
 
-from kv_pool.lab.curves.reuse import Reuse, admit
+from kv_pool.lab.curves.reuse import Piece, PromptSize, Reuse, admit
 
 
 class LruCurve:
@@ -44,7 +45,7 @@ class LruCurve:
     def __init__(self, reuse: Reuse, rate: float = 1.0) -> None:
         self._reuse = reuse
         self._rate = rate
-        self._sizes = np.unique(np.array(reuse.num_blocks))
+        self._sizes = np.unique([size.num_blocks for size in reuse.sizes])
         self._passes: dict[int, _StepFunctions] = {}
 
     def count_hits(self, capacity: int) -> tuple[int, int]:
@@ -72,8 +73,8 @@ class _StepFunctions:
 
     def __init__(self, reuse: Reuse, rate: float) -> None:
         stack = LruStack(reuse, 1 / rate)
-        for number, (owners, ends) in enumerate(reuse.list_pieces()):
-            stack.access(number, owners, ends)
+        for number, (size, pieces) in enumerate(reuse.list_pieces()):
+            stack.access(number, size, pieces)
         self._block_size = reuse.block_size
         self._bends, changes = _sort(stack.slopes)
         self.last_bend = int(self._bends[-1]) - 1 if len(changes) else 1
@@ -114,7 +115,6 @@ class LruStack:
     def __init__(self, reuse: Reuse, scale: float = 1.0) -> None:
         self.slopes: dict[int, int] = {}
         self.missing_tokens: dict[int, int] = {}
-        self._reuse = reuse
         self._block_size = reuse.block_size
         self._scale = scale
         self._tree = [0] * (len(reuse) + 1)  # a Fenwick tree: blocks per request
@@ -126,21 +126,18 @@ class LruStack:
         # Copies that no hit will touch: their request, position in it and threshold, in this order.
         self._copies: list[tuple[int, int, int]] = []
 
-    def access(self, number: int, owners: list[int], ends: list[int]) -> None:
+    def access(self, number: int, size: PromptSize, pieces: list[Piece]) -> None:
         """Count the hits of a request, and move its blocks to the top.
 
         Args:
             number: of the request, counted from 0.
-            owners, ends: its pieces, as in `Reuse`.
         """
-        num_cacheable, max_hit = self._reuse.num_cacheable[number], self._reuse.max_hit[number]
-        input_length = self._reuse.input_length[number]
+        num_cacheable, num_blocks, max_hit, input_length = size
         start = 0
         last = _NEVER
         new_copies: list[tuple[int, int, int]] = []
         resolved: list[tuple[int, int]] = []
-        for index in range(len(owners)):
-            owner, end = owners[index], ends[index]
+        for owner, end in pieces:
             rank = self._count_above(owner) + len(self._older.get(owner, ())) + 1
             if self._scale != 1.0:  # the blocks above are `start` of its own, and others
                 rank = start + 1 + round((rank - start - 1) * self._scale)
@@ -159,8 +156,7 @@ class LruStack:
         for copy in new_copies:
             insort(self._copies, copy)
         start = 0
-        for index in range(len(owners)):
-            owner, end = owners[index], ends[index]
+        for owner, end in pieces:
             hit_end = max(start, min(end, max_hit))
             if hit_end > start:
                 self._add(owner, start - hit_end)
@@ -170,7 +166,7 @@ class LruStack:
             start = end
         if num_cacheable:
             self._add(number, num_cacheable)
-        if self._reuse.num_blocks[number] > num_cacheable:
+        if num_blocks > num_cacheable:
             self._blank_from = 0
         elif max_hit < num_cacheable or known < num_cacheable:
             self._blank_from = _NEVER
@@ -208,14 +204,10 @@ class LruStack:
     def _list_thresholds(self, owner: int, position: int) -> list[int]:
         """Return the thresholds above a block, in ascending order."""
         found = [self._blank_from]
-        copies = self._copies
-        if copies:
-            for index in range(bisect_left(copies, (owner, 0, 0)), len(copies)):
-                copy_owner, copy_position, threshold = copies[index]
-                if copy_owner > owner or copy_position < position:
-                    found.append(threshold)
-            found.sort()
-        return found
+        for copy_owner, copy_position, threshold in self._copies[bisect_left(self._copies, (owner, 0, 0)) :]:
+            if copy_owner > owner or copy_position < position:
+                found.append(threshold)
+        return sorted(found)
 
     def _resolve(
         self,
@@ -229,27 +221,19 @@ class LruStack:
         for position, older in self._owners_of_older[owner].items():
             if not start <= position < end:
                 continue
-            chain = [*older, owner]
-            for index in range(len(older)):
-                holder = older[index]
-                num_before = 0
-                for other in self._older[holder]:
-                    num_before += other < position
+            for holder, newer in pairwise([*older, owner]):
+                num_before = sum(other < position for other in self._older[holder])
                 rank = self._count_above(holder) + num_before + 1
                 least = self._find_capacity(rank, self._list_thresholds(holder, position))
-                copies.append((chain[index + 1], position, least))
+                copies.append((newer, position, least))
                 resolved.append((holder, position))
 
     def _keep_older(self, number: int, owner: int, start: int, end: int) -> None:
         """Leave the blocks `start` to `end` where they are: request `number` computes new copies of them."""
-        known = self._owners_of_older.get(owner)
+        known = self._owners_of_older.get(owner, {})
         chains = self._owners_of_older.setdefault(number, {})
         for position in range(start, end):
-            chain: list[int] = []
-            if known is not None and position in known:
-                chain += known[position]
-            chain.append(owner)
-            chains[position] = chain
+            chains[position] = [*known.get(position, ()), owner]
             self._older.setdefault(owner, []).append(position)
 
     def _forget_owners(self, owner: int, start: int, end: int) -> None:

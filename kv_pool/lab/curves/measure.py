@@ -8,7 +8,7 @@ import numpy as np
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.lab.curves.curve_report import CurveCounts, CurvePoint, CurveReport, CurveSample, locate_knee
 from kv_pool.lab.curves.estimates import Estimates
-from kv_pool.lab.curves.sampling import Sampler, read_prompts
+from kv_pool.lab.curves.sampling import read_prompts
 from kv_pool.lab.report import OnProgress, make_provenance
 from kv_pool.lab.settings import ReplaySettings, find_block_size
 
@@ -61,12 +61,12 @@ def measure_curves(
     started = perf_counter()
     trace = settings.open_trace()
     block_size = find_block_size(settings.block_size, trace)
-    sampler = None if sample_rate is None else Sampler(settings, trace, block_size, sample_rate)
-    read = read_prompts(settings, trace, block_size, sampler, lambda share: notify("reading", share))
+    read = read_prompts(settings, trace, block_size, lambda share: notify("reading", share), rate=sample_rate)
     read_at = perf_counter()
     read.reuse.on_share = lambda share: notify("LRU", share)
     estimates = Estimates(read.reuse, read.groups, sample_rate or 1.0)
-    largest = max(read.num_blocks, default=1)
+    sizes = np.sort([size.num_blocks for size in read.sizes])
+    largest = int(max(sizes, default=1))
     if capacities is None:
         capacities = choose_capacities(largest, estimates.lru.find_least_full_capacity())
     capacities = sorted(set(capacities))
@@ -77,21 +77,20 @@ def measure_curves(
     for capacity in capacities:
         of_optimum.append(estimates.count_optimum(capacity))
     optimum_at = perf_counter()
-    sizes = np.sort(np.array(read.num_blocks))
     num_fitting = np.searchsorted(sizes, capacities, "right").tolist()
     points = [
         CurvePoint(capacity, len(sizes) - fitting, lru, optimum)
         for capacity, fitting, lru, optimum in zip(capacities, num_fitting, of_lru, of_optimum, strict=True)
     ]
     sample = None
-    if sampler is not None:
-        sample = CurveSample(sampler.rate, sampler.unit, len(read.reuse), len(read.groups))
+    if sample_rate is not None and read.unit is not None:
+        sample = CurveSample(sample_rate, read.unit, len(read.reuse), len(read.groups))
     return CurveReport(
         block_size=block_size,
         convention=settings.convention,
         requests=len(sizes),
-        blocks_looked_up=read.blocks_looked_up,
-        tokens_in=read.tokens_in,
+        blocks_looked_up=sum(size.num_cacheable for size in read.sizes),
+        tokens_in=sum(size.input_length for size in read.sizes),
         largest_request=largest,
         optimum_blocks=estimates.optimum_blocks,
         optimum_tokens=estimates.optimum_tokens,

@@ -18,7 +18,7 @@ Frontiers, 2017), for one capacity and for intervals of many blocks.
 
 from array import array
 
-from kv_pool.lab.curves.reuse import Reuse, admit
+from kv_pool.lab.curves.reuse import Piece, PromptSize, Reuse, admit
 
 
 class OptimumCurve:
@@ -44,10 +44,7 @@ class OptimumCurve:
         self._rate = rate
         self._passes: dict[int, tuple[int, int]] = {}
         block_size = reuse.block_size
-        self.has_optimal_tokens = all(
-            max_hit * block_size <= input_length
-            for max_hit, input_length in zip(reuse.max_hit, reuse.input_length, strict=True)
-        )
+        self.has_optimal_tokens = all(size.max_hit * block_size <= size.input_length for size in reuse.sizes)
         self.is_prefix_closed = not reuse.num_recomputed
 
     def count_hits(self, capacity: int) -> tuple[int, int]:
@@ -70,7 +67,7 @@ class OptimumCurve:
         if len(admitted) == len(self._reuse):
             return admitted
         left = iter(admitted)
-        return array("q", [next(left) if size <= capacity else 0 for size in self._reuse.num_blocks])
+        return array("q", [next(left) if size.num_blocks <= capacity else 0 for size in self._reuse.sizes])
 
     def bound_tokens(self, capacity: int) -> int:
         """Return an upper bound of the token hits: the most possible if `has_optimal_tokens`."""
@@ -83,16 +80,15 @@ class OptimumCurve:
 
     def _replay(self, reuse: Reuse, capacity: int) -> "array[int]":
         """Return the block hits of each request, and keep their sum for `count_hits`."""
-        one_pass = _OptimumPass(reuse)
+        one_pass = _OptimumPass(len(reuse))
         block_size = reuse.block_size
         num_tokens = 0
         hits = array("q")
-        for number, (owners, ends) in enumerate(reuse.list_pieces()):
-            num_kept_across = round((capacity - reuse.num_blocks[number]) * self._rate)
-            one_pass.access(number, num_kept_across, owners, ends)
-            num_tokens += min(one_pass.hits * block_size, reuse.input_length[number])
-            hits.append(one_pass.hits)
-        self._passes[capacity] = one_pass.num_hits, num_tokens
+        for number, (size, pieces) in enumerate(reuse.list_pieces()):
+            num_kept_across = round((capacity - size.num_blocks) * self._rate)
+            hits.append(one_pass.access(number, num_kept_across, size, pieces))
+            num_tokens += min(hits[-1] * block_size, size.input_length)
+        self._passes[capacity] = sum(hits), num_tokens
         return hits
 
 
@@ -100,47 +96,37 @@ class _OptimumPass:
     """Counts the hits of optimal replacement at one capacity. Each `access` is one request, in order.
 
     Args:
-        reuse: the requests.
-
-    Attributes:
-        hits: blocks of the last request that are hits, from its head.
-        num_hits: block hits of all requests.
+        num_requests: number of requests.
     """
 
-    def __init__(self, reuse: Reuse) -> None:
-        self._reuse = reuse
-        self.hits = 0
-        self.num_hits = 0
+    def __init__(self, num_requests: int) -> None:
         self._free = 0  # the sum of `_grown`
         # Entry n + 1 belongs to request n; entry 0 to the time before the first request.
-        self._grown = [0] * (len(reuse) + 1)
-        self._before = list(range(len(reuse) + 1))  # an entry at or before this one that may not be empty
+        self._grown = [0] * (num_requests + 1)
+        self._before = list(range(num_requests + 1))  # an entry at or before this one that may not be empty
 
-    def access(self, number: int, num_kept_across: int, owners: list[int], ends: list[int]) -> None:
-        """Count the hits of a request.
+    def access(self, number: int, num_kept_across: int, size: PromptSize, pieces: list[Piece]) -> int:
+        """Return the number of blocks of a request that are hits, from its head.
 
         Args:
             number: of the request, counted from 0.
             num_kept_across: blocks that the pool can keep for later while the request runs: the capacity
                 without all blocks of the request.
-            owners, ends: its pieces, as in `Reuse`.
         """
-        max_hit, num_cacheable = self._reuse.max_hit[number], self._reuse.num_cacheable[number]
         start = 0
-        for index in range(len(owners)):
+        for owner, end in pieces:
             # The first pieces are the shortest intervals, so a parent is kept in preference to its children.
-            wanted = min(ends[index], max_hit) - start
+            wanted = min(end, size.max_hit) - start
             if wanted <= 0:
                 break
-            kept = self._remove(owners[index] + 1, wanted)
+            kept = self._remove(owner + 1, wanted)
             start += kept
             if kept < wanted:
                 break
-        self.hits = start
-        self.num_hits += start
         self._remove(number, self._free - num_kept_across)
-        self._grown[number + 1] = num_cacheable
-        self._free += num_cacheable
+        self._grown[number + 1] = size.num_cacheable
+        self._free += size.num_cacheable
+        return start
 
     def _remove(self, entry: int, wanted: int) -> int:
         """Remove up to `wanted` increments, the latest ones at or before `entry`. Return their number."""

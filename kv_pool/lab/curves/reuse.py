@@ -13,125 +13,109 @@ Tarjan, 1983), whatever the number of blocks.
 """
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, pairwise
+from typing import NamedTuple
 
 import numpy as np
 
+from kv_pool.core.block_hash import BlockHasher
 from kv_pool.errors import TraceError
 from kv_pool.lab.settings import ReplaySettings
-from kv_pool.lab.trace import Trace, TraceRequest
+from kv_pool.lab.trace import Trace
 from kv_pool.threads import Workers
 
-_ID_BYTES = 8
-_HASH_BYTES = 16
+KEY_BYTES = 16
 _UNKNOWN = np.uint64(1 << 63)
+
+
+class PromptSize(NamedTuple):
+    """The numbers of a prompt that decide its hits.
+
+    Attributes:
+        num_cacheable: number of cacheable blocks, generated ones included if the curve has them.
+        num_blocks: blocks that the request occupies while it runs, including a block without a hash.
+        max_hit: maximum number of leading blocks that can be a hit.
+        input_length: prompt tokens.
+    """
+
+    num_cacheable: int
+    num_blocks: int
+    max_hit: int
+    input_length: int
 
 
 @dataclass(slots=True)
 class PromptKeys:
-    """The cacheable blocks of one prompt, and the numbers that decide its hits.
+    """The cacheable blocks of one prompt.
 
     Attributes:
-        keys: one key of fixed width for each cacheable block, head first. Equal keys are equal prefixes.
-        num_cacheable: number of cacheable blocks.
-        num_blocks: blocks that the prompt occupies while it runs, including a block without a hash.
-        max_hit: maximum number of leading blocks that can be a hit.
-        num_tokens: tokens that the prompt has in the pool: those of all its ids if ids are blocks, otherwise
-            `input_length`.
-        input_length: prompt tokens.
-        output_length: generated tokens, which have no keys.
+        keys: one key of `KEY_BYTES` for each cacheable block of the prompt, head first. Equal keys are equal
+            prefixes.
+        size: its numbers.
         arrival_ms: milliseconds since the trace's first request.
         line: the request's line in the trace, from 1.
         session_id: the request's conversation, or None.
     """
 
     keys: bytes
-    num_cacheable: int
-    num_blocks: int
-    max_hit: int
-    num_tokens: int
-    input_length: int
-    output_length: int
+    size: PromptSize
     arrival_ms: float
     line: int
     session_id: str | None
 
 
-def find_key_bytes(trace: Trace, block_size: int) -> int:
-    """Return the width of the keys of this trace in bytes."""
-    return _ID_BYTES if trace.block_size and block_size % trace.block_size == 0 else _HASH_BYTES
+def read_prompt_keys(
+    settings: ReplaySettings, trace: Trace, block_size: int, *, has_output: bool = False
+) -> Iterator[PromptKeys]:
+    """Yield the prompts of the trace, up to the limit, in order. The numbers are those of `ReplayRequest`.
 
-
-def read_prompt_keys(settings: ReplaySettings, trace: Trace, block_size: int) -> Iterator[PromptKeys]:
-    """Yield the prompts of the trace, up to the limit, in order.
-
-    The keys are made of the trace's hash ids if the pool's block size is a multiple or a divisor of the
-    trace's, and are otherwise the block hashes of a replay, which takes several times longer.
-
+    Args:
+        has_output: the blocks of generated tokens are cached after those of the prompt. They have no keys.
     Raises:
-        TraceError: the trace cannot be read, or it mixes hash ids and token ids.
+        TraceError: the trace cannot be read.
     """
-    id_tokens = trace.block_size
-    if id_tokens is not None and (block_size % id_tokens == 0 or id_tokens % block_size == 0):
-        for traced in islice(trace, settings.limit):
-            yield _pack_hash_ids(traced, id_tokens, block_size, settings.convention)
-        return
-    for request in settings.read_requests(trace, block_size):
-        num_cacheable = len(request.block_hashes)
-        yield PromptKeys(
-            b"".join([block_hash.rjust(_HASH_BYTES, b"\0") for block_hash in request.block_hashes]),
-            num_cacheable,
-            -(-request.num_tokens // block_size),
-            min(request.max_hit_tokens // block_size, num_cacheable),
-            request.num_tokens,
-            request.input_length,
-            request.num_output_left,
-            request.arrival_ms,
-            request.number,
-            request.session_id,
+    hasher = BlockHasher("xxh3_128", settings.seed, block_size)
+    for traced in islice(trace, settings.limit):
+        num_tokens = traced.input_length
+        if traced.hash_ids is None or trace.block_size is None:
+            keys = b"".join(hasher.hash_blocks(traced.token_ids or []))
+        else:
+            if settings.convention.startswith("ids_as_blocks"):
+                num_tokens = len(traced.hash_ids) * trace.block_size
+            keys = _pack_ids(
+                traced.hash_ids, trace.block_size, block_size, num_tokens // block_size, traced.line
+            )
+        max_hit_tokens = traced.input_length - 1 if settings.convention.endswith("_cap") else num_tokens
+        total = num_tokens + (traced.output_length if has_output else 0)
+        size = PromptSize(
+            total // block_size,
+            -(-total // block_size),
+            min(max_hit_tokens, num_tokens) // block_size,
+            traced.input_length,
         )
+        yield PromptKeys(keys, size, traced.arrival_ms, traced.line, traced.session_id)
 
 
-def _pack_hash_ids(traced: TraceRequest, id_tokens: int, block_size: int, convention: str) -> PromptKeys:
-    """Return a prompt of hash ids. The numbers are those of `ReplayRequest` and of the manager."""
-    ids = traced.hash_ids
-    if ids is None:
-        raise TraceError(f"line {traced.line} has token ids in a trace of hash ids; a curve needs one kind")
-    num_tokens = len(ids) * id_tokens if convention.startswith("ids_as_blocks") else traced.input_length
-    num_cacheable = num_tokens // block_size
-    max_hit_tokens = traced.input_length - 1 if convention.endswith("_cap") else num_tokens
-    ids_per_block = block_size // id_tokens
-    if ids_per_block:
-        wanted = ids if ids_per_block == 1 else ids[ids_per_block - 1 :: ids_per_block]
-        keys = array("Q", wanted if len(wanted) == num_cacheable else wanted[:num_cacheable]).tobytes()
-    else:
-        keys = _split_ids(ids, id_tokens // block_size, num_cacheable, traced.line)
-    return PromptKeys(
-        keys,
-        num_cacheable,
-        -(-num_tokens // block_size),
-        min(max_hit_tokens // block_size, num_cacheable),
-        num_tokens,
-        traced.input_length,
-        traced.output_length,
-        traced.arrival_ms,
-        traced.line,
-        traced.session_id,
-    )
+def _pack_ids(ids: list[int], id_tokens: int, block_size: int, num_blocks: int, line: int) -> bytes:
+    """Return the keys of the first blocks of a prompt of hash ids, as in `hash_ids_to_block_hashes`.
 
-
-def _split_ids(ids: list[int], blocks_per_id: int, num_blocks: int, line: int) -> bytes:
-    """Return the keys (hash id, number of the block in it) of blocks smaller than those of the trace.
-
-    Full blocks after the last id have content that the trace does not tell; each gets a key of its own.
+    A key is the id of the trace's block in which the block ends, and the tokens of that from there on. Full
+    blocks after the last id have content that the trace does not tell; each gets a key of its own.
     """
-    num_known = min(num_blocks, len(ids) * blocks_per_id)
+    if block_size == id_tokens and num_blocks <= len(
+        ids
+    ):  # the usual case, without NumPy three times as fast
+        pairs = array("Q", bytes(KEY_BYTES * num_blocks))
+        pairs[::2] = array("Q", ids if num_blocks == len(ids) else ids[:num_blocks])
+        return pairs.tobytes()
     keys = np.empty((num_blocks, 2), dtype=np.uint64)
-    keys[:num_known, 0] = np.repeat(np.array(ids, dtype=np.uint64), blocks_per_id)[:num_known]
-    keys[:num_known, 1] = np.arange(num_known, dtype=np.uint64) % np.uint64(blocks_per_id)
+    num_known = min(num_blocks, len(ids) * id_tokens // block_size)
+    last_tokens = np.arange(1, num_known + 1) * block_size - 1
+    keys[:num_known, 0] = np.array(ids, np.uint64)[last_tokens // id_tokens]
+    keys[:num_known, 1] = id_tokens - 1 - last_tokens % id_tokens
     keys[num_known:, 0] = line
     keys[num_known:, 1] = np.arange(num_known, num_blocks, dtype=np.uint64) + _UNKNOWN
     return keys.tobytes()
@@ -142,15 +126,19 @@ _NEEDED = (
 )
 
 
+Piece = tuple[int, int]
+"""The request that used a piece last, and the position in the prompt, in blocks, where the piece ends.
+
+A request's first piece starts at 0, others where their predecessor ends.
+"""
+
+
 class Reuse:
     """The requests of a trace and their pieces. Requests are numbered from 0 in the order of the trace.
 
     Attributes:
         block_size: tokens per block.
-        num_cacheable, num_blocks, max_hit, input_length: per request, as in `PromptKeys`.
-        first_piece: the index of each request's first piece; one more entry than requests.
-        owner, end: per piece: the request that used it last, and the position in the prompt, in blocks, where
-            it ends. A request's first piece starts at 0, others where their predecessor ends.
+        sizes: per request.
         num_distinct: number of distinct cacheable blocks.
         num_recomputed: number of times that a request uses a known block beyond its `max_hit`, and so
             computes a block that may be cached.
@@ -160,32 +148,44 @@ class Reuse:
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self.on_share: Callable[[float], object] = lambda share: None
-        self.num_cacheable = array("q")
-        self.num_blocks = array("q")
-        self.max_hit = array("q")
-        self.input_length = array("q")
-        self.first_piece = array("q", [0])
-        self.owner = array("q")
-        self.end = array("q")
+        self.sizes: list[PromptSize] = []
         self.num_distinct = 0
         self.num_recomputed = 0
+        self._first_piece = array("q", [0])  # of each request; one more entry than requests
+        self._owner = array("q")
+        self._end = array("q")
 
     def __len__(self) -> int:
-        return len(self.num_cacheable)
+        return len(self.sizes)
 
     @property
     def largest_request(self) -> int:
         """Blocks of the largest request: a pool of this capacity refuses none."""
-        return max(self.num_blocks, default=0)
+        return max((size.num_blocks for size in self.sizes), default=0)
 
-    def list_pieces(self) -> Iterator[tuple[list[int], list[int]]]:
-        """Yield the owners and the ends of each request's pieces."""
-        owner, end = self.owner.tolist(), self.end.tolist()
+    def count_totals(self) -> tuple[int, int]:
+        """Return the cacheable blocks and the prompt tokens of all requests."""
+        return sum(size.num_cacheable for size in self.sizes), sum(size.input_length for size in self.sizes)
+
+    def append(self, size: PromptSize, pieces: Sequence[Piece]) -> None:
+        """Add the next request."""
+        num_known = pieces[-1][1] if pieces else 0
+        self.sizes.append(size)
+        for owner, end in pieces:
+            self._owner.append(owner)
+            self._end.append(end)
+        self._first_piece.append(len(self._owner))
+        self.num_distinct += size.num_cacheable - num_known
+        self.num_recomputed += max(0, num_known - size.max_hit)
+
+    def list_pieces(self) -> Iterator[tuple[PromptSize, list[Piece]]]:
+        """Yield each request's size and its pieces."""
+        pieces = list(zip(self._owner, self._end, strict=True))
         step = max(1, len(self) // 1000)
-        for number, (first, last) in enumerate(pairwise(self.first_piece)):
+        for number, (first, last) in enumerate(pairwise(self._first_piece)):
             if number % step == 0:
                 self.on_share(number / len(self))
-            yield owner[first:last], end[first:last]
+            yield self.sizes[number], pieces[first:last]
 
 
 def admit(reuse: Reuse, capacity: int) -> Reuse:
@@ -198,11 +198,11 @@ def admit(reuse: Reuse, capacity: int) -> Reuse:
     admitted = Reuse(reuse.block_size)
     admitted.on_share = reuse.on_share
     number_of: list[int] = []  # -1 for a refused request
-    pieces_of_refused: dict[int, list[tuple[int, int]]] = {}
-    for number, (owners, ends) in enumerate(reuse.list_pieces()):
-        pieces: list[tuple[int, int]] = []
+    pieces_of_refused: dict[int, list[Piece]] = {}
+    for number, (size, known) in enumerate(reuse.list_pieces()):
+        pieces: list[Piece] = []
         start = 0
-        for owner, end in zip(owners, ends, strict=True):
+        for owner, end in known:
             if number_of[owner] >= 0:
                 _append_piece(pieces, number_of[owner], end)
             else:
@@ -212,25 +212,16 @@ def admit(reuse: Reuse, capacity: int) -> Reuse:
                     if earlier_end >= end:
                         break
             start = end
-        if reuse.num_blocks[number] > capacity:
+        if size.num_blocks > capacity:
             number_of.append(-1)
             pieces_of_refused[number] = pieces
-            continue
-        number_of.append(len(admitted))
-        admitted.num_cacheable.append(reuse.num_cacheable[number])
-        admitted.num_blocks.append(reuse.num_blocks[number])
-        admitted.max_hit.append(reuse.max_hit[number])
-        admitted.input_length.append(reuse.input_length[number])
-        for owner, end in pieces:
-            admitted.owner.append(owner)
-            admitted.end.append(end)
-        admitted.first_piece.append(len(admitted.owner))
-        admitted.num_recomputed += max(0, (pieces[-1][1] if pieces else 0) - reuse.max_hit[number])
-        admitted.num_distinct += reuse.num_cacheable[number] - (pieces[-1][1] if pieces else 0)
+        else:
+            number_of.append(len(admitted))
+            admitted.append(size, pieces)
     return admitted
 
 
-def _append_piece(pieces: list[tuple[int, int]], owner: int, end: int) -> None:
+def _append_piece(pieces: list[Piece], owner: int, end: int) -> None:
     if pieces and pieces[-1][0] == owner:
         pieces[-1] = (owner, end)
     else:
@@ -251,50 +242,41 @@ class ReuseRecorder:
 
     Args:
         block_size: tokens per block.
-        key_bytes: width of the prompts' keys.
 
     Cost: one comparison of memory per prompt, and memory for one key per distinct block.
     """
 
-    def __init__(self, block_size: int, key_bytes: int) -> None:
-        self._key_bytes = key_bytes
+    def __init__(self, block_size: int) -> None:
         self._reuse = Reuse(block_size)
         self._rests: dict[bytes, _Rest] = {}  # by their first key
         self._new_keys: list[bytes] = []
 
     def add(self, prompt: PromptKeys) -> None:
         """Add the next prompt of the trace. Raises TraceError if a key has another position than before."""
-        reuse, rests, key_bytes = self._reuse, self._rests, self._key_bytes
-        number = len(reuse)
-        reuse.num_cacheable.append(prompt.num_cacheable)
-        reuse.num_blocks.append(prompt.num_blocks)
-        reuse.max_hit.append(prompt.max_hit)
-        reuse.input_length.append(prompt.input_length)
-        keys = prompt.keys
+        rests, keys = self._rests, prompt.keys
+        pieces: list[Piece] = []
         place = 0
         while place < len(keys):
-            rest = rests.pop(keys[place : place + key_bytes], None)
+            rest = rests.pop(keys[place : place + KEY_BYTES], None)
             if rest is None:
                 break
-            if rest.start * key_bytes != place:
+            if rest.start * KEY_BYTES != place:
                 raise TraceError(
-                    f"line {prompt.line}: block {place // key_bytes} of the prompt has the id of a block "
+                    f"line {prompt.line}: block {place // KEY_BYTES} of the prompt has the id of a block "
                     f"with another prefix; {_NEEDED}"
                 )
-            num_equal = _count_equal(keys, place, rest.keys, key_bytes)
+            num_equal = _count_equal(keys, place, rest.keys)
             place += num_equal
-            reuse.owner.append(rest.owner)
-            reuse.end.append(place // key_bytes)
+            pieces.append((rest.owner, place // KEY_BYTES))
             if num_equal < len(rest.keys):
-                rest.start = place // key_bytes
+                rest.start = place // KEY_BYTES
                 rest.keys = rest.keys[num_equal:]
-                rests[rest.keys[:key_bytes]] = rest
-        reuse.num_recomputed += max(0, place // key_bytes - prompt.max_hit)
+                rests[rest.keys[:KEY_BYTES]] = rest
         if place < len(keys):
             self._new_keys.append(keys[place:] if place else keys)
         if keys:
-            rests[keys[:key_bytes]] = _Rest(number, 0, keys)
-        reuse.first_piece.append(len(reuse.owner))
+            rests[keys[:KEY_BYTES]] = _Rest(len(self._reuse), 0, keys)
+        self._reuse.append(prompt.size, pieces)
 
     def finish(self) -> Reuse:
         """Return the pieces of all prompts.
@@ -303,40 +285,29 @@ class ReuseRecorder:
             TraceError: a block occurs after two different prefixes, so its key does not identify a prefix.
             OutOfThreadsError: the system cannot start another thread.
         """
-        reuse = self._reuse
-        reuse.num_distinct = sum(map(len, self._new_keys)) // self._key_bytes
         # In another thread: a signal such as Ctrl-C would wait for the sort, of seconds for a long trace.
         workers = Workers("kv_pool curve", 1)
         try:
-            counted = workers.submit(partial(_count_distinct, self._new_keys, self._key_bytes))
+            counted = workers.submit(partial(_count_distinct, self._new_keys))
             num_distinct = counted.result()
         finally:
             workers.stop()
-        if num_distinct != reuse.num_distinct:
+        if num_distinct != sum(map(len, self._new_keys)) // KEY_BYTES:
             raise TraceError(f"a block occurs after two different prefixes, or twice in a prompt; {_NEEDED}")
-        return reuse
+        return self._reuse
 
 
-def _count_equal(keys: bytes, place: int, other: bytes, key_bytes: int) -> int:
+def _count_equal(keys: bytes, place: int, other: bytes) -> int:
     """Return the bytes of the whole keys in which `keys[place:]` and `other` agree from the start."""
     if keys.startswith(other, place):
         return len(other)
-    low, high = 0, min(len(other), len(keys) - place) // key_bytes
-    while low < high:
-        middle = (low + high + 1) // 2
-        start, end = low * key_bytes, middle * key_bytes
-        if keys[place + start : place + end] == other[start:end]:
-            low = middle
-        else:
-            high = middle - 1
-    return low * key_bytes
+    most = min(len(other), len(keys) - place)
+    differ = np.frombuffer(keys, np.uint8, most, place) != np.frombuffer(other, np.uint8, most)
+    num_equal = int(differ.argmax()) if differ.any() else most
+    return num_equal // KEY_BYTES * KEY_BYTES
 
 
-def _count_distinct(new_keys: list[bytes], key_bytes: int) -> int:
-    words = np.frombuffer(b"".join(new_keys), dtype=np.uint64)
-    if key_bytes > words.itemsize:
-        pairs = words.reshape(-1, key_bytes // words.itemsize)
-        pairs = pairs[np.lexsort(pairs.T)]
-        return len(pairs) and 1 + int(np.count_nonzero((pairs[1:] != pairs[:-1]).any(axis=1)))
-    words = np.sort(words)  # np.unique, which hashes since NumPy 2.3, takes ten times as long
-    return len(words) and 1 + int(np.count_nonzero(words[1:] != words[:-1]))
+def _count_distinct(new_keys: list[bytes]) -> int:
+    pairs = np.frombuffer(b"".join(new_keys), dtype=np.uint64).reshape(-1, 2)
+    pairs = pairs[np.lexsort(pairs.T)]
+    return len(pairs) and 1 + int(np.count_nonzero((pairs[1:] != pairs[:-1]).any(axis=1)))

@@ -19,9 +19,9 @@ from kv_pool.lab.formats.lmcache import LMCacheReader
 from kv_pool.lab.formats.mooncake import MooncakeReader
 from kv_pool.lab.formats.qwen_bailian import QwenBailianReader
 from kv_pool.lab.formats.vllm_log import VLLMLogReader
-from kv_pool.lab.trace import Trace, TraceRequest, describe_suspicious_times, find_ms_per_unit
+from kv_pool.lab.trace import TraceRequest, describe_suspicious_times
 from kv_pool.lab.trace_writer import open_parts, open_trace_writer
-from kv_pool.option import Option, describe_options, setting
+from kv_pool.option import Option, check_options, describe_options, setting
 from kv_pool.shared_options import MS_PER_UNIT, TIME_UNIT, TRACE_BLOCK_SIZE
 
 _READERS: dict[str, type[ForeignReader]] = {
@@ -90,7 +90,7 @@ class ConvertSettings:
     skip_broken: bool = setting("Skip broken lines and count them, instead of stopping.", default=False)
 
     def check(self) -> None:
-        """Raise InvalidArgumentError if a format or unit is unknown, or cannot be written or given."""
+        """Raise InvalidArgumentError if a format cannot be read or written, or a value is invalid."""
         if self.target_format == "events":
             raise InvalidArgumentError(
                 "events depend on a pool and its size: run kv-pool replay TRACE --blocks N --publish "
@@ -99,12 +99,11 @@ class ConvertSettings:
         for name, known in ((self.source_format, READ_LOSSES), (self.target_format, WRITE_LOSSES)):
             if name not in known:
                 raise InvalidArgumentError(f"unknown format {name!r}; {describe_known(name, known)}")
-        if self.timestamp_unit is not None:
-            find_ms_per_unit(self.timestamp_unit)
-            if self.source_format in ("vllm", "events"):
-                raise InvalidArgumentError(
-                    f"--time-unit has no effect on {self.source_format}, whose times are dates or seconds"
-                )
+        if self.timestamp_unit is not None and self.source_format in ("vllm", "events"):
+            raise InvalidArgumentError(
+                f"--time-unit has no effect on {self.source_format}, whose times are dates or seconds"
+            )
+        check_options(self)
 
 
 @dataclass
@@ -131,29 +130,6 @@ class ConvertReport:
     notes: tuple[str, ...] = ()
 
 
-def open_reader(settings: ConvertSettings) -> ForeignReader:
-    """Return the reader of the settings' input. Raises TraceError."""
-    unit, block_size, skip_broken = settings.timestamp_unit, settings.trace_block_size, settings.skip_broken
-    if settings.source_format == "mooncake":
-        return MooncakeReader(
-            Trace(
-                settings.source, block_size=block_size, timestamp_unit=unit or "ms", skip_broken=skip_broken
-            )
-        )
-    path, reader = Path(settings.source), _READERS[settings.source_format]
-    if not path.exists():
-        raise TraceError(f"{path}: no such file")
-    if reader.log_names is None and not path.is_file():
-        raise TraceError(f"{path}: this is no file")
-    return reader(
-        path,
-        skip_broken=skip_broken,
-        block_size=block_size,
-        ms_per_unit=None if unit is None else find_ms_per_unit(unit),
-        session_gap_s=settings.session_gap_s,
-    )
-
-
 def convert_trace(settings: ConvertSettings, output: str) -> ConvertReport:
     """Read a trace or request log, and write it in another format.
 
@@ -171,7 +147,13 @@ def convert_trace(settings: ConvertSettings, output: str) -> ConvertReport:
     Memory: a number for each distinct block, and `MAX_REORDERED` requests.
     """
     settings.check()
-    reader = open_reader(settings)
+    reader = _READERS[settings.source_format](
+        Path(settings.source),
+        skip_broken=settings.skip_broken,
+        block_size=settings.trace_block_size,
+        timestamp_unit=settings.timestamp_unit,
+        session_gap_s=settings.session_gap_s,
+    )
     report = ConvertReport()
     first_arrivals_ms: list[float] = []
     requests = _renumber(_sort(reader, report, first_arrivals_ms), settings, reader, report)
@@ -299,4 +281,3 @@ def _write_sessions(requests: Iterable[TraceRequest], report: ConvertReport, pat
             raise TraceError(f"{pattern}: not written: the input contains no request")
         for part, _ in sessions.values():
             parts.append(part, 0, b"]}\n")
-        parts.finish()

@@ -20,36 +20,20 @@ from kv_pool.lab.trace import TraceRequest
 MAX_PROMPT_TOKENS = 4_000_000
 """Bound on a prompt, whose blocks are made for a number in the file."""
 
-_TIMES_MS = ("timestampms", "arrivalms", "arrivaltimems")
-_TIMES = ("timestamp", "time", "arrivedat", "arrivaltime", "arrival", *_TIMES_MS)
-_INPUTS = (
-    "contexttokens",
-    "requesttokens",
-    "inputtokens",
-    "prompttokens",
-    "inputlength",
-    "promptlength",
-    "numprefilltokens",
-    "inputlen",
-    "promptlen",
+_MILLISECONDS = re.compile(r"timestampms|arrival(time)?ms")
+# The columns of time, prompt, output and session: their names without case, spaces and other characters.
+_COLUMNS = (
+    re.compile(rf"timestamp|time|arrivedat|arrival(time)?|{_MILLISECONDS.pattern}"),
+    re.compile(r"(num)?(context|request|input|prompt|prefill)(tokens|length|len)"),
+    re.compile(r"(num)?(generated|response|output|completion|decode)(tokens|length|len)"),
+    re.compile(r"(session|conversation)id"),
 )
-_OUTPUTS = (
-    "generatedtokens",
-    "responsetokens",
-    "outputtokens",
-    "completiontokens",
-    "outputlength",
-    "numdecodetokens",
-    "outputlen",
-)
-_SESSIONS = ("sessionid", "conversationid")
-_FRACTION = re.compile(r"(?<=:\d\d)[.,](\d+)")
 
 
 class CsvReader(ForeignReader):
     """Reads a table. Rows without a prompt token, those of failed requests, are passed over and noted.
 
-    Numeric times are in seconds, unless the column says ms or `ms_per_unit` is given.
+    Numeric times are in seconds, unless the column says ms or `timestamp_unit` is given.
 
     Raises:
         TraceError: while iterating, a row is broken, or no column has the lengths of prompts.
@@ -98,16 +82,16 @@ class CsvReader(ForeignReader):
     def _read_header(self, names: list[str], line: int) -> None:
         plain = [re.sub(r"[^a-z0-9]", "", name.lower()) for name in names]
         columns = [
-            next((plain.index(name) for name in known if name in plain), None)
-            for known in (_TIMES, _INPUTS, _OUTPUTS, _SESSIONS)
+            next((index for index, name in enumerate(plain) if known.fullmatch(name)), None)
+            for known in _COLUMNS
         ]
         if columns[1] is None:
             raise self._files[0].make_error(
                 line,
-                f"no column has the tokens of prompts; the columns are {', '.join(names)[:200]}; known are "
-                f"{', '.join(_INPUTS)}",
+                f"no column has the tokens of prompts; the columns are {', '.join(names)[:200]}; name it "
+                "ContextTokens, or context, request, input, prompt or prefill, and tokens, length or len",
             )
-        if columns[0] is not None and plain[columns[0]] in _TIMES_MS and not self._has_unit:
+        if columns[0] is not None and _MILLISECONDS.fullmatch(plain[columns[0]]) and not self._has_unit:
             self._ms_per_unit = 1.0
         self._columns = columns
 
@@ -119,12 +103,8 @@ class CsvReader(ForeignReader):
             return float(text) * self._ms_per_unit
         except ValueError:
             pass
-        # `fromisoformat` reads no more than six digits of a fraction.
-        fraction = _FRACTION.search(text)
-        when = datetime.fromisoformat(_FRACTION.sub("", text, count=1))
-        if when.tzinfo is None:
-            when = when.replace(tzinfo=UTC)
-        return when.timestamp() * 1000 + (float(f"0.{fraction[1]}") * 1000 if fraction else 0.0)
+        when = datetime.fromisoformat(text)
+        return (when if when.tzinfo is not None else when.replace(tzinfo=UTC)).timestamp() * 1000
 
 
 def _read_count(text: str) -> int:

@@ -135,7 +135,7 @@ class DynamoReader(ForeignReader):
     """Reads a request trace, or Mooncake-style rows. Events other than `request_end` are passed over.
 
     A folder has shards *.jsonl. `block_size` is that of Mooncake-style rows without a header, and
-    `ms_per_unit` the unit of `timestamp` and `created_time`.
+    `timestamp_unit` the unit of `timestamp` and `created_time`.
 
     Raises:
         TraceError: the folder has no shards; while iterating, a line is broken, the block size changes, or a
@@ -157,7 +157,7 @@ class DynamoReader(ForeignReader):
     )
 
     log_names = (r".*\.jsonl", "*.jsonl")
-    default_ms_per_unit = 1.0
+    default_unit = "ms"
 
     def __iter__(self) -> Iterator[TraceRequest]:
         self.block_size = None

@@ -18,7 +18,7 @@ import msgspec
 from kv_pool.core.kv_events import MEDIUM_GPU
 from kv_pool.events.publisher_blocks import to_medium
 from kv_pool.lab.formats.foreign_reader import ForeignReader, check_block_size
-from kv_pool.lab.trace import TraceRequest, check_lengths
+from kv_pool.lab.trace import TraceRequest, check_ids, check_lengths
 
 CONTINUES_WITHIN_S = 1.0
 
@@ -83,8 +83,7 @@ class EventLineReader(ForeignReader):
         hashes = record.block_hashes or []
         if not hashes or record.block_size is None:
             raise ValueError("stored blocks without hashes or block_size")
-        if min(hashes) < 0 or max(hashes) >= 2**64:
-            raise ValueError("a block hash is not in 0..2**64-1")
+        check_ids(hashes, "block hash")
         block_size = check_block_size(record.block_size, self.block_size)
         parent = record.parent_block_hash
         if parent is not None and parent not in self._parents:

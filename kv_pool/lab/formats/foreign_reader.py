@@ -7,7 +7,7 @@ from typing import Any, ClassVar, TypeVar
 
 from kv_pool.errors import TraceError
 from kv_pool.lab.line_reader import MAX_LINE_BYTES, LineReader
-from kv_pool.lab.trace import TraceRequest, check_blocks
+from kv_pool.lab.trace import TraceRequest, check_blocks, find_ms_per_unit
 
 _COMPRESSED = r"(\.gz|\.xz|\.zst)?"
 _Item = TypeVar("_Item")
@@ -21,17 +21,18 @@ class ForeignReader:
             names.
         skip_broken: skip broken lines and count them, instead of raising an error.
         block_size: tokens per hash id, of formats that do not contain it.
-        ms_per_unit: milliseconds per unit of time; None for the format's unit.
+        timestamp_unit: as in `Trace`; None for the format's unit.
         session_gap_s: seconds between the starts of two sessions, of formats that do not contain it.
     Raises:
-        TraceError: the folder has no such files; while iterating, a line is broken.
+        InvalidArgumentError: the unit is unknown.
+        TraceError: there is no such file, or the folder has none; while iterating, a line is broken.
 
     Attributes:
         losses: what is lost or unknown of such files.
         write_losses: what is lost in written files; empty for a format that is read only.
         log_names: a regular expression for the names of log files in a folder, without the suffix of a
             compression, and such names in words; None if only a file can be read.
-        default_ms_per_unit: milliseconds per unit of the format's times.
+        default_unit: the unit of the format's times.
         max_line_bytes: maximum length of a line, also in memory.
         block_size: tokens per key; None for token ids, and until the first request tells it.
         num_broken, first_broken: as in `Trace`.
@@ -41,7 +42,7 @@ class ForeignReader:
     losses: ClassVar[tuple[str, ...]]
     write_losses: ClassVar[tuple[str, ...]] = ()
     log_names: ClassVar[tuple[str, str] | None] = None
-    default_ms_per_unit: ClassVar[float] = 1000.0
+    default_unit: ClassVar[str] = "s"
     max_line_bytes: ClassVar[int] = MAX_LINE_BYTES
     block_size: int | None
 
@@ -51,15 +52,19 @@ class ForeignReader:
         *,
         skip_broken: bool = False,
         block_size: int | None = None,
-        ms_per_unit: float | None = None,
+        timestamp_unit: str | None = None,
         session_gap_s: float = 0.0,
     ) -> None:
         self.block_size = None
         self.notes: list[str] = []
         self._given_block_size = block_size
-        self._ms_per_unit = ms_per_unit or self.default_ms_per_unit
-        self._has_unit = ms_per_unit is not None
+        self._ms_per_unit = find_ms_per_unit(timestamp_unit or self.default_unit)
+        self._has_unit = timestamp_unit is not None
         self._gap_s = session_gap_s
+        if not path.exists():
+            raise TraceError(f"{path}: no such file")
+        if self.log_names is None and not path.is_file():
+            raise TraceError(f"{path}: this is no file")
         paths = [path]
         if self.log_names is not None and path.is_dir():
             paths, self.notes = list_log_files(path, *self.log_names)

@@ -19,22 +19,20 @@ sub-agent, they count from its start.
 import heapq
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from kv_pool.errors import InvalidArgumentError
-from kv_pool.foreign_bytes import BYTE_ORDER_MARK
+from kv_pool.errors import TraceError
+from kv_pool.foreign_bytes import UNDECODABLE
 from kv_pool.lab.formats.foreign_reader import ForeignReader, check_block_size
-from kv_pool.lab.line_reader import decompress
+from kv_pool.lab.line_reader import LineReader
 from kv_pool.lab.trace import TraceRequest, check_blocks
 
 MAX_FILE_BYTES = 1 << 30
 """Maximum decompressed size of a session, which is read as a whole."""
-
-MAX_GAP_S = 1e6
-"""Maximum time between the starts of two sessions."""
 
 
 class _Request(msgspec.Struct):
@@ -63,7 +61,6 @@ class KVCacheTesterReader(ForeignReader):
     start to its end.
 
     Raises:
-        InvalidArgumentError: the gap is not 0 or more.
         TraceError: the folder has no sessions; while iterating, a session is broken. With `skip_broken`, it
             is skipped.
     """
@@ -80,13 +77,6 @@ class KVCacheTesterReader(ForeignReader):
 
     log_names = (r"(trace_.*\.json|.*\.jsonl)", "trace_*.json or *.jsonl")
     max_line_bytes = MAX_FILE_BYTES
-
-    def __init__(self, path: Path, *, session_gap_s: float = 0.0, **options: Any) -> None:
-        if not 0 <= session_gap_s <= MAX_GAP_S:
-            raise InvalidArgumentError(
-                f"the session gap is {session_gap_s} seconds; it must be 0 to {MAX_GAP_S:g}"
-            )
-        super().__init__(path, session_gap_s=session_gap_s, **options)
 
     def __iter__(self) -> Iterator[TraceRequest]:
         self._num_sessions = 0
@@ -106,23 +96,21 @@ class KVCacheTesterReader(ForeignReader):
     def _read_sessions(self) -> Iterator[list[TraceRequest]]:
         """Yield the requests of each session, sorted by time."""
         for file in self._files:
-            if _has_lines(file.path):
-                yield from file.read(partial(self._parse_session, file.path))
-            else:
-                yield from file.read_whole(partial(self._parse_session, file.path, line=None))
+            has_lines = _has_lines(file)
+            yield from file.read(partial(self._parse_session, file.path, has_lines), is_whole=not has_lines)
 
-    def _parse_session(self, path: Path, text: bytes, line: int | None) -> list[TraceRequest]:
-        """Return a session's requests, sorted by time. `line` is None for a file of one session."""
+    def _parse_session(self, path: Path, has_lines: bool, text: bytes, line: int) -> list[TraceRequest]:
+        """Return the requests of a session, which may be one of several in its file, sorted by time."""
         number = self._num_sessions
         self._num_sessions += 1
         session = msgspec.json.decode(text, type=_Session)
         block_size = check_block_size(session.block_size, self.block_size)
-        unnamed = path.stem if line is None else f"{path.stem}-{line}"
+        unnamed = f"{path.stem}-{line}" if has_lines else path.stem
         name = str(session.id) if session.id is not None else unnamed
         scope = None if session.hash_id_scope == "global" else number
         start_ms = number * self._gap_s * 1000
         requests = [
-            _make_request(one, line or 1, start_ms + t * self._ms_per_unit, name, scope, block_size)
+            _make_request(one, line, start_ms + t * self._ms_per_unit, name, scope, block_size)
             for one, t in _flatten(session.requests, 0.0)
         ]
         if any(request.arrival_ms < start_ms for request in requests):
@@ -132,17 +120,15 @@ class KVCacheTesterReader(ForeignReader):
         return requests
 
 
-def _has_lines(path: Path) -> bool:
+def _has_lines(file: LineReader) -> bool:
     """Return True if a file has a session on each line, rather than one session."""
-    if ".jsonl" in path.name.lower():
+    if ".jsonl" in file.path.name.lower():
         return True
     try:
-        with path.open("rb") as raw, decompress(raw, path) as content:
-            first, second = content.readline(MAX_FILE_BYTES), content.readline(MAX_FILE_BYTES)
-            if second.strip():
-                msgspec.json.decode(first.removeprefix(BYTE_ORDER_MARK), type=_Session)
-            return bool(second.strip())
-    except Exception:  # damaged, or one document on several lines: reading it as one says which
+        first, _ = islice(file.read(lambda text, _: text), 2)
+        msgspec.json.decode(first, type=_Session)
+        return True
+    except (TraceError, *UNDECODABLE):  # one document, or damaged: reading it says which
         return False
 
 

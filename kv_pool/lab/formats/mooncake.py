@@ -6,6 +6,7 @@ Fields of kv_pool are described in `kv_pool/lab/README.md`.
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from kv_pool.lab.formats.foreign_reader import ForeignReader
@@ -18,11 +19,13 @@ class MooncakeReader(ForeignReader):
     losses = ("fields other than those of a trace line",)
     write_losses = ("the ids themselves: they are numbered by first appearance",)
 
-    def __init__(self, trace: Trace) -> None:
-        self.block_size = trace.block_size
+    def __init__(
+        self, path: Path, *, timestamp_unit: str | None = None, session_gap_s: float = 0.0, **options: Any
+    ) -> None:
+        self._trace = Trace(path, timestamp_unit=timestamp_unit or "ms", **options)
+        self.block_size = self._trace.block_size
         self.notes = []
-        self._files = [trace]
-        self._trace = trace
+        self._files = [self._trace]
 
     def __iter__(self) -> Iterator[TraceRequest]:
         for request in self._trace:

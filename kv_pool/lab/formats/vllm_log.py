@@ -20,7 +20,7 @@ import msgspec
 
 from kv_pool.foreign_bytes import UNDECODABLE
 from kv_pool.lab.formats.foreign_reader import ForeignReader
-from kv_pool.lab.trace import TraceRequest
+from kv_pool.lab.trace import TraceRequest, check_ids
 
 MAX_WRITTEN_TOKENS = 4_000_000
 """Bound on tokens that are written for a number in the input. The longest contexts have a quarter of it."""
@@ -174,8 +174,7 @@ def _parse_request(text: bytes, line: int) -> TraceRequest | None:
     if at < found.end() or message.startswith("None", at + len(_PROMPT_TOKENS)):
         raise ValueError("the request has no prompt_token_ids; log requests at level DEBUG")
     tokens = _read_tokens(message[at + len(_PROMPT_TOKENS) :])
-    if not tokens or min(tokens) < 0 or max(tokens) >= 2**64:
-        raise ValueError("the prompt has no tokens, or one that is not in 0..2**64-1")
+    check_ids(tokens, "token id")
     return TraceRequest(line, _read_time(when), len(tokens), token_ids=tokens)
 
 

@@ -165,26 +165,22 @@ class _Planner:
             ("disk", disk_bytes, _DISK_MULTIPLE, None if prices is None else prices.disk),
         )
         planned: list[PlanTier] = []
-        above: list[int] = []
-        sizes = {"host": 0, "disk": 0}
+        sizes: dict[str, int] = {}
         for name, memory_bytes, multiple, price in wanted:
+            above = list(sizes.values())
             if memory_bytes is None:
                 size = curve.choose_tier(num_blocks, above, multiple, prices, price)
             else:
                 size = memory_bytes // curve.block_bytes
             if not size:
                 continue
-            before = curve.combine(num_blocks, above)
+            upper = ", ".join(["pool", *sizes])
             sizes[name] = size
-            above.append(size)
-            combined = curve.combine(num_blocks, above)
-            points = 100 * (curve.find_rate(combined) - curve.find_rate(before))
             memory = size * curve.block_bytes
-            planned.append(
-                PlanTier(name, size, memory, curve.find_rate(combined), points, points / (memory / _GIB))
-            )
-            upper = "pool, host" if name == "disk" and sizes["host"] else "pool"
-            self._replay(f"{upper} and {name}", curve, num_blocks, sizes["host"], sizes["disk"])
+            rate = curve.find_rate(curve.combine(num_blocks, [*above, size]))
+            points = 100 * (rate - curve.find_rate(curve.combine(num_blocks, above)))
+            planned.append(PlanTier(name, size, memory, rate, points, points / (memory / _GIB)))
+            self._replay(f"{upper} and {name}", curve, num_blocks, sizes.get("host", 0), sizes.get("disk", 0))
         return planned
 
     def _compare_block_sizes(

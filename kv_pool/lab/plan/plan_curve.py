@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.lab.capacity import ModelKV, count_blocks
+from kv_pool.lab.capacity import ModelKV
 from kv_pool.lab.curves.curve_report import locate_knee
 from kv_pool.lab.curves.lru_curve import LruCurve
 from kv_pool.lab.curves.measure import choose_capacities
@@ -63,19 +63,18 @@ class PlanCurve:
         has_output = settings.clock == "trace"
         notify = on_progress or (lambda share: None)
         read = read_prompts(
-            settings, trace, block_size, None, lambda share: notify(share / 2), has_output=has_output
+            settings, trace, block_size, lambda share: notify(share / 2), has_output=has_output
         )
         reuse = read.reuse
         reuse.on_share = lambda share: notify((1 + share) / 2)
-        self.requests, self.tokens_in = len(reuse), read.tokens_in
+        self.requests = len(reuse)
+        self._num_cacheable, self.tokens_in = reuse.count_totals()
         self.block_size = block_size
         self.block_bytes = model.count_block_bytes(block_size)
         span_ms = read.span_ms / (settings.rates.speedup if has_output else 1.0)
         self.span_hours = span_ms / _MS_PER_HOUR
         self.largest_request = reuse.largest_request
-        self.num_distinct = reuse.num_distinct + read.num_generated
-        self._num_cacheable = sum(reuse.num_cacheable)
-        self._model = model
+        self.num_distinct = reuse.num_distinct
         self._lru = LruCurve(reuse)
         self.full_capacity = self._lru.find_least_full_capacity()
         self.capacities = choose_capacities(self.largest_request, self.full_capacity)
@@ -144,9 +143,8 @@ class PlanCurve:
             prices = goal.prices
             return max(  # the smallest of equal ones, as they ascend
                 sorted({max(capacity, least) for capacity in self.capacities}),
-                key=lambda capacity: (
-                    self.save_per_hour(self.count_tokens(capacity), prices)
-                    - prices.gpu * self.measure_pool(capacity) / _GIB
+                key=lambda capacity: self._find_profit(
+                    capacity, self.measure_pool(capacity), prices, prices.gpu
                 ),
             )
         return self.knee or self.full_capacity
@@ -168,15 +166,18 @@ class PlanCurve:
             return 0
         return max(
             [0, *choose_capacities(1, full)],
-            key=lambda tier: (
-                self.save_per_hour(self.count_tokens(self.combine(num_blocks, [*tiers, tier])), prices)
-                - price * (tier * self.block_bytes) / _GIB
+            key=lambda tier: self._find_profit(
+                self.combine(num_blocks, [*tiers, tier]), tier * self.block_bytes, prices, price
             ),
         )
 
     def save_per_hour(self, num_tokens: int, prices: Prices) -> float:
         """Return what these hits of the whole trace save in an hour, on average."""
         return num_tokens * prices.prefill / 1e6 / self.span_hours
+
+    def _find_profit(self, capacity: int, memory_bytes: int, prices: Prices, price: float) -> float:
+        """Return what the hits in `capacity` blocks save in an hour, without the cost of this memory."""
+        return self.save_per_hour(self.count_tokens(capacity), prices) - price * memory_bytes / _GIB
 
     def measure_pool(self, num_blocks: int) -> int:
         """Return the bytes of a pool, with its null block."""
@@ -205,7 +206,7 @@ class PlanCurve:
                 f"tokens besides the null block, and the largest request needs {largest:,}; use at least "
                 f"{self.measure_pool(largest) / _GIB:,.2f} GiB, or fewer bytes per element"
             )
-        return count_blocks(memory_bytes, self.block_size, self._model)
+        return num_blocks
 
 
 def grow(num_blocks: int) -> int:

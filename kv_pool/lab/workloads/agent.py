@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from kv_pool.lab.workloads.distributions import Distribution, RandomStream
 from kv_pool.lab.workloads.workload import (
     GeneratedRequest,
+    GrowingPrompt,
+    Session,
     SystemPrompts,
+    Turn,
     WorkloadSettings,
     distribute,
     generate_requests,
@@ -86,44 +89,38 @@ def generate_agent(settings: AgentSettings) -> Iterator[GeneratedRequest]:
     settings.check()
     stream = RandomStream(settings.seed)
     system = SystemPrompts(settings, stream)
-    return generate_requests(settings, lambda: AgentSession(settings, stream, system), stream)
+    return generate_requests(settings, lambda: work(settings, stream, system), stream)
 
 
-class AgentSession:
-    """A session of user turns. Every step repeats the context so far, until that is compacted."""
+def work(settings: AgentSettings, stream: RandomStream, system: SystemPrompts) -> Session:
+    """Yield the requests of a session. Each repeats the context so far, until that is compacted."""
+    system_number = system.choose()
 
-    def __init__(self, settings: AgentSettings, stream: RandomStream, system: SystemPrompts) -> None:
-        self._settings = settings
-        self._stream = stream
-        self._system = system
-        self._system_number = system.choose()
-        self._restart(settings.task_tokens)
-        self.num_output = settings.output_tokens.sample_count(stream)
-        self._num_turns_left = settings.turns.sample_count(stream) - 1
-        self._num_steps_left = settings.steps.sample_count(stream) - 1
+    def begin(length: Distribution) -> GrowingPrompt:
+        """Return a context of the system prompt and a text of its own, cut to the maximum length."""
+        prompt = system.begin(system_number)
+        prompt.append_own_within(length.sample_count(stream), settings.max_tokens)
+        return prompt
 
-    def advance(self) -> float | None:
-        settings, stream = self._settings, self._stream
-        if self._num_steps_left:
-            self._num_steps_left -= 1
+    prompt = begin(settings.task_tokens)
+    num_output = settings.output_tokens.sample_count(stream)
+    num_turns_left = settings.turns.sample_count(stream) - 1
+    num_steps_left = settings.steps.sample_count(stream) - 1
+    yield Turn(0.0, prompt, num_output)
+    while num_steps_left or num_turns_left:
+        if num_steps_left:
+            num_steps_left -= 1
             pause_s = settings.tool_pause.sample(stream)
             num_new = settings.tool_tokens.sample_count(stream)
-        elif self._num_turns_left:
-            self._num_turns_left -= 1
-            self._num_steps_left = settings.steps.sample_count(stream) - 1
+        else:
+            num_turns_left -= 1
+            num_steps_left = settings.steps.sample_count(stream) - 1
             pause_s = settings.think_time.sample(stream)
             num_new = settings.message_tokens.sample_count(stream)
+        num_new += num_output
+        if prompt.num_tokens + num_new > settings.max_tokens:
+            prompt = begin(settings.summary_tokens)
         else:
-            return None
-        num_new += self.num_output
-        if self.prompt.num_tokens + num_new > settings.max_tokens:
-            self._restart(settings.summary_tokens)
-        else:
-            self.prompt.append_own(num_new)
-        self.num_output = settings.output_tokens.sample_count(stream)
-        return pause_s
-
-    def _restart(self, length: Distribution) -> None:
-        """Begin a context with the system prompt and a text of its own, cut to the maximum length."""
-        self.prompt = self._system.begin(self._system_number)
-        self.prompt.append_own_within(length.sample_count(self._stream), self._settings.max_tokens)
+            prompt.append_own(num_new)
+        num_output = settings.output_tokens.sample_count(stream)
+        yield Turn(pause_s, prompt, num_output)

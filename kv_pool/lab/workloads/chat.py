@@ -1,13 +1,15 @@
 """The chat workload: conversations of turns, each of which repeats the conversation before it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from kv_pool.lab.workloads.distributions import Distribution, RandomStream
 from kv_pool.lab.workloads.workload import (
     GeneratedRequest,
     GrowingPrompt,
+    Session,
     SystemPrompts,
+    Turn,
     WorkloadSettings,
     distribute,
     generate_requests,
@@ -66,34 +68,26 @@ def generate_chat(settings: ChatSettings) -> Iterator[GeneratedRequest]:
     stream = RandomStream(settings.seed)
     system = SystemPrompts(settings, stream)
     return generate_requests(
-        settings, lambda: Conversation(settings, stream, system.begin(system.choose())), stream
+        settings, lambda: converse(settings, stream, lambda: system.begin(system.choose())), stream
     )
 
 
-class Conversation:
-    """A conversation: its next prompt is the last one, the answer to it, and a new message.
+def converse(settings: ChatSettings, stream: RandomStream, begin: Callable[[], GrowingPrompt]) -> Session:
+    """Yield the requests of a conversation: each prompt is the last one, its answer, and a new message.
 
     Args:
-        prompt: what comes before the first message.
+        begin: returns what comes before the first message.
     """
-
-    def __init__(self, settings: ChatSettings, stream: RandomStream, prompt: GrowingPrompt) -> None:
-        self.prompt = prompt
-        prompt.append_own_within(settings.first_tokens.sample_count(stream), settings.max_tokens)
-        self.num_output = settings.output_tokens.sample_count(stream)
-        self._num_turns_left = settings.turns.sample_count(stream) - 1
-        self._settings = settings
-        self._stream = stream
-
-    def advance(self) -> float | None:
-        settings = self._settings
-        if not self._num_turns_left:
-            return None
-        pause_s = settings.think_time.sample(self._stream)
-        num_new = self.num_output + settings.message_tokens.sample_count(self._stream)
-        if self.prompt.num_tokens + num_new > settings.max_tokens:
-            return None
-        self.prompt.append_own(num_new)
-        self.num_output = settings.output_tokens.sample_count(self._stream)
-        self._num_turns_left -= 1
-        return pause_s
+    prompt = begin()
+    prompt.append_own_within(settings.first_tokens.sample_count(stream), settings.max_tokens)
+    num_output = settings.output_tokens.sample_count(stream)
+    num_turns = settings.turns.sample_count(stream)
+    yield Turn(0.0, prompt, num_output)
+    for _ in range(num_turns - 1):
+        pause_s = settings.think_time.sample(stream)
+        num_new = num_output + settings.message_tokens.sample_count(stream)
+        if prompt.num_tokens + num_new > settings.max_tokens:
+            return
+        prompt.append_own(num_new)
+        num_output = settings.output_tokens.sample_count(stream)
+        yield Turn(pause_s, prompt, num_output)

@@ -8,11 +8,12 @@ from struct import Struct
 import xxhash
 
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.lab.workloads.chat import ChatSettings, Conversation
+from kv_pool.lab.workloads.chat import ChatSettings, converse
 from kv_pool.lab.workloads.distributions import Distribution, RandomStream, ZipfSampler
 from kv_pool.lab.workloads.workload import (
     MAX_TOKENS,
     GeneratedRequest,
+    GrowingPrompt,
     SystemPrompts,
     distribute,
     generate_requests,
@@ -81,10 +82,13 @@ def generate_rag(settings: RAGSettings) -> Iterator[GeneratedRequest]:
     """Yield the requests of a RAG workload, in the order of arrival. Raises InvalidArgumentError."""
     settings.check()
     stream = RandomStream(settings.seed)
-    return generate_requests(settings, _RAGWorkload(settings, stream).start_session, stream)
+    prompts = _RAGPrompts(settings, stream)
+    return generate_requests(settings, lambda: converse(settings, stream, prompts.begin), stream)
 
 
-class _RAGWorkload:
+class _RAGPrompts:
+    """Prompts of the system prompt and of documents, before the question."""
+
     def __init__(self, settings: RAGSettings, stream: RandomStream) -> None:
         self.settings = settings
         self.stream = stream
@@ -95,7 +99,7 @@ class _RAGWorkload:
             num_tokens = settings.document_tokens.sample_count(stream)
             self._num_tokens.append(min(num_tokens, MAX_TOKENS))
 
-    def start_session(self) -> Conversation:
+    def begin(self) -> GrowingPrompt:
         settings = self.settings
         number = self._system.choose()
         prompt = self._system.begin(number)
@@ -108,7 +112,7 @@ class _RAGWorkload:
                 break
             place = _hash_place(place, document)
             prompt.append_shared(num_tokens, _SHARED + place % _NUM_FIRST_IDS)
-        return Conversation(settings, self.stream, prompt)
+        return prompt
 
     def _retrieve(self, num_wanted: int) -> list[int]:
         """Return `num_wanted` different documents, in the order of retrieval."""

@@ -3,7 +3,7 @@
 import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -139,20 +139,19 @@ class GrowingPrompt:
         self.append_own(max(1, min(num_tokens, max_tokens - self.num_tokens)))
 
 
-class Session(Protocol):
-    """The requests of one session, one after the other.
+class Turn(NamedTuple):
+    """A request of a session: the seconds since the one before, its prompt, and the tokens of its answer."""
 
-    Attributes:
-        prompt: the prompt of its next request.
-        num_output: tokens of the answer to that request.
-    """
-
+    pause_s: float
     prompt: GrowingPrompt
     num_output: int
 
-    def advance(self) -> float | None:
-        """Prepare the next request; return the seconds until it arrives, or None if there is none."""
-        ...
+
+Session = Iterator[Turn]
+"""The requests of a session, of which there is one or more. The prompt of the last one may grow for the next.
+
+A generator, so that each request is drawn from the random stream when the one before has arrived.
+"""
 
 
 class SystemPrompts:
@@ -187,41 +186,34 @@ def generate_requests(
     """Yield the first `settings.num_requests` requests, in the order of arrival.
 
     Args:
-        start_session: returns a new session, with its first request prepared.
+        start_session: returns a new session.
 
     Memory: the sessions that are not over, and 8 bytes per document or system prompt.
     """
-    session: Session | None
-    # (arrival in seconds, tie-breaker, session id, session); None is the arrival of a session.
-    arrivals: list[tuple[float, int, int, Session | None]] = []
-    heapq.heappush(arrivals, (0.0, 0, 0, None))
-    num_pushed = num_sessions = num_requests = 0
+    # (arrival in seconds, tie-breaker, session id, request, session); a session begins without a request.
+    arrivals: list[tuple[float, int, int, Turn | None, Session]] = [(0.0, 0, 0, None, start_session())]
+    num_pushed = 0
     # A Weibull gap is an exponential one to a power, scaled so that the mean is 1 / sessions_per_s.
     power = 1.0 / settings.arrival_shape
     scale_s = 1.0 / (settings.sessions_per_s * portable_gamma(1.0 + power))
     if settings.arrival_shape == 1.0:
         scale_s = 1.0 / settings.sessions_per_s
-    while num_requests < settings.num_requests:
-        now_s, _, session_id, session = heapq.heappop(arrivals)
-        if session is None:
-            session = start_session()
-            session_id = num_sessions
-            num_sessions += 1
+    for _ in range(settings.num_requests):
+        now_s, _, session_id, turn, session = heapq.heappop(arrivals)
+        if turn is None:
+            turn = next(session)
             num_pushed += 1
             gap = stream.take_exponential()
             if power != 1.0 and gap:
                 gap = portable_exp(power * portable_log(gap))
-            next_s = now_s + gap * scale_s
-            heapq.heappush(arrivals, (next_s, num_pushed, 0, None))
+            heapq.heappush(
+                arrivals, (now_s + gap * scale_s, num_pushed, session_id + 1, None, start_session())
+            )
+        prompt = turn.prompt
         yield GeneratedRequest(
-            int(now_s * 1000),
-            session.prompt.num_tokens,
-            session.num_output,
-            list(session.prompt.ids),
-            session_id,
+            int(now_s * 1000), prompt.num_tokens, turn.num_output, list(prompt.ids), session_id
         )
-        num_requests += 1
-        pause_s = session.advance()
-        if pause_s is not None:
+        turn = next(session, None)
+        if turn is not None:
             num_pushed += 1
-            heapq.heappush(arrivals, (now_s + pause_s, num_pushed, session_id, session))
+            heapq.heappush(arrivals, (now_s + turn.pause_s, num_pushed, session_id, turn, session))

@@ -76,13 +76,17 @@ def test_any_block_size_equals_a_replay(tmp_path, convention, block_size):
         assert curve.count_hits(capacity) == expected
 
 
-def test_token_id_traces_equal_a_replay(tmp_path):
+@pytest.mark.parametrize("with_hash_ids", [False, True])
+def test_traces_with_token_ids_equal_a_replay(tmp_path, with_hash_ids):
     rng = random.Random(3)
-    prompts = [[rng.randrange(2) for _ in range(rng.randrange(1, 40))] for _ in range(60)]
-    path = write_trace(tmp_path / "trace.jsonl", [{"token_ids": tokens} for tokens in prompts])
-    curve = LruCurve(read_reuse(ReplaySettings(str(path), 1, block_size=2)))
+    records = [{"token_ids": [rng.randrange(2) for _ in range(rng.randrange(1, 40))]} for _ in range(60)]
+    if with_hash_ids:
+        records[::3] = make_random_records(rng, 20, 2, partial_ids=True)
+    path = write_trace(tmp_path / "trace.jsonl", records)
+    settings = ReplaySettings(str(path), 1, block_size=2, trace_block_size=2)
+    curve = LruCurve(read_reuse(settings))
     for capacity in (20, 27, 60, 500):
-        report = run_replay(ReplaySettings(str(path), capacity, block_size=2))
+        report = run_replay(replace(settings, num_blocks=capacity))
         assert curve.count_hits(capacity) == (report.blocks_hit, report.tokens_hit)
         assert report.blocks_hit > 0
 

@@ -28,17 +28,17 @@ def search(prompts, capacity, count, keep_prefixes=False):
     parents = {}
     best = {frozenset(): 0}  # by the set of cached blocks
     for prompt in prompts:
-        if prompt.num_blocks > capacity:
+        if prompt.size.num_blocks > capacity:
             continue
-        ids = [prompt.keys[start : start + 8] for start in range(0, len(prompt.keys), 8)]
+        ids = [prompt.keys[start : start + 16] for start in range(0, len(prompt.keys), 16)]
         parents |= dict(zip(ids, [None, *ids], strict=False))
         after = {}
         for cached, value in best.items():
             num_hits = 0
-            while num_hits < prompt.max_hit and ids[num_hits] in cached:
+            while num_hits < prompt.size.max_hit and ids[num_hits] in cached:
                 num_hits += 1
             others = cached.difference(ids)
-            most = min(len(others), capacity - prompt.num_blocks)
+            most = min(len(others), capacity - prompt.size.num_blocks)
             for num_kept in range(0 if keep_prefixes else most, most + 1):
                 for kept in combinations(others, num_kept):
                     state = frozenset(kept).union(ids)
@@ -54,7 +54,7 @@ def count_blocks(prompt, num_hits):
 
 
 def count_tokens(prompt, num_hits):
-    return min(num_hits * SIZE, prompt.input_length)
+    return min(num_hits * SIZE, prompt.size.input_length)
 
 
 def list_small_cases(seeds):
@@ -75,8 +75,8 @@ def test_exhaustive_search_finds_no_more_hits(tmp_path, part):
         path = write_trace(tmp_path / "trace.jsonl", records)
         for convention in CONVENTIONS:
             settings = ReplaySettings(str(path), 1, trace_block_size=SIZE, convention=convention)
-            prompts, _, key_bytes = read_prompts(settings)
-            reuse = record_reuse(prompts, SIZE, key_bytes)
+            prompts, _ = read_prompts(settings)
+            reuse = record_reuse(prompts, SIZE)
             if reuse.num_distinct > 9:
                 continue
             curve = OptimumCurve(reuse)
@@ -129,7 +129,9 @@ def test_optimum_in_the_pool_equals_the_curve(tmp_path, convention, seed):
     settings = ReplaySettings(str(path), 1, trace_block_size=SIZE, convention=convention, policy="optimum")
     reuse = read_reuse(replace(settings, policy="lru"))
     curve = OptimumCurve(reuse)
-    for capacity in random.Random(seed).sample(range(min(reuse.num_blocks), reuse.num_distinct + 4), 5):
+    for capacity in random.Random(seed).sample(
+        range(min(size.num_blocks for size in reuse.sizes), reuse.num_distinct + 4), 5
+    ):
         report = run_replay(replace(settings, num_blocks=capacity))
         assert (report.blocks_hit, report.tokens_hit) == curve.count_hits(capacity)
 

@@ -30,12 +30,6 @@ def test_ids_that_name_no_prefix_are_refused(tmp_path, prompts, block_size):
         read_reuse(settings_for(tmp_path, records, block_size=block_size))
 
 
-def test_mixed_kinds_of_ids_are_refused(tmp_path):
-    settings = settings_for(tmp_path, [record(16, [1, 2]), {"token_ids": list(range(16))}])
-    with pytest.raises(TraceError, match="line 2 has token ids in a trace of hash ids; a curve needs one"):
-        read_reuse(settings)
-
-
 def test_signals_do_not_wait_for_the_count_of_blocks(tmp_path, monkeypatch):
     """Regression: Ctrl-C waited 17 s for the end of one call of NumPy in the main thread."""
     callers = []

@@ -11,7 +11,7 @@ from lab.test_schemas import validator
 from kv_pool import InvalidArgumentError
 from kv_pool.lab.curves.measure import measure_curves
 from kv_pool.lab.curves.reuse import read_prompt_keys
-from kv_pool.lab.curves.sampling import NUM_GROUPS, Sampler
+from kv_pool.lab.curves.sampling import NUM_GROUPS, UnitFinder, find_group
 from kv_pool.lab.report import write_json
 from kv_pool.lab.settings import ReplaySettings
 
@@ -37,19 +37,19 @@ def settings_for(tmp_path, records):
     return ReplaySettings(str(path), 1, trace_block_size=8)
 
 
-def make_sampler(settings, rate):
-    return Sampler(settings, settings.open_trace(), 8, rate)
+def make_finder(settings):
+    return UnitFinder(settings, settings.open_trace(), 8)
 
 
 @pytest.mark.parametrize("with_sessions", [True, False], ids=["session", "root"])
 def test_all_or_no_prompts_of_a_conversation_are_sampled(tmp_path, with_sessions):
     settings = settings_for(tmp_path, make_sessions(200, 4, with_sessions))
-    sampler = make_sampler(settings, 0.25)
-    assert sampler.unit == ("session" if with_sessions else "root")
+    finder = make_finder(settings)
+    assert finder.unit == ("session" if with_sessions else "root")
     groups_of = {}
     for prompt in read_prompts(settings)[0]:
-        conversation = prompt.keys[16:24]  # the first block after the system prompt of two blocks
-        groups_of.setdefault(conversation, set()).add(sampler.find_group(prompt))
+        conversation = prompt.keys[32:48]  # the first block after the system prompt of two blocks
+        groups_of.setdefault(conversation, set()).add(find_group(finder.find(prompt), 0.25))
     assert len(groups_of) == 200
     assert all(len(groups) == 1 for groups in groups_of.values())
     groups = [group for (group,) in groups_of.values() if group is not None]
@@ -59,9 +59,9 @@ def test_all_or_no_prompts_of_a_conversation_are_sampled(tmp_path, with_sessions
 
 def test_root_of_a_prompt_that_ends_before_it_is_empty(tmp_path):
     settings = settings_for(tmp_path, [record(17, [1, 2]), record(25, [1, 2, 3])])
-    sampler = make_sampler(settings, 0.999)
+    finder = make_finder(settings)
     for prompt in read_prompt_keys(settings, settings.open_trace(), 8):
-        assert sampler.find_group(prompt) in range(NUM_GROUPS)
+        assert find_group(finder.find(prompt), 0.999) in range(NUM_GROUPS)
 
 
 def test_estimates_of_a_real_trace_are_within_their_errors():

@@ -163,9 +163,10 @@ def test_tenants_stay_in_mooncakes_format(tmp_path):
         (("x", "weka"), "unknown format 'weka'; known are mooncake, kv-cache-tester, lmcache, vllm"),
         (("x", "mooncake", "weka"), "unknown format 'weka'; known are mooncake, kv-cache-tester"),
         (("x", "mooncake", "events"), "events depend on a pool and its size: run kv-pool replay"),
+        (("x", "kv-cache-tester", "mooncake", None, None, -1.0), "session_gap_s is -1"),
     ],
 )
-def test_unknown_formats_are_refused(options, message):
+def test_settings_that_cannot_be_are_refused(options, message):
     with pytest.raises(InvalidArgumentError, match=message):
         convert_trace(ConvertSettings(*options), "out")
 

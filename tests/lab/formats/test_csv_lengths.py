@@ -51,24 +51,27 @@ def test_burstgpt_is_read_and_failed_requests_are_noted(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("header", "ms_per_unit", "arrival_ms"),
+    ("header", "unit", "arrival_ms"),
     [
         ("num_prefill_tokens,num_decode_tokens,arrived_at", None, 7000.0),
         ("Prompt_Tokens,Completion Tokens,timestamp_ms", None, 7.0),
-        ("input_length,output_length,time", 1.0, 7.0),
-        ("input_tokens,output_tokens,timestamp_ms", 1000.0, 7000.0),
+        ("input_length,output_length,time", "ms", 7.0),
+        ("input_tokens,output_tokens,timestamp_ms", "s", 7000.0),
         ("promptTokens,outputLen,other", None, 0.0),
     ],
 )
-def test_columns_are_found_by_name(tmp_path, header, ms_per_unit, arrival_ms):
-    found, _ = read(tmp_path, f"\ufeff{header}\n12,3,7\n\n", ms_per_unit=ms_per_unit)
+def test_columns_are_found_by_name(tmp_path, header, unit, arrival_ms):
+    found, _ = read(tmp_path, f"\ufeff{header}\n12,3,7\n\n", timestamp_unit=unit)
     assert found == [(arrival_ms, 12, 3, None)]
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a,b,c\n1,2,3\n", r":1: no column has the tokens of prompts; the columns are a, b, c"),
+        (
+            "a,b,c\n1,2,3\n",
+            r":1: no column has the tokens of prompts; the columns are a, b, c; name it ContextTokens, or ",
+        ),
         (AZURE + "2023-11-16 18:17:00,many,1\n", r":5: "),
         (AZURE + "2023-11-16 18:17:00,1.5,1\n", r":5: '1.5' is no number of tokens"),
         (AZURE + "2023-11-16 18:17:00,-4,1\n", r":5: '-4' is no number of tokens"),

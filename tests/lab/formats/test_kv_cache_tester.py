@@ -5,7 +5,7 @@ import lzma
 
 import pytest
 
-from kv_pool import InvalidArgumentError, TraceError
+from kv_pool import TraceError
 from kv_pool.lab.formats.kv_cache_tester import KVCacheTesterReader
 
 
@@ -147,11 +147,6 @@ def test_broken_file_is_named_or_skipped(tmp_path, kind):
         assert reader.first_broken.startswith(f"{path}:1: ")
 
 
-def test_negative_gap_is_refused(tmp_path):
-    with pytest.raises(InvalidArgumentError, match="the session gap is -1"):
-        KVCacheTesterReader(tmp_path, session_gap_s=-1)
-
-
 def test_absent_fields_may_be_null(tmp_path):
     nulls = dict.fromkeys(("t", "type", "out", "input_length", "output_length", "hash_ids", "requests"))
     path = write(tmp_path, 0, [{**nulls, "in": 5}], hash_id_scope=None, id=None)
@@ -202,4 +197,4 @@ def test_broken_sessions_of_a_file_are_named_or_skipped(tmp_path):
 
 def test_times_may_be_in_another_unit(tmp_path):
     path = write(tmp_path, 0, [request(0.0, [1]), request(1500.0, [1])])
-    assert [one.arrival_ms for one in read(path, ms_per_unit=1.0)] == [0.0, 1500.0]
+    assert [one.arrival_ms for one in read(path, timestamp_unit="ms")] == [0.0, 1500.0]

@@ -41,7 +41,7 @@ def test_times_are_seconds_and_conversations_are_sessions(tmp_path):
     assert [one.session_id for one in found] == ["55", "55", "7", "55", "900", "900"]
     assert [one.output_length for one in found] == [132] * 5 + [0]
     assert found[1].hash_ids[:2] == found[0].hash_ids
-    assert [one.arrival_ms for one in read(tmp_path, lines, ms_per_unit=1.0)][1] == 61.114
+    assert [one.arrival_ms for one in read(tmp_path, lines, timestamp_unit="ms")][1] == 61.114
 
 
 def test_equal_blocks_behind_different_ones_are_different(tmp_path):

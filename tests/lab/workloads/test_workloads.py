@@ -90,13 +90,13 @@ class TokenModel:
 def test_documents_are_shared_as_their_tokens_are(monkeypatch):
     """Prompts of known documents share exactly the blocks whose tokens, and all before, are equal."""
     retrieved = []
-    original = rag._RAGWorkload._retrieve
+    original = rag._RAGPrompts._retrieve
 
     def retrieve(workload, num_wanted):
         retrieved.append((original(workload, num_wanted), list(workload._num_tokens)))
         return retrieved[-1][0]
 
-    monkeypatch.setattr(rag._RAGWorkload, "_retrieve", retrieve)
+    monkeypatch.setattr(rag._RAGPrompts, "_retrieve", retrieve)
     requests = generate(
         "rag",
         300,
