@@ -35,7 +35,7 @@ class CurveKeys(NamedTuple):
             InvalidArgumentError: a file that cannot be read or has no keys; the message names it.
             MissingDependencyError: pyzmq is not installed.
         """
-        from kv_pool.events.zmq_module import zmq
+        from kv_pool.events.sockets import zmq
 
         server_public_key = load_public_key("server key", server_key_file)
         if secret_key_file is None:
@@ -121,7 +121,7 @@ def load_key_pair(name: str, path: str | PathLike[str]) -> tuple[bytes, bytes]:
 
 
 def _load(name: str, path: str | PathLike[str]) -> tuple[bytes, bytes | None]:
-    from kv_pool.events.zmq_module import zmq
+    from kv_pool.events.sockets import zmq
 
     if not zmq.has("curve"):
         raise InvalidArgumentError(f"this libzmq has no CURVE support; omit {name} or install another")

@@ -8,31 +8,19 @@ from dataclasses import replace
 from queue import Empty, SimpleQueue
 
 from kv_pool.closing import Closing
-from kv_pool.core.kv_events import KVCacheEvent
-from kv_pool.core.stored_events import add_kinds
+from kv_pool.core.kv_events import KVCacheEvent, add_kinds
 from kv_pool.errors import PublisherClosedError
 from kv_pool.events.batch import KVEventBatch, encode_batch, pack_sequence
-from kv_pool.events.config import PublisherConfig
-from kv_pool.events.event_publisher import PublisherStatistics
+from kv_pool.events.event_publisher import PublisherConfig, PublisherStatistics
 from kv_pool.events.replay_server import ReplayBuffer, ReplayServer
-from kv_pool.events.sockets import PublisherSockets
+from kv_pool.events.sockets import PublisherSockets, zmq
 from kv_pool.events.stream_state import StreamState
-from kv_pool.events.zmq_module import zmq
 from kv_pool.threads import start_thread
 
 _Published = tuple[int, float, list[KVCacheEvent]]
 """A queued batch: its sequence, its time, its events. A plain tuple, since the pool's thread creates it."""
 
-_Ready = tuple[bytes, bytes, list[KVCacheEvent]]
-"""A batch to send: its sequence, packed; its payload; the events in it."""
-
-MAX_SENT_TOGETHER = 8
-"""Batches that are encoded before they are sent together; the first waits for less than a millisecond."""
-
 _MORE = int(zmq.SNDMORE)  # combining enum members takes longer than combining ints
-
-_CLOSE: _Published = (-1, 0.0, [])
-"""The end of the queue, put after the last batch."""
 
 
 class ZMQEventPublisher(Closing):
@@ -44,8 +32,8 @@ class ZMQEventPublisher(Closing):
 
     ```text
     pool's thread       publish() --> queue of max_queue_size batches
-    publisher's thread  queue --> state.apply --> encode --> replay server's buffer, PUB socket
-    replay thread       replay server's buffer, state.iter_snapshot --> ROUTER socket
+    publisher's thread  queue --> state.apply --> encode --> replay buffer, PUB socket
+    replay thread       replay buffer, state.iter_snapshot --> ROUTER socket
     ```
 
     Readers notice every loss: batches that were dropped or could not be encoded leave a hole in the sequence.
@@ -84,7 +72,7 @@ class ZMQEventPublisher(Closing):
 
         self._publishing = threading.Lock()
         self._closing = threading.Lock()
-        self._queue: SimpleQueue[_Published] = SimpleQueue()
+        self._queue: SimpleQueue[_Published | None] = SimpleQueue()  # None ends it
         self._max_queue_size = config.max_queue_size
         self._is_closed = False
         self._linger_deadline_s = float("inf")
@@ -134,55 +122,41 @@ class ZMQEventPublisher(Closing):
             self._counts.count_dropped(events, self._queue.qsize())
             return False
         try:
-            _, _, dropped = self._queue.get_nowait()
+            oldest = self._queue.get_nowait()
         except Empty:  # the publisher's thread has taken them meanwhile
             return True
-        self._counts.count_dropped(dropped, self._queue.qsize())
+        assert oldest is not None  # `publish` puts nothing behind the end
+        self._counts.count_dropped(oldest[2], self._queue.qsize())
         return True
 
     # ---- the publisher's thread ----------------------------------------------------------------------
 
     def _run(self) -> None:
-        is_last = False
-        while not is_last:
-            batches, is_last = self._take_batches()
-            # Prepare all, then send them together: this wakes ZeroMQ's thread only once.
-            self._send([ready for ready in map(self._prepare, batches) if ready is not None])
+        while (published := self._take_next()) is not None:
+            self._send(*published)
         self._close_sockets()
 
-    def _take_batches(self) -> tuple[list[_Published], bool]:
-        """Wait for a batch; return those that are queued, and whether they are the last ones of all.
-
-        At most `MAX_SENT_TOGETHER`. After `heartbeat_s` without one, return an empty batch.
-        """
+    def _take_next(self) -> _Published | None:
+        """Wait for the next batch; after `heartbeat_s` return an empty one. None at the end of the queue."""
         heartbeat_s = self.config.heartbeat_s and min(self.config.heartbeat_s, threading.TIMEOUT_MAX)
-        batches: list[_Published] = []
-        try:
-            published = self._queue.get(timeout=heartbeat_s)
-            while published is not _CLOSE:
-                batches.append(published)
-                if len(batches) == MAX_SENT_TOGETHER:
-                    return batches, False
-                published = self._queue.get_nowait()
-            return batches, True
-        except Empty:
-            if not batches:
+        while True:
+            try:
+                return self._queue.get(timeout=heartbeat_s)
+            except Empty:
                 with self._publishing:
                     if self._queue.empty():
-                        batches.append((self._next_sequence, self._clock(), []))
                         self._next_sequence += 1
-            return batches, False
+                        return self._next_sequence - 1, self._clock(), []
 
-    def _prepare(self, published: _Published) -> _Ready | None:
-        """Encode a batch and buffer it for replays; on failure leave a hole in the sequence. Never raises.
+    def _send(self, sequence: int, ts: float, events: list[KVCacheEvent]) -> None:
+        """Encode a batch, buffer it for replays and send it. Never raises: on failure it becomes a hole.
 
         With a state the batch is sent even if no event is left: snapshots from now on include its sequence.
         """
-        sequence, ts, events = published
         if self._monotonic() >= self._linger_deadline_s:
             # The last batch is the one before: a hole would end replays with a snapshot without blocks.
             self._counts.count_dropped(events, self._queue.qsize())
-            return None
+            return
         if sequence > self._buffer.last_sequence + 1:  # the queue has dropped the batches in between
             self._skip(sequence - 1)
         try:
@@ -194,34 +168,29 @@ class ZMQEventPublisher(Closing):
             number = pack_sequence(sequence)
         except Exception:
             # One bad event must not end the stream: this batch becomes a hole, the next one is sent.
-            self._counts.count_failed(events)
             self._skip(sequence)
-            return None
+            self._counts.count_failed(events)
+            return
         # Buffer the batch before sending it: a reader that has seen a batch live can request it.
         self._buffer.append(sequence, payload)
-        return number, payload, sent
+        send = self._sockets.live.send  # send_multipart takes three times as long
+        try:
+            send(self._topic, _MORE)
+            send(number, _MORE)
+            send(payload)
+        except Exception:
+            # A PUB socket never waits: memory is short for the payload, or the context is terminated.
+            self._counts.count_failed(sent)
+            with suppress(Exception):
+                send(b"")  # end the message, or the next one would be part of it
+        else:
+            self._counts.count_sent(sent, len(payload))
 
     def _skip(self, sequence: int) -> None:
         """Leave a hole up to this sequence: the batches there were dropped, or have failed."""
         if self._state is not None:
             self._state.skip(sequence)
         self._buffer.skip(sequence)
-
-    def _send(self, ready: list[_Ready]) -> None:
-        """Send batches that are already in the replay buffer. Never raises."""
-        send = self._sockets.live.send  # send_multipart takes three times as long
-        for number, payload, events in ready:
-            try:
-                send(self._topic, _MORE)
-                send(number, _MORE)
-                send(payload)
-            except Exception:
-                # A PUB socket never waits: memory is short for the payload, or the context is terminated.
-                self._counts.count_failed(events)
-                with suppress(Exception):
-                    send(b"")  # end the message, or the next one would be part of it
-            else:
-                self._counts.count_sent(events, len(payload))
 
     def _close_sockets(self) -> None:
         if self._replay_server is not None:
@@ -254,6 +223,6 @@ class ZMQEventPublisher(Closing):
             with self._publishing:
                 self._is_closed = True
                 self._linger_deadline_s = self._monotonic() + self.config.linger_s
-                self._queue.put(_CLOSE)
+                self._queue.put(None)
             self._thread.join()
             self._sockets.end()

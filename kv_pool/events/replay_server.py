@@ -22,11 +22,9 @@ from kv_pool.events.batch import (
     pack_sequence,
     unpack_sequence,
 )
-from kv_pool.events.config import PublisherConfig
-from kv_pool.events.event_publisher import PublisherStatistics, is_worth_logging
-from kv_pool.events.sockets import REPLAY_HWM
+from kv_pool.events.event_publisher import PublisherConfig, PublisherStatistics, is_worth_logging
+from kv_pool.events.sockets import REPLAY_HWM, zmq
 from kv_pool.events.stream_state import StreamState
-from kv_pool.events.zmq_module import zmq
 from kv_pool.threads import YieldTimer, start_thread
 
 MAX_FILLED = 200_000

@@ -1,13 +1,21 @@
-"""The sockets of a publisher: either both open or none; encrypted if configured."""
+"""The sockets of a publisher: either both open or none; encrypted if configured. Imports pyzmq for all."""
 
 import logging
 from contextlib import ExitStack
 
-from kv_pool.errors import EndpointError
-from kv_pool.events.config import PublisherConfig
+from kv_pool.errors import EndpointError, MissingDependencyError, describe_install
 from kv_pool.events.curve_keys import ServerCurve
 from kv_pool.events.endpoints import check_unused, is_ipv6, is_loopback, should_bind
-from kv_pool.events.zmq_module import zmq
+from kv_pool.events.event_publisher import PublisherConfig
+
+try:
+    import zmq as zmq
+    import zmq.utils.monitor
+    import zmq.utils.z85
+except ImportError as error:
+    raise MissingDependencyError(
+        f"an event stream, or a node that other processes reach, needs pyzmq: {describe_install('zmq')}"
+    ) from error
 
 _logger = logging.getLogger(__name__)
 
@@ -39,7 +47,7 @@ class PublisherSockets:
         endpoint, replay_endpoint: with the actual port instead of 0.
 
     Raises:
-        EndpointError: an address that cannot be bound or connected to. Nothing is left open.
+        EndpointError: a socket that cannot be opened, bound or connected. Nothing is left open.
         InvalidArgumentError: a key file that cannot be used. Nothing is left open.
         OutOfThreadsError: no thread could be started to check the keys of readers. Nothing is left open.
     """
@@ -50,21 +58,26 @@ class PublisherSockets:
         self._is_shared = any(address.startswith("inproc://") for address in endpoints)
         self.context = zmq.Context.instance() if self._is_shared else zmq.Context()
         self._curve: ServerCurve | None = None
+        self.replay: zmq.SyncSocket | None = None
+        self.replay_endpoint: str | None = None
         with ExitStack() as on_failure:
             on_failure.callback(self.end)
-            self._curve = open_curve(config, self.context, on_failure)
-            self.live = self._open(zmq.PUB, endpoints, config, config.hwm, on_failure)
-            self.endpoint = attach(
-                self.live, endpoint, should_bind(endpoint) if config.bind is None else config.bind
-            )
-            self.replay: zmq.SyncSocket | None = None
-            self.replay_endpoint: str | None = None
-            if replay_endpoint is not None:
-                self.replay = self._open(zmq.ROUTER, endpoints, config, REPLAY_HWM, on_failure)
-                self.replay.setsockopt(zmq.RCVHWM, MAX_QUEUED_REQUESTS)
-                # Otherwise ZeroMQ silently drops replies to a slow reader, including the end marker.
-                self.replay.setsockopt(zmq.ROUTER_MANDATORY, 1)
-                self.replay_endpoint = attach(self.replay, replay_endpoint, binds=True)
+            try:
+                if config.curve_secret_key_file is not None:
+                    self._curve = ServerCurve(config.curve_secret_key_file)
+                    if config.curve_client_keys_dir is not None:
+                        self._curve.admit_only(self.context, config.curve_client_keys_dir)
+                self.live = self._open(zmq.PUB, endpoints, config, config.hwm, on_failure)
+                binds = should_bind(endpoint) if config.bind is None else config.bind
+                self.endpoint = attach(self.live, endpoint, binds)
+                if replay_endpoint is not None:
+                    self.replay = self._open(zmq.ROUTER, endpoints, config, REPLAY_HWM, on_failure)
+                    self.replay.setsockopt(zmq.RCVHWM, MAX_QUEUED_REQUESTS)
+                    # Otherwise ZeroMQ silently drops replies to a slow reader, including the end marker.
+                    self.replay.setsockopt(zmq.ROUTER_MANDATORY, 1)
+                    self.replay_endpoint = attach(self.replay, replay_endpoint, binds=True)
+            except zmq.ZMQError as error:  # such as no file descriptor for a socket
+                raise EndpointError(error.errno, f"cannot open a socket for {endpoint}: {error}") from error
             if self._curve is None and not all(map(is_loopback, endpoints)):
                 _logger.warning(
                     "any reader that can connect to %s can read the token ids of all prompts; use CURVE keys",
@@ -94,23 +107,6 @@ class PublisherSockets:
         if self._curve is not None:
             self._curve.encrypt(socket)
         return socket
-
-
-def open_curve(
-    config: PublisherConfig, context: "zmq.Context[zmq.SyncSocket]", on_failure: ExitStack
-) -> ServerCurve | None:
-    """Return the encryption of a publisher's sockets; None without. Only listed readers are admitted, if any.
-
-    Raises:
-        InvalidArgumentError: a key file that cannot be used.
-    """
-    if config.curve_secret_key_file is None:
-        return None
-    curve = ServerCurve(config.curve_secret_key_file)
-    on_failure.callback(curve.stop)
-    if config.curve_client_keys_dir is not None:
-        curve.admit_only(context, config.curve_client_keys_dir)
-    return curve
 
 
 def attach(socket: "zmq.SyncSocket", endpoint: str, binds: bool) -> str:

@@ -14,6 +14,7 @@ from kv_pool.events.batch import END_OF_REPLAY, MAX_SEQUENCE, read_rank, unpack_
 from kv_pool.events.continuity import Continuity
 from kv_pool.events.curve_keys import CurveKeys
 from kv_pool.events.endpoints import check_endpoint
+from kv_pool.events.sockets import zmq
 from kv_pool.events.stream_items import (
     BatchRequest,
     PublisherRestarted,
@@ -23,7 +24,6 @@ from kv_pool.events.stream_items import (
     sum_counts,
 )
 from kv_pool.events.subscriber_sockets import SubscriberSockets
-from kv_pool.events.zmq_module import zmq
 
 DEFAULT_MAX_MESSAGE_BYTES = 128 * 2**20
 """A snapshot of 100,000 blocks of 128 tokens has about 70 MB."""
