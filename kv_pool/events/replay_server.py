@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import islice
 from operator import itemgetter
 from socket import socketpair
 from typing import Any
@@ -249,7 +248,6 @@ class ReplayServer:
                 is_busy = True
                 while is_busy and not self._is_stopping:
                     is_busy = self._receive_requests() | self._serve_readers()
-                self._drop_slow_readers()
                 if not self._readers:
                     self._snapshot = None
         except zmq.ContextTerminated:
@@ -299,15 +297,22 @@ class ReplayServer:
     # ---- replies -------------------------------------------------------------------------------------
 
     def _serve_readers(self) -> bool:
-        """Send a few replies to each reader; return False if none could be sent."""
+        """Send a few replies to each of the first readers, and end the answers to those that do not read.
+
+        Returns False if no reply could be sent.
+        """
         is_busy = False
+        num_served = 0
         now = self._monotonic()
-        for reader in list(islice(filter(ReplayReader.is_waiting, self._readers.values()), MAX_ANSWERS)):
+        for reader in list(self._readers.values()):
             if self._is_stopping:
                 break
             reader.note_progress(now)
             try:
-                is_busy |= self._serve(reader, now)
+                if reader.is_waiting() and num_served < MAX_ANSWERS:
+                    num_served += 1
+                    is_busy |= self._serve(reader, now)
+                self._end_if_slow(reader, now)
             except zmq.ZMQError as error:
                 self._abandon(f"the reader is gone: {error}")
                 del self._readers[reader.identity]
@@ -360,20 +365,15 @@ class ReplayServer:
             reader.answer = None
         return True
 
-    def _drop_slow_readers(self) -> None:
-        """End the answers to readers that do not read, so that others are served in their place."""
-        now = self._monotonic()
-        for reader in list(self._readers.values()):
-            reader.note_progress(now)
-            allowed_s = self._config.slow_reader_s + reader.count_unread() / LEAST_BYTES_PER_S
-            if reader.answer is not None and now >= reader.progress_s + allowed_s:
-                # Unread replies still count.
-                reader.answer = reader.next_reply = None
-                reader.starts.clear()
-                self._counts.num_readers_dropped += 1
-                self._abandon(f"a reader read nothing for {now - reader.progress_s:.1f} s")
-            if reader.is_done:
-                del self._readers[reader.identity]
+    def _end_if_slow(self, reader: ReplayReader, now: float) -> None:
+        """End the answer to a reader that does not read, so that others are served in its place."""
+        allowed_s = self._config.slow_reader_s + reader.count_unread() / LEAST_BYTES_PER_S
+        if reader.answer is not None and now >= reader.progress_s + allowed_s:
+            # Unread replies still count.
+            reader.answer = reader.next_reply = None
+            reader.starts.clear()
+            self._counts.num_readers_dropped += 1
+            self._abandon(f"a reader read nothing for {now - reader.progress_s:.1f} s")
 
     # ---- answers -------------------------------------------------------------------------------------
 
