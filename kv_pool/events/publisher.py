@@ -12,7 +12,7 @@ from kv_pool.core.kv_events import KVCacheEvent, add_kinds
 from kv_pool.errors import PublisherClosedError
 from kv_pool.events.batch import KVEventBatch, encode_batch, pack_sequence
 from kv_pool.events.event_publisher import PublisherConfig, PublisherStatistics
-from kv_pool.events.replay_server import ReplayBuffer, ReplayServer
+from kv_pool.events.replay_server import ReplayServer
 from kv_pool.events.sockets import PublisherSockets, zmq
 from kv_pool.events.stream_state import StreamState
 from kv_pool.threads import start_thread
@@ -77,13 +77,11 @@ class ZMQEventPublisher(Closing):
         self._is_closed = False
         self._linger_deadline_s = float("inf")
 
-        self._first_sequence = config.find_first_sequence(clock)
-        self._next_sequence = self._first_sequence
+        self._next_sequence = config.find_first_sequence(clock)
         if state is not None:
-            state.last_sequence = self._first_sequence - 1
+            state.last_sequence = self._next_sequence - 1
+        self._expected = self._next_sequence  # the next one to send, if the queue drops none
         self._counts = PublisherStatistics()
-        capacity = 0 if config.rank_replay_endpoint is None else config.buffer_steps
-        self._buffer = ReplayBuffer(capacity, self._first_sequence)
         self._sockets = PublisherSockets(config)
         self.endpoint: str | None = self._sockets.endpoint
         self.replay_endpoint = self._sockets.replay_endpoint
@@ -93,7 +91,7 @@ class ZMQEventPublisher(Closing):
             on_failure.callback(self._close_sockets)
             if self._sockets.replay is not None:
                 self._replay_server = ReplayServer(
-                    self._sockets.replay, config, state, self._buffer, self._counts, clock, monotonic
+                    self._sockets.replay, config, state, self._next_sequence, self._counts, clock, monotonic
                 )
             self._thread = start_thread("kv_pool event publisher", self._run)
             on_failure.pop_all()
@@ -157,8 +155,9 @@ class ZMQEventPublisher(Closing):
             # The last batch is the one before: a hole would end replays with a snapshot without blocks.
             self._counts.count_dropped(events, self._queue.qsize())
             return
-        if sequence > self._buffer.last_sequence + 1:  # the queue has dropped the batches in between
+        if sequence > self._expected:  # the queue has dropped the batches in between
             self._skip(sequence - 1)
+        self._expected = sequence + 1
         try:
             add_kinds(events, self._labels, "unknown")
             state = self._state
@@ -171,8 +170,10 @@ class ZMQEventPublisher(Closing):
             self._skip(sequence)
             self._counts.count_failed(events)
             return
-        # Buffer the batch before sending it: a reader that has seen a batch live can request it.
-        self._buffer.append(sequence, payload)
+        if self._replay_server is not None:
+            # Before sending: a reader that has seen a batch live can request it.
+            self._replay_server.buffer.append(sequence, payload)
+        self._counts.last_sequence = sequence
         send = self._sockets.live.send  # send_multipart takes three times as long
         try:
             send(self._topic, _MORE)
@@ -190,7 +191,9 @@ class ZMQEventPublisher(Closing):
         """Leave a hole up to this sequence: the batches there were dropped, or have failed."""
         if self._state is not None:
             self._state.skip(sequence)
-        self._buffer.skip(sequence)
+        if self._replay_server is not None:
+            self._replay_server.buffer.skip(sequence)
+        self._counts.last_sequence = sequence
 
     def _close_sockets(self) -> None:
         if self._replay_server is not None:
@@ -203,12 +206,10 @@ class ZMQEventPublisher(Closing):
         """Return the counters; a batch that is being sent may be in only some of them."""
         server = self._replay_server
         num_left_out = 0 if server is None else server.num_events_left_out
-        last_sequence = self._buffer.last_sequence
         return replace(
             self._counts,
             num_events_failed=self._counts.num_events_failed + num_left_out,
             num_queued=self._queue.qsize(),
-            last_sequence=None if last_sequence < self._first_sequence else last_sequence,
         )
 
     def close(self) -> None:

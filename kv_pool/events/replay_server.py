@@ -187,11 +187,12 @@ class ReplayServer:
 
     Args:
         socket: a ROUTER, used and finally closed by the server's thread.
-        buffer: the last batches, to which the publisher appends.
+        first_sequence: that of the first batch.
         counts: what the server does is counted there.
         clock: time in the batches of snapshots, in seconds since the epoch.
 
     Attributes:
+        buffer: the last batches, to which the publisher appends.
         num_events_left_out: events of snapshots that cannot be encoded.
 
     Raises:
@@ -203,13 +204,13 @@ class ReplayServer:
         socket: "zmq.SyncSocket",
         config: PublisherConfig,
         state: StreamState | None,
-        buffer: ReplayBuffer,
+        first_sequence: int,
         counts: PublisherStatistics,
         clock: Callable[[], float],
         monotonic: Callable[[], float],
     ) -> None:
         self.num_events_left_out = 0
-        self._buffer = buffer
+        self.buffer = ReplayBuffer(config.buffer_steps, first_sequence)
         self._socket = socket
         self._config = config
         self._state = state
@@ -379,11 +380,11 @@ class ReplayServer:
 
     def _iter_answer(self, reader: ReplayReader, start: int) -> Iterator[Reply | None]:
         """Yield the replies to one request, created on demand; None while a snapshot has to wait."""
-        number, last = start, self._buffer.last_sequence
+        number, last = start, self.buffer.last_sequence
         state = self._state
         leaves_gaps = state is None
         while number <= last:
-            batches = self._buffer.list_from(number, REPLAY_HWM)
+            batches = self.buffer.list_from(number, REPLAY_HWM)
             if batches and batches[0][0] == number:
                 for sequence, payload in batches:
                     if sequence != number or sequence > last:
@@ -402,7 +403,7 @@ class ReplayServer:
                 first = number if end - number < MAX_FILLED else end
                 yield self._make_reply(first, snapshot[1], is_snapshot=True)
                 yield from self._iter_empty(first + 1, end)
-                number, last = end + 1, max(last, self._buffer.last_sequence)
+                number, last = end + 1, max(last, self.buffer.last_sequence)
             elif batches and leaves_gaps:
                 number = batches[0][0]
             else:
@@ -444,7 +445,7 @@ class ReplayServer:
         None if the state raises an error: readers then get the batches in the buffer.
         """
         snapshot = self._snapshot
-        if snapshot is None or snapshot[0] < number or not self._buffer.has_all_from(snapshot[0] + 1):
+        if snapshot is None or snapshot[0] < number or not self.buffer.has_all_from(snapshot[0] + 1):
             self._snapshot = None
             ts = self._clock()
             try:

@@ -206,7 +206,7 @@ def test_full_queue_drops_batches_and_leaves_a_hole(when_full, sent):
         wait_until(lambda: publisher.get_statistics().num_queued == 0, "taken")
         publisher.publish([removed(6)])
         wait_until(lambda: publisher.get_statistics().last_sequence == 6, "sent")
-        batches = publisher._buffer.list_from(0, 9)
+        batches = publisher._replay_server.buffer.list_from(0, 9)
     assert (dropped.num_batches_dropped, dropped.num_events_dropped, dropped.num_queued) == (2, 2, 3)
     assert {sequence: draw(decode_batch(payload).events) for sequence, payload in batches} == sent
 
@@ -223,7 +223,7 @@ def test_broken_batch_leaves_no_block_and_is_followed_by_a_clear(bad):
         publisher.publish([removed(3)])
         publisher.publish([removed(4)])
         wait_until(lambda: publisher.get_statistics().last_sequence == 3, "sent")
-        batches = publisher._buffer.list_from(0, 9)
+        batches = publisher._replay_server.buffer.list_from(0, 9)
     drawn = {sequence: draw(decode_batch(payload).events) for sequence, payload in batches}
     assert drawn == {0: ["> 1"], 2: ["clear", "- 3"], 3: ["- 4"]}
 
@@ -237,7 +237,7 @@ def test_heartbeat_shows_a_loss_that_no_batch_follows():
         publisher.publish([removed(2)])
         state.gate.set()
         wait_until(lambda: publisher.get_statistics().num_batches_sent >= 3, "sent")
-        ((sequence, payload),) = publisher._buffer.list_from(3, 1)
+        ((sequence, payload),) = publisher._replay_server.buffer.list_from(3, 1)
     assert publisher.get_statistics().num_batches_dropped == 1
     assert (sequence, decode_batch(payload).events) == (3, [AllBlocksCleared()])
 
