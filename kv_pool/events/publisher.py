@@ -20,6 +20,12 @@ from kv_pool.threads import start_thread
 _Published = tuple[int, float, list[KVCacheEvent]]
 """A queued batch: its sequence, its time, its events. A plain tuple, since the pool's thread creates it."""
 
+_Ready = tuple[bytes, bytes, list[KVCacheEvent]]
+"""A batch to send: its sequence, packed; its payload; the events in it."""
+
+MAX_SENT_TOGETHER = 8
+"""Batches that are encoded before they are sent together; the first waits for less than a millisecond."""
+
 _MORE = int(zmq.SNDMORE)  # combining enum members takes longer than combining ints
 
 
@@ -130,8 +136,13 @@ class ZMQEventPublisher(Closing):
     # ---- the publisher's thread ----------------------------------------------------------------------
 
     def _run(self) -> None:
+        ready: list[_Ready] = []
         while (published := self._take_next()) is not None:
-            self._send(*published)
+            self._prepare(*published, ready)
+            # If `_make_room` takes the last queued batch now, it puts another one at once.
+            if self._queue.empty() or len(ready) == MAX_SENT_TOGETHER:
+                self._send(ready)
+        self._send(ready)
         self._close_sockets()
 
     def _take_next(self) -> _Published | None:
@@ -146,8 +157,8 @@ class ZMQEventPublisher(Closing):
                         self._next_sequence += 1
                         return self._next_sequence - 1, self._clock(), []
 
-    def _send(self, sequence: int, ts: float, events: list[KVCacheEvent]) -> None:
-        """Encode a batch, buffer it for replays and send it. Never raises: on failure it becomes a hole.
+    def _prepare(self, sequence: int, ts: float, events: list[KVCacheEvent], ready: list[_Ready]) -> None:
+        """Encode a batch, buffer it for replays and append it to `ready`; a hole if it fails. Never raises.
 
         With a state the batch is sent even if no event is left: snapshots from now on include its sequence.
         """
@@ -174,18 +185,27 @@ class ZMQEventPublisher(Closing):
             # Before sending: a reader that has seen a batch live can request it.
             self._replay_server.buffer.append(sequence, payload)
         self._counts.last_sequence = sequence
+        ready.append((number, payload, sent))
+
+    def _send(self, ready: list[_Ready]) -> None:
+        """Send these batches and remove them from the list. Never raises.
+
+        Several at once wake ZeroMQ's thread only once.
+        """
         send = self._sockets.live.send  # send_multipart takes three times as long
-        try:
-            send(self._topic, _MORE)
-            send(number, _MORE)
-            send(payload)
-        except Exception:
-            # A PUB socket never waits: memory is short for the payload, or the context is terminated.
-            self._counts.count_failed(sent)
-            with suppress(Exception):
-                send(b"")  # end the message, or the next one would be part of it
-        else:
-            self._counts.count_sent(sent, len(payload))
+        for number, payload, events in ready:
+            try:
+                send(self._topic, _MORE)
+                send(number, _MORE)
+                send(payload)
+            except Exception:
+                # A PUB socket never waits: memory is short for the payload, or the context is terminated.
+                self._counts.count_failed(events)
+                with suppress(Exception):
+                    send(b"")  # end the message, or the next one would be part of it
+            else:
+                self._counts.count_sent(events, len(payload))
+        ready.clear()
 
     def _skip(self, sequence: int) -> None:
         """Leave a hole up to this sequence: the batches there were dropped, or have failed."""
