@@ -4,7 +4,6 @@ Encoded with `msgspec.msgpack`, they equal the events of vLLM 0.33 byte for byte
 with the class name under `type`, defaults left out. Not compiled: mypyc would drop the struct options.
 """
 
-from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -71,28 +70,6 @@ class BlockRemoved(KVCacheEvent):
 
 class AllBlocksCleared(KVCacheEvent):
     """The prefix cache was reset: no block carries a hash."""
-
-
-def add_kinds(
-    events: Iterable[Any], labels: Sequence[tuple[str, int | None]], other_kind: str | None = None
-) -> None:
-    """Add the kind and the window of its group to each event that has a field for them and no kind yet.
-
-    Args:
-        events: of kv_pool's or any other classes.
-        labels: kind and window by group id.
-        other_kind: the kind of other groups.
-    """
-    for event in events:
-        if type(event) is BlockRemoved:
-            continue
-        group_id = getattr(event, "group_idx", None)
-        if group_id is None or getattr(event, "kv_cache_spec_kind", "") is not None:
-            continue
-        if 0 <= group_id < len(labels):
-            event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window = labels[group_id]
-        else:
-            event.kv_cache_spec_kind = other_kind
 
 
 class KVEventTypes(NamedTuple):

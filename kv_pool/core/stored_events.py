@@ -1,12 +1,12 @@
-"""Build `BlockStored` events from the hashes, tokens and extra keys of a request."""
+"""Build `BlockStored` events from the hashes, tokens and extra keys of a request, and complete them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kv_pool.core.arguments import as_list, refuse_type
 from kv_pool.core.block_keys import make_external_block_hash, make_external_block_hashes
 from kv_pool.core.extra_keys import CacheableRequest, ExtraKeysWalk, has_extra_keys, untag_extra_keys
-from kv_pool.core.kv_events import KVCacheEvent
+from kv_pool.core.kv_events import BlockRemoved, KVCacheEvent
 from kv_pool.core.pool_state import PoolState
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockHash, ExternalBlockHash, GroupId
@@ -94,6 +94,29 @@ def make_stored_range(
             events.append(make_stored(pool, request, part, before, first_token, block_size, group_id))
             part = []
     return events
+
+
+def add_kinds(
+    events: Iterable[Any], labels: Sequence[tuple[str, int | None]], other_kind: str | None = None
+) -> None:
+    """Add the kind and the window of its group to each event that has a field for them and no kind yet.
+
+    Args:
+        events: of kv_pool's or any other classes.
+        labels: kind and window by group id.
+        other_kind: the kind of other groups.
+    """
+    removed: Any = BlockRemoved
+    for event in events:
+        if type(event) is removed:
+            continue
+        group_id = getattr(event, "group_idx", None)
+        if group_id is None or getattr(event, "kv_cache_spec_kind", "") is not None:
+            continue
+        if 0 <= group_id < len(labels):
+            event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window = labels[group_id]
+        else:
+            event.kv_cache_spec_kind = other_kind
 
 
 def hashes_of(

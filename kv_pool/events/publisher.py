@@ -8,7 +8,8 @@ from dataclasses import replace
 from queue import Empty, SimpleQueue
 
 from kv_pool.closing import Closing
-from kv_pool.core.kv_events import KVCacheEvent, add_kinds
+from kv_pool.core.kv_events import KVCacheEvent
+from kv_pool.core.stored_events import add_kinds
 from kv_pool.errors import PublisherClosedError
 from kv_pool.events.batch import KVEventBatch, encode_batch, pack_sequence
 from kv_pool.events.event_publisher import PublisherConfig, PublisherStatistics

@@ -21,8 +21,9 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.evicting import evict_invalid
 from kv_pool.core.extra_keys import find_adapter_load, find_extra_keys
 from kv_pool.core.hash_map import CachedKey
-from kv_pool.core.kv_events import KVCacheEvent, add_kinds
+from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.repairing import forget_all
+from kv_pool.core.stored_events import add_kinds
 from kv_pool.core.taking import touch_listed
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockId, BlockMove, GroupId, RequestId
