@@ -30,11 +30,10 @@ from request_runs import BLOCK_SIZE, REQUEST_BLOCKS, BenchRequest, fill_cache, m
 
 from kv_pool import BlockPool
 from kv_pool.core.kv_events import AllBlocksCleared, KVCacheEvent
-from kv_pool.events.config import PublisherConfig
-from kv_pool.events.event_publisher import EventPublisher, NullEventPublisher
+from kv_pool.events.event_publisher import EventPublisher, NullEventPublisher, PublisherConfig
 from kv_pool.events.publisher import ZMQEventPublisher
+from kv_pool.events.sockets import zmq
 from kv_pool.events.stream_state import StreamState
-from kv_pool.events.zmq_module import zmq
 
 SAMPLE_STEPS = 20
 DISTINCT_BATCHES = 64

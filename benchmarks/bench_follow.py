@@ -29,9 +29,9 @@ from kv_pool import BlockRemoved, BlockStored
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.events.batch import END_OF_REPLAY, KVEventBatch, encode_batch, pack_sequence, unpack_sequence
 from kv_pool.events.mirror import PrefixMirror, apply_item
+from kv_pool.events.sockets import zmq
 from kv_pool.events.stream_items import ReceivedBatch
 from kv_pool.events.subscriber import KVEventSubscriber
-from kv_pool.events.zmq_module import zmq
 from kv_pool.ids import GroupId
 
 BLOCK_SIZE = 16

@@ -11,8 +11,8 @@ from bench_event_stream import make_batches, make_publisher, send
 from measuring import Row, in_turn, make_parser, print_header, read_options, start_run, write_results
 
 from kv_pool.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from kv_pool.events.sockets import zmq
 from kv_pool.events.stream_state import StreamState, slice_event
-from kv_pool.events.zmq_module import zmq
 
 Batches = list[list[KVCacheEvent]]
 MAX_QUEUED = 10_000_000

@@ -42,7 +42,7 @@ SHOWN = [
     "kv_pool.contiguous.run_pool",
     "kv_pool.core.block_hash",
     "kv_pool.core.block_pool",
-    "kv_pool.events.config",
+    "kv_pool.events.event_publisher",
     "kv_pool.events.mirror",
     "kv_pool.integrations.nano_vllm",
     "kv_pool.integrations.sequence_allocator",

@@ -22,6 +22,7 @@ PACKAGES = (
     "migration",
     "lab",
     "control",
+    "reports",
 )
 FACES = ("kv_pool", *(f"kv_pool.{package}" for package in PACKAGES))
 

@@ -6,8 +6,8 @@ import pytest
 
 from kv_pool import BlockPool
 from kv_pool.control.serve_settings import read_settings
-from kv_pool.events.config import PublisherConfig
 from kv_pool.events.curve_keys import load_public_key
+from kv_pool.events.event_publisher import PublisherConfig
 from kv_pool.migration.secret import load_secret
 from kv_pool.migration.topology import read_peers, read_topology
 from kv_pool.regular_files import open_private, open_private_folder, open_regular

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.events.config import PublisherConfig
+from kv_pool.events.event_publisher import PublisherConfig
 from kv_pool.events.stream_state import StreamState
 
 if TYPE_CHECKING:

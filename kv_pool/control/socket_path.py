@@ -42,10 +42,9 @@ def list_nodes() -> list[NodeName]:
     """Return the names of the nodes that are served at their default sockets now, sorted."""
     names = []
     for path in get_default_folder().glob(f"{_PREFIX}*{_SUFFIX}"):
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, suppress(OSError):
-            probe.settimeout(_PROBE_S)  # a stopped server with a full queue does not accept
-            probe.connect(os.fspath(path))
-            names.append(NodeName(path.name[len(_PREFIX) : -len(_SUFFIX)]))
+        with suppress(OSError):
+            if not is_dead(path, _PROBE_S):
+                names.append(NodeName(path.name[len(_PREFIX) : -len(_SUFFIX)]))
     return sorted(names)
 
 

@@ -1,9 +1,9 @@
 # What type checkers see of this package, and what it offers: each name is imported when it is first used.
 
-from kv_pool.events.config import PublisherConfig as PublisherConfig
+from kv_pool.events.event_publisher import PublisherConfig as PublisherConfig
 from kv_pool.events.publisher import ZMQEventPublisher as ZMQEventPublisher
 from kv_pool.events.stream_state import StreamState as StreamState
-from kv_pool.events.config import GroupSpec as GroupSpec
+from kv_pool.events.event_publisher import GroupSpec as GroupSpec
 from kv_pool.events.curve_keys import CurveKeys as CurveKeys
 from kv_pool.events.event_publisher import EventPublisher as EventPublisher
 from kv_pool.events.event_publisher import NullEventPublisher as NullEventPublisher

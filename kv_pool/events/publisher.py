@@ -12,12 +12,10 @@ from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.stored_events import add_kinds
 from kv_pool.errors import PublisherClosedError
 from kv_pool.events.batch import KVEventBatch, encode_batch, pack_sequence
-from kv_pool.events.config import PublisherConfig
-from kv_pool.events.event_publisher import PublisherStatistics
-from kv_pool.events.replay_server import ReplayBuffer, ReplayServer
-from kv_pool.events.sockets import PublisherSockets
+from kv_pool.events.event_publisher import PublisherConfig, PublisherStatistics
+from kv_pool.events.replay_server import ReplayServer
+from kv_pool.events.sockets import PublisherSockets, zmq
 from kv_pool.events.stream_state import StreamState
-from kv_pool.events.zmq_module import zmq
 from kv_pool.threads import start_thread
 
 _Published = tuple[int, float, list[KVCacheEvent]]
@@ -31,9 +29,6 @@ MAX_SENT_TOGETHER = 8
 
 _MORE = int(zmq.SNDMORE)  # combining enum members takes longer than combining ints
 
-_CLOSE: _Published = (-1, 0.0, [])
-"""The end of the queue, put after the last batch."""
-
 
 class ZMQEventPublisher(Closing):
     """A ZeroMQ publisher of a pool's events; replays missed batches on request.
@@ -44,8 +39,8 @@ class ZMQEventPublisher(Closing):
 
     ```text
     pool's thread       publish() --> queue of max_queue_size batches
-    publisher's thread  queue --> state.apply --> encode --> replay server's buffer, PUB socket
-    replay thread       replay server's buffer, state.iter_snapshot --> ROUTER socket
+    publisher's thread  queue --> state.apply --> encode --> replay buffer, PUB socket
+    replay thread       replay buffer, state.iter_snapshot --> ROUTER socket
     ```
 
     Readers notice every loss: batches that were dropped or could not be encoded leave a hole in the sequence.
@@ -84,18 +79,16 @@ class ZMQEventPublisher(Closing):
 
         self._publishing = threading.Lock()
         self._closing = threading.Lock()
-        self._queue: SimpleQueue[_Published] = SimpleQueue()
+        self._queue: SimpleQueue[_Published | None] = SimpleQueue()  # None ends it
         self._max_queue_size = config.max_queue_size
         self._is_closed = False
         self._linger_deadline_s = float("inf")
 
-        self._first_sequence = config.find_first_sequence(clock)
-        self._next_sequence = self._first_sequence
+        self._next_sequence = config.find_first_sequence(clock)
         if state is not None:
-            state.last_sequence = self._first_sequence - 1
+            state.last_sequence = self._next_sequence - 1
+        self._expected = self._next_sequence  # the next one to send, if the queue drops none
         self._counts = PublisherStatistics()
-        capacity = 0 if config.rank_replay_endpoint is None else config.buffer_steps
-        self._buffer = ReplayBuffer(capacity, self._first_sequence)
         self._sockets = PublisherSockets(config)
         self.endpoint: str | None = self._sockets.endpoint
         self.replay_endpoint = self._sockets.replay_endpoint
@@ -105,7 +98,7 @@ class ZMQEventPublisher(Closing):
             on_failure.callback(self._close_sockets)
             if self._sockets.replay is not None:
                 self._replay_server = ReplayServer(
-                    self._sockets.replay, config, state, self._buffer, self._counts, clock, monotonic
+                    self._sockets.replay, config, state, self._next_sequence, self._counts, clock, monotonic
                 )
             self._thread = start_thread("kv_pool event publisher", self._run)
             on_failure.pop_all()
@@ -134,57 +127,49 @@ class ZMQEventPublisher(Closing):
             self._counts.count_dropped(events, self._queue.qsize())
             return False
         try:
-            _, _, dropped = self._queue.get_nowait()
+            oldest = self._queue.get_nowait()
         except Empty:  # the publisher's thread has taken them meanwhile
             return True
-        self._counts.count_dropped(dropped, self._queue.qsize())
+        assert oldest is not None  # `publish` puts nothing behind the end
+        self._counts.count_dropped(oldest[2], self._queue.qsize())
         return True
 
     # ---- the publisher's thread ----------------------------------------------------------------------
 
     def _run(self) -> None:
-        is_last = False
-        while not is_last:
-            batches, is_last = self._take_batches()
-            # Prepare all, then send them together: this wakes ZeroMQ's thread only once.
-            self._send([ready for ready in map(self._prepare, batches) if ready is not None])
+        ready: list[_Ready] = []
+        while (published := self._take_next()) is not None:
+            self._prepare(*published, ready)
+            # If `_make_room` takes the last queued batch now, it puts another one at once.
+            if self._queue.empty() or len(ready) == MAX_SENT_TOGETHER:
+                self._send(ready)
+        self._send(ready)
         self._close_sockets()
 
-    def _take_batches(self) -> tuple[list[_Published], bool]:
-        """Wait for a batch; return those that are queued, and whether they are the last ones of all.
-
-        At most `MAX_SENT_TOGETHER`. After `heartbeat_s` without one, return an empty batch.
-        """
+    def _take_next(self) -> _Published | None:
+        """Wait for the next batch; after `heartbeat_s` return an empty one. None at the end of the queue."""
         heartbeat_s = self.config.heartbeat_s and min(self.config.heartbeat_s, threading.TIMEOUT_MAX)
-        batches: list[_Published] = []
-        try:
-            published = self._queue.get(timeout=heartbeat_s)
-            while published is not _CLOSE:
-                batches.append(published)
-                if len(batches) == MAX_SENT_TOGETHER:
-                    return batches, False
-                published = self._queue.get_nowait()
-            return batches, True
-        except Empty:
-            if not batches:
+        while True:
+            try:
+                return self._queue.get(timeout=heartbeat_s)
+            except Empty:
                 with self._publishing:
                     if self._queue.empty():
-                        batches.append((self._next_sequence, self._clock(), []))
                         self._next_sequence += 1
-            return batches, False
+                        return self._next_sequence - 1, self._clock(), []
 
-    def _prepare(self, published: _Published) -> _Ready | None:
-        """Encode a batch and buffer it for replays; on failure leave a hole in the sequence. Never raises.
+    def _prepare(self, sequence: int, ts: float, events: list[KVCacheEvent], ready: list[_Ready]) -> None:
+        """Encode a batch, buffer it for replays and append it to `ready`; a hole if it fails. Never raises.
 
         With a state the batch is sent even if no event is left: snapshots from now on include its sequence.
         """
-        sequence, ts, events = published
         if self._monotonic() >= self._linger_deadline_s:
             # The last batch is the one before: a hole would end replays with a snapshot without blocks.
             self._counts.count_dropped(events, self._queue.qsize())
-            return None
-        if sequence > self._buffer.last_sequence + 1:  # the queue has dropped the batches in between
+            return
+        if sequence > self._expected:  # the queue has dropped the batches in between
             self._skip(sequence - 1)
+        self._expected = sequence + 1
         try:
             add_kinds(events, self._labels, "unknown")
             state = self._state
@@ -194,21 +179,20 @@ class ZMQEventPublisher(Closing):
             number = pack_sequence(sequence)
         except Exception:
             # One bad event must not end the stream: this batch becomes a hole, the next one is sent.
-            self._counts.count_failed(events)
             self._skip(sequence)
-            return None
-        # Buffer the batch before sending it: a reader that has seen a batch live can request it.
-        self._buffer.append(sequence, payload)
-        return number, payload, sent
-
-    def _skip(self, sequence: int) -> None:
-        """Leave a hole up to this sequence: the batches there were dropped, or have failed."""
-        if self._state is not None:
-            self._state.skip(sequence)
-        self._buffer.skip(sequence)
+            self._counts.count_failed(events)
+            return
+        if self._replay_server is not None:
+            # Before sending: a reader that has seen a batch live can request it.
+            self._replay_server.buffer.append(sequence, payload)
+        self._counts.last_sequence = sequence
+        ready.append((number, payload, sent))
 
     def _send(self, ready: list[_Ready]) -> None:
-        """Send batches that are already in the replay buffer. Never raises."""
+        """Send these batches and remove them from the list. Never raises.
+
+        Several at once wake ZeroMQ's thread only once.
+        """
         send = self._sockets.live.send  # send_multipart takes three times as long
         for number, payload, events in ready:
             try:
@@ -222,6 +206,15 @@ class ZMQEventPublisher(Closing):
                     send(b"")  # end the message, or the next one would be part of it
             else:
                 self._counts.count_sent(events, len(payload))
+        ready.clear()
+
+    def _skip(self, sequence: int) -> None:
+        """Leave a hole up to this sequence: the batches there were dropped, or have failed."""
+        if self._state is not None:
+            self._state.skip(sequence)
+        if self._replay_server is not None:
+            self._replay_server.buffer.skip(sequence)
+        self._counts.last_sequence = sequence
 
     def _close_sockets(self) -> None:
         if self._replay_server is not None:
@@ -234,12 +227,10 @@ class ZMQEventPublisher(Closing):
         """Return the counters; a batch that is being sent may be in only some of them."""
         server = self._replay_server
         num_left_out = 0 if server is None else server.num_events_left_out
-        last_sequence = self._buffer.last_sequence
         return replace(
             self._counts,
             num_events_failed=self._counts.num_events_failed + num_left_out,
             num_queued=self._queue.qsize(),
-            last_sequence=None if last_sequence < self._first_sequence else last_sequence,
         )
 
     def close(self) -> None:
@@ -254,6 +245,6 @@ class ZMQEventPublisher(Closing):
             with self._publishing:
                 self._is_closed = True
                 self._linger_deadline_s = self._monotonic() + self.config.linger_s
-                self._queue.put(_CLOSE)
+                self._queue.put(None)
             self._thread.join()
             self._sockets.end()

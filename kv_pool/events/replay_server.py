@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import islice
 from operator import itemgetter
 from socket import socketpair
 from typing import Any
@@ -22,11 +21,9 @@ from kv_pool.events.batch import (
     pack_sequence,
     unpack_sequence,
 )
-from kv_pool.events.config import PublisherConfig
-from kv_pool.events.event_publisher import PublisherStatistics, is_worth_logging
-from kv_pool.events.sockets import REPLAY_HWM
+from kv_pool.events.event_publisher import PublisherConfig, PublisherStatistics, is_worth_logging
+from kv_pool.events.sockets import REPLAY_HWM, zmq
 from kv_pool.events.stream_state import StreamState
-from kv_pool.events.zmq_module import zmq
 from kv_pool.threads import YieldTimer, start_thread
 
 MAX_FILLED = 200_000
@@ -190,11 +187,12 @@ class ReplayServer:
 
     Args:
         socket: a ROUTER, used and finally closed by the server's thread.
-        buffer: the last batches, to which the publisher appends.
+        first_sequence: that of the first batch.
         counts: what the server does is counted there.
         clock: time in the batches of snapshots, in seconds since the epoch.
 
     Attributes:
+        buffer: the last batches, to which the publisher appends.
         num_events_left_out: events of snapshots that cannot be encoded.
 
     Raises:
@@ -206,13 +204,13 @@ class ReplayServer:
         socket: "zmq.SyncSocket",
         config: PublisherConfig,
         state: StreamState | None,
-        buffer: ReplayBuffer,
+        first_sequence: int,
         counts: PublisherStatistics,
         clock: Callable[[], float],
         monotonic: Callable[[], float],
     ) -> None:
         self.num_events_left_out = 0
-        self._buffer = buffer
+        self.buffer = ReplayBuffer(config.buffer_steps, first_sequence)
         self._socket = socket
         self._config = config
         self._state = state
@@ -251,7 +249,6 @@ class ReplayServer:
                 is_busy = True
                 while is_busy and not self._is_stopping:
                     is_busy = self._receive_requests() | self._serve_readers()
-                self._drop_slow_readers()
                 if not self._readers:
                     self._snapshot = None
         except zmq.ContextTerminated:
@@ -301,15 +298,22 @@ class ReplayServer:
     # ---- replies -------------------------------------------------------------------------------------
 
     def _serve_readers(self) -> bool:
-        """Send a few replies to each reader; return False if none could be sent."""
+        """Send a few replies to each of the first readers, and end the answers to those that do not read.
+
+        Returns False if no reply could be sent.
+        """
         is_busy = False
+        num_served = 0
         now = self._monotonic()
-        for reader in list(islice(filter(ReplayReader.is_waiting, self._readers.values()), MAX_ANSWERS)):
+        for reader in list(self._readers.values()):
             if self._is_stopping:
                 break
             reader.note_progress(now)
             try:
-                is_busy |= self._serve(reader, now)
+                if reader.is_waiting() and num_served < MAX_ANSWERS:
+                    num_served += 1
+                    is_busy |= self._serve(reader, now)
+                self._end_if_slow(reader, now)
             except zmq.ZMQError as error:
                 self._abandon(f"the reader is gone: {error}")
                 del self._readers[reader.identity]
@@ -362,30 +366,25 @@ class ReplayServer:
             reader.answer = None
         return True
 
-    def _drop_slow_readers(self) -> None:
-        """End the answers to readers that do not read, so that others are served in their place."""
-        now = self._monotonic()
-        for reader in list(self._readers.values()):
-            reader.note_progress(now)
-            allowed_s = self._config.slow_reader_s + reader.count_unread() / LEAST_BYTES_PER_S
-            if reader.answer is not None and now >= reader.progress_s + allowed_s:
-                # Unread replies still count.
-                reader.answer = reader.next_reply = None
-                reader.starts.clear()
-                self._counts.num_readers_dropped += 1
-                self._abandon(f"a reader read nothing for {now - reader.progress_s:.1f} s")
-            if reader.is_done:
-                del self._readers[reader.identity]
+    def _end_if_slow(self, reader: ReplayReader, now: float) -> None:
+        """End the answer to a reader that does not read, so that others are served in its place."""
+        allowed_s = self._config.slow_reader_s + reader.count_unread() / LEAST_BYTES_PER_S
+        if reader.answer is not None and now >= reader.progress_s + allowed_s:
+            # Unread replies still count.
+            reader.answer = reader.next_reply = None
+            reader.starts.clear()
+            self._counts.num_readers_dropped += 1
+            self._abandon(f"a reader read nothing for {now - reader.progress_s:.1f} s")
 
     # ---- answers -------------------------------------------------------------------------------------
 
     def _iter_answer(self, reader: ReplayReader, start: int) -> Iterator[Reply | None]:
         """Yield the replies to one request, created on demand; None while a snapshot has to wait."""
-        number, last = start, self._buffer.last_sequence
+        number, last = start, self.buffer.last_sequence
         state = self._state
         leaves_gaps = state is None
         while number <= last:
-            batches = self._buffer.list_from(number, REPLAY_HWM)
+            batches = self.buffer.list_from(number, REPLAY_HWM)
             if batches and batches[0][0] == number:
                 for sequence, payload in batches:
                     if sequence != number or sequence > last:
@@ -404,7 +403,7 @@ class ReplayServer:
                 first = number if end - number < MAX_FILLED else end
                 yield self._make_reply(first, snapshot[1], is_snapshot=True)
                 yield from self._iter_empty(first + 1, end)
-                number, last = end + 1, max(last, self._buffer.last_sequence)
+                number, last = end + 1, max(last, self.buffer.last_sequence)
             elif batches and leaves_gaps:
                 number = batches[0][0]
             else:
@@ -446,7 +445,7 @@ class ReplayServer:
         None if the state raises an error: readers then get the batches in the buffer.
         """
         snapshot = self._snapshot
-        if snapshot is None or snapshot[0] < number or not self._buffer.has_all_from(snapshot[0] + 1):
+        if snapshot is None or snapshot[0] < number or not self.buffer.has_all_from(snapshot[0] + 1):
             self._snapshot = None
             ts = self._clock()
             try:

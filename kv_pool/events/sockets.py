@@ -1,13 +1,26 @@
-"""The sockets of a publisher: either both open or none; encrypted if configured."""
+"""The sockets of a publisher: either both open or none; encrypted if configured. Imports pyzmq for all."""
 
 import logging
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
-from kv_pool.errors import EndpointError
-from kv_pool.events.config import PublisherConfig
-from kv_pool.events.curve_keys import ServerCurve
+from kv_pool.errors import EndpointError, InvalidArgumentError, MissingDependencyError, describe_install
+from kv_pool.events.curve_keys import load_key_pair
 from kv_pool.events.endpoints import check_unused, is_ipv6, is_loopback, should_bind
-from kv_pool.events.zmq_module import zmq
+from kv_pool.events.event_publisher import PublisherConfig
+from kv_pool.threads import make_out_of_threads
+
+try:
+    import zmq as zmq
+    import zmq.utils.monitor
+    import zmq.utils.z85
+except ImportError as error:
+    raise MissingDependencyError(
+        f"an event stream, or a node that other processes reach, needs pyzmq: {describe_install('zmq')}"
+    ) from error
+
+if TYPE_CHECKING:
+    from zmq.auth.thread import ThreadAuthenticator
 
 _logger = logging.getLogger(__name__)
 
@@ -39,7 +52,7 @@ class PublisherSockets:
         endpoint, replay_endpoint: with the actual port instead of 0.
 
     Raises:
-        EndpointError: an address that cannot be bound or connected to. Nothing is left open.
+        EndpointError: a socket that cannot be opened, bound or connected. Nothing is left open.
         InvalidArgumentError: a key file that cannot be used. Nothing is left open.
         OutOfThreadsError: no thread could be started to check the keys of readers. Nothing is left open.
     """
@@ -49,23 +62,29 @@ class PublisherSockets:
         endpoints = [endpoint] if replay_endpoint is None else [endpoint, replay_endpoint]
         self._is_shared = any(address.startswith("inproc://") for address in endpoints)
         self.context = zmq.Context.instance() if self._is_shared else zmq.Context()
-        self._curve: ServerCurve | None = None
+        self._keys: tuple[bytes, bytes] | None = None  # the public one and the secret one
+        self._authenticator: ThreadAuthenticator | None = None
+        self.replay: zmq.SyncSocket | None = None
+        self.replay_endpoint: str | None = None
         with ExitStack() as on_failure:
             on_failure.callback(self.end)
-            self._curve = open_curve(config, self.context, on_failure)
-            self.live = self._open(zmq.PUB, endpoints, config, config.hwm, on_failure)
-            self.endpoint = attach(
-                self.live, endpoint, should_bind(endpoint) if config.bind is None else config.bind
-            )
-            self.replay: zmq.SyncSocket | None = None
-            self.replay_endpoint: str | None = None
-            if replay_endpoint is not None:
-                self.replay = self._open(zmq.ROUTER, endpoints, config, REPLAY_HWM, on_failure)
-                self.replay.setsockopt(zmq.RCVHWM, MAX_QUEUED_REQUESTS)
-                # Otherwise ZeroMQ silently drops replies to a slow reader, including the end marker.
-                self.replay.setsockopt(zmq.ROUTER_MANDATORY, 1)
-                self.replay_endpoint = attach(self.replay, replay_endpoint, binds=True)
-            if self._curve is None and not all(map(is_loopback, endpoints)):
+            try:
+                if config.curve_secret_key_file is not None:
+                    self._keys = load_key_pair("curve_secret_key_file", config.curve_secret_key_file)
+                if config.curve_client_keys_dir is not None:
+                    self._admit_only(config.curve_client_keys_dir)
+                self.live = self._open(zmq.PUB, endpoints, config, config.hwm, on_failure)
+                binds = should_bind(endpoint) if config.bind is None else config.bind
+                self.endpoint = attach(self.live, endpoint, binds)
+                if replay_endpoint is not None:
+                    self.replay = self._open(zmq.ROUTER, endpoints, config, REPLAY_HWM, on_failure)
+                    self.replay.setsockopt(zmq.RCVHWM, MAX_QUEUED_REQUESTS)
+                    # Otherwise ZeroMQ silently drops replies to a slow reader, including the end marker.
+                    self.replay.setsockopt(zmq.ROUTER_MANDATORY, 1)
+                    self.replay_endpoint = attach(self.replay, replay_endpoint, binds=True)
+            except zmq.ZMQError as error:  # such as no file descriptor for a socket
+                raise EndpointError(error.errno, f"cannot open a socket for {endpoint}: {error}") from error
+            if self._keys is None and not all(map(is_loopback, endpoints)):
                 _logger.warning(
                     "any reader that can connect to %s can read the token ids of all prompts; use CURVE keys",
                     " or ".join(filter(None, (self.endpoint, self.replay_endpoint))),
@@ -74,8 +93,9 @@ class PublisherSockets:
 
     def end(self) -> None:
         """Wait up to `linger_s` until the closed sockets have sent their messages."""
-        if self._curve is not None:
-            self._curve.stop()
+        if self._authenticator is not None:
+            self._authenticator.stop()
+            self._authenticator = None
         if not self._is_shared:
             self.context.term()
 
@@ -91,26 +111,44 @@ class PublisherSockets:
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_RECEIVED_BYTES)
         socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         socket.setsockopt(zmq.IPV6, any(map(is_ipv6, endpoints)))
-        if self._curve is not None:
-            self._curve.encrypt(socket)
+        if self._keys is not None:
+            socket.curve_server = True
+            socket.curve_publickey, socket.curve_secretkey = self._keys
         return socket
 
+    def _admit_only(self, keys_dir: str) -> None:
+        """Start a thread that admits only the readers whose public keys are in a directory.
 
-def open_curve(
-    config: PublisherConfig, context: "zmq.Context[zmq.SyncSocket]", on_failure: ExitStack
-) -> ServerCurve | None:
-    """Return the encryption of a publisher's sockets; None without. Only listed readers are admitted, if any.
+        Raises:
+            InvalidArgumentError: a directory that cannot be read, or has no keys.
+            OutOfThreadsError: the system cannot start the thread.
+        """
+        from zmq.auth import load_certificates
+        from zmq.auth.thread import ThreadAuthenticator
 
-    Raises:
-        InvalidArgumentError: a key file that cannot be used.
-    """
-    if config.curve_secret_key_file is None:
-        return None
-    curve = ServerCurve(config.curve_secret_key_file)
-    on_failure.callback(curve.stop)
-    if config.curve_client_keys_dir is not None:
-        curve.admit_only(context, config.curve_client_keys_dir)
-    return curve
+        try:
+            if not load_certificates(keys_dir):
+                raise InvalidArgumentError("no .key file, so no reader could connect; add public keys")
+            authenticator = self._authenticator = ThreadAuthenticator(self.context)
+            try:
+                authenticator.start()
+            except Exception as error:
+                close_unused_pipes(authenticator)
+                if isinstance(error, (RuntimeError, MemoryError)):
+                    raise make_out_of_threads("kv_pool authenticator", error) from error
+                raise
+            authenticator.configure_curve(domain="*", location=keys_dir)
+        except (OSError, ValueError) as error:
+            raise InvalidArgumentError(f"curve_client_keys_dir {keys_dir}: {error}") from error
+
+
+def close_unused_pipes(authenticator: "ThreadAuthenticator") -> None:
+    """Close the sockets to a thread that does not run: `stop` would wait for it, and the context for them."""
+    if not authenticator.is_alive():
+        for owner in (authenticator, authenticator.thread):
+            if owner is not None and owner.pipe is not None:
+                owner.pipe.close(linger=0)
+                owner.pipe = None  # type: ignore[assignment] # as its `stop` does
 
 
 def attach(socket: "zmq.SyncSocket", endpoint: str, binds: bool) -> str:

@@ -14,6 +14,7 @@ from kv_pool.events.batch import END_OF_REPLAY, MAX_SEQUENCE, read_rank, unpack_
 from kv_pool.events.continuity import Continuity
 from kv_pool.events.curve_keys import CurveKeys
 from kv_pool.events.endpoints import check_endpoint
+from kv_pool.events.sockets import zmq
 from kv_pool.events.stream_items import (
     BatchRequest,
     PublisherRestarted,
@@ -23,7 +24,6 @@ from kv_pool.events.stream_items import (
     sum_counts,
 )
 from kv_pool.events.subscriber_sockets import SubscriberSockets
-from kv_pool.events.zmq_module import zmq
 
 DEFAULT_MAX_MESSAGE_BYTES = 128 * 2**20
 """A snapshot of 100,000 blocks of 128 tokens has about 70 MB."""
@@ -158,13 +158,12 @@ class KVEventSubscriber(Closing):
         self._lock = threading.Lock()
         self._is_iterating = False
         self._is_closing = False
-        self._is_closed = False
         self._sockets = SubscriberSockets(
             endpoint, topic, binds, hwm, max_message_bytes, curve, context, clock
         )
         self.endpoint = self._sockets.endpoint
         with ExitStack() as on_failure:
-            on_failure.callback(self._close_sockets)
+            on_failure.callback(self._sockets.close)
             self._send_request()
             on_failure.pop_all()
 
@@ -244,7 +243,7 @@ class KVEventSubscriber(Closing):
             if self._is_iterating:
                 self._sockets.wake()
                 return
-        self._close_sockets()
+        self._sockets.close()
 
     # ---- inside ----------------------------------------------------------------------------------
 
@@ -262,7 +261,7 @@ class KVEventSubscriber(Closing):
             self._is_iterating = False
             is_closing = self._is_closing
         if is_closing:
-            self._close_sockets()
+            self._sockets.close()
 
     def _find_wait_s(self) -> float | None:
         if self._machine.has_ready:
@@ -379,13 +378,6 @@ class KVEventSubscriber(Closing):
         request = self._machine.request
         self._asked = request
         self._sockets.ask(self.replay_endpoint, None if request is None else request.start)
-
-    def _close_sockets(self) -> None:
-        with self._lock:
-            if self._is_closed:
-                return
-            self._is_closed = self._is_closing = True
-        self._sockets.close()
 
 
 def name_source(topic: bytes, rank: int | None = None) -> StreamSource:

@@ -12,8 +12,7 @@ from kv_pool.events.batch import pack_sequence
 from kv_pool.events.continuity import GrowingPause
 from kv_pool.events.curve_keys import CurveKeys
 from kv_pool.events.endpoints import is_ipv6
-from kv_pool.events.sockets import attach
-from kv_pool.events.zmq_module import zmq
+from kv_pool.events.sockets import attach, zmq
 
 # Messages read from a socket per turn: enough to spread the cost of a turn, few enough to limit the memory of
 # decoded batches.

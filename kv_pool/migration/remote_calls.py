@@ -19,7 +19,7 @@ from kv_pool.errors import (
     PeerAuthenticationError,
     PeerUnavailableError,
 )
-from kv_pool.events.zmq_module import zmq
+from kv_pool.events.sockets import zmq
 from kv_pool.ids import NodeName
 from kv_pool.migration import messages
 from kv_pool.migration.addresses import (

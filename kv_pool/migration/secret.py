@@ -59,7 +59,7 @@ def derive_curve_pair(secret: bytes) -> tuple[bytes, bytes]:
         MissingDependencyError: pyzmq is not installed.
     """
     check_secret(secret)
-    from kv_pool.events.zmq_module import zmq
+    from kv_pool.events.sockets import zmq
 
     if not zmq.has("curve"):
         raise InvalidArgumentError("this libzmq has no CURVE support; install pyzmq from its wheel")

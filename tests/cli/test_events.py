@@ -23,7 +23,7 @@ from kv_pool.cli.console import print_parts
 from kv_pool.cli.events import LineFilter, MirrorTable, make_lines
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.events.batch import DecodedBatch
-from kv_pool.events.config import PublisherConfig
+from kv_pool.events.event_publisher import PublisherConfig
 from kv_pool.events.publisher import ZMQEventPublisher
 from kv_pool.events.stream_items import (
     BatchesLost,

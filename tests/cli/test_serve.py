@@ -16,7 +16,7 @@ from lab.made_trace import record, write_trace
 
 from kv_pool.cli.publishing import open_publisher
 from kv_pool.control import ControlClient, ControlServer
-from kv_pool.events.config import PublisherConfig
+from kv_pool.events.event_publisher import PublisherConfig
 from kv_pool.events.mirror import PrefixMirror, apply_item
 from kv_pool.events.stream_items import ReceivedBatch
 from kv_pool.events.subscriber import KVEventSubscriber

@@ -2,7 +2,7 @@
 
 from threading import Event
 
-from kv_pool.events.config import PublisherConfig
+from kv_pool.events.event_publisher import PublisherConfig
 from kv_pool.events.publisher import ZMQEventPublisher
 from kv_pool.events.stream_state import StreamState
 

@@ -3,13 +3,15 @@
 A batch is written as incarnation and number: `a3` is sequence 3 of incarnation a. `S7` is a snapshot.
 """
 
+import random
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kv_pool import AllBlocksCleared, BlockRemoved
 from kv_pool.events.batch import KVEventBatch, encode_batch
-from kv_pool.events.continuity import Continuity
+from kv_pool.events.continuity import Continuity, QueuedBatches, ReplayedBatches, make_fingerprint
 from kv_pool.events.stream_items import BatchesLost, PublisherRestarted, PublisherSilent, ReceivedBatch
 
 
@@ -564,3 +566,50 @@ def test_random_stream_is_complete_or_reports_its_losses(has_snapshots, steps, c
         assert held == [number_of(life, one) for one, _ in sent]
     else:
         assert not has_snapshots or not machine.can_replay or machine.get_counts().num_lost
+
+
+# ---- queued and replayed batches ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_queued_batches_match_a_list(seed):
+    rng = random.Random(seed)
+    held, expected = QueuedBatches(max_batches=6, max_bytes=100), []
+    for sequence in range(2000):
+        match rng.choice(["append", "append", "append", "put_back", "pop", "clear"][: rng.randint(4, 6)]):
+            case "append":
+                payload = bytes(rng.choice([rng.randrange(60), rng.randrange(160)]))
+                held.append(sequence, payload)
+                expected.append((sequence, payload))
+                while len(expected) > 6 or (sum(len(one) for _, one in expected) > 100 and len(expected) > 1):
+                    expected.pop(0)
+            case "put_back" if len(expected) < 6:
+                held.put_back(sequence, b"back")
+                expected.insert(0, (sequence, b"back"))
+            case "pop" if expected:
+                assert held.first == expected[0]
+                assert held.pop() == expected.pop(0)
+            case "clear" if rng.random() < 0.2:
+                held.clear()
+                expected.clear()
+        assert len(held) == len(expected)
+        assert held.num_bytes == sum(len(payload) for _, payload in expected)
+
+
+def test_new_incarnation_forgets_all_batches():
+    batches = ReplayedBatches()
+    batches.add(3, make_fingerprint(b"three"))
+    batches.passed = 5
+    batches.last_live = 4
+    batches.begin_incarnation()
+    assert not batches.contains(3, b"three")
+    assert batches.passed is None
+    batches.passed = 4
+    assert batches.contains(4, b"x")
+
+
+def test_oldest_fingerprints_are_dropped():
+    batches = ReplayedBatches()
+    for sequence in range(100_001):
+        batches.add(sequence, make_fingerprint(b"x"))
+    assert (batches.contains(0, b"x"), batches.contains(1, b"x")) == (False, True)

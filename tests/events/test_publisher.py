@@ -1,5 +1,6 @@
 """The contract of both publishers; socket behaviour is tested on real sockets."""
 
+import errno
 import re
 import socket as tcp
 import subprocess
@@ -27,8 +28,7 @@ from kv_pool.errors import (
     PublisherClosedError,
 )
 from kv_pool.events.batch import KVEventBatch, decode_batch, encode_batch
-from kv_pool.events.config import GroupSpec, PublisherConfig
-from kv_pool.events.event_publisher import NullEventPublisher, PublisherStatistics
+from kv_pool.events.event_publisher import GroupSpec, NullEventPublisher, PublisherConfig, PublisherStatistics
 from kv_pool.events.publisher import ZMQEventPublisher
 from kv_pool.events.stream_state import StreamState
 from kv_pool.events.subscriber import KVEventSubscriber
@@ -206,7 +206,7 @@ def test_full_queue_drops_batches_and_leaves_a_hole(when_full, sent):
         wait_until(lambda: publisher.get_statistics().num_queued == 0, "taken")
         publisher.publish([removed(6)])
         wait_until(lambda: publisher.get_statistics().last_sequence == 6, "sent")
-        batches = publisher._buffer.list_from(0, 9)
+        batches = publisher._replay_server.buffer.list_from(0, 9)
     assert (dropped.num_batches_dropped, dropped.num_events_dropped, dropped.num_queued) == (2, 2, 3)
     assert {sequence: draw(decode_batch(payload).events) for sequence, payload in batches} == sent
 
@@ -223,7 +223,7 @@ def test_broken_batch_leaves_no_block_and_is_followed_by_a_clear(bad):
         publisher.publish([removed(3)])
         publisher.publish([removed(4)])
         wait_until(lambda: publisher.get_statistics().last_sequence == 3, "sent")
-        batches = publisher._buffer.list_from(0, 9)
+        batches = publisher._replay_server.buffer.list_from(0, 9)
     drawn = {sequence: draw(decode_batch(payload).events) for sequence, payload in batches}
     assert drawn == {0: ["> 1"], 2: ["clear", "- 3"], 3: ["- 4"]}
 
@@ -237,7 +237,7 @@ def test_heartbeat_shows_a_loss_that_no_batch_follows():
         publisher.publish([removed(2)])
         state.gate.set()
         wait_until(lambda: publisher.get_statistics().num_batches_sent >= 3, "sent")
-        ((sequence, payload),) = publisher._buffer.list_from(3, 1)
+        ((sequence, payload),) = publisher._replay_server.buffer.list_from(3, 1)
     assert publisher.get_statistics().num_batches_dropped == 1
     assert (sequence, decode_batch(payload).events) == (3, [AllBlocksCleared()])
 
@@ -269,7 +269,7 @@ def test_close_does_not_wait_forever_for_a_slow_subscriber():
 
 def test_program_that_forgets_to_close_exits():
     code = (
-        "from kv_pool.events.config import PublisherConfig\n"
+        "from kv_pool.events.event_publisher import PublisherConfig\n"
         "from kv_pool.events.publisher import ZMQEventPublisher\n"
         "from kv_pool.core.kv_events import AllBlocksCleared\n"
         f"config = PublisherConfig(endpoint={FREE_PORT!r}, replay_endpoint={FREE_PORT!r})\n"
@@ -413,6 +413,7 @@ def test_publisher_that_gets_no_thread_frees_its_ports(name, monkeypatch):
     [
         ("ThreadAuthenticator.configure_curve", OSError("no directory"), InvalidArgumentError),
         ("AuthenticationThread.start", RuntimeError("can't start new thread"), OutOfThreadsError),
+        ("ThreadAuthenticator.start", zmq.ZMQError(errno.EMFILE), EndpointError),
     ],
 )
 def test_failure_to_start_the_authenticator_closes_it(keys, monkeypatch, method, failure, expected):
@@ -444,7 +445,7 @@ def test_invalid_keys_are_rejected_with_a_message(keys, tmp_path):
 def test_error_without_pyzmq_says_how_to_install_it():
     code = (
         "import sys; sys.modules['zmq'] = None\n"
-        "import kv_pool.events.config, kv_pool.events.event_publisher\n"
+        "import kv_pool.events.event_publisher, kv_pool.events.event_publisher\n"
         "from kv_pool.errors import MissingDependencyError\n"
         "try:\n    import kv_pool.events.publisher\n"
         "except MissingDependencyError as error: print(error)\n"

@@ -139,7 +139,7 @@ def test_snapshot_includes_the_number_of_a_rejected_batch():
             publisher.publish([stored(number)])
         publisher.publish([stored(4), object()])
         wait_until(lambda: publisher.get_statistics().last_sequence == 4, "rejected")
-        assert publisher._buffer.last_sequence == 4
+        assert publisher._replay_server.buffer.last_sequence == 4
         assert requester.ask_for_sequences(0) == [0, 1, 2, 3, 4]
         shared = publisher._replay_server._snapshot
         assert requester.ask_for_sequences(1) == [1, 2, 3, 4]

@@ -1,7 +1,7 @@
 import pytest
 
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.events.config import GroupSpec, PublisherConfig
+from kv_pool.events.event_publisher import GroupSpec, PublisherConfig
 
 TOML = """
 [publisher]

@@ -1,0 +1,12 @@
+# What type checkers see of this package, and what it offers: each name is imported when it is first used.
+
+from kv_pool.reports.holds import HoldList as HoldList
+from kv_pool.reports.holds import HoldSummary as HoldSummary
+from kv_pool.reports.layout import BlockState as BlockState
+from kv_pool.reports.layout import PoolLayout as PoolLayout
+from kv_pool.reports.live_curve import LiveCurvePoint as LiveCurvePoint
+from kv_pool.reports.live_curve import LiveCurveReport as LiveCurveReport
+from kv_pool.reports.live_curve import read_live_curve as read_live_curve
+from kv_pool.reports.sequences import SequenceList as SequenceList
+from kv_pool.reports.sequences import SequenceReport as SequenceReport
+from kv_pool.reports.statistics import PoolStatistics as PoolStatistics
