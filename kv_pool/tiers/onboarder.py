@@ -73,12 +73,11 @@ class OnboardPlan(TwoPhasePlan):
         Args:
             options: for `allocate_slots`.
         """
-        pool = self._manager.block_pool
-        self._plans.begin(self, PlanState.ABORTED)
+        manager, pool = self._manager, self._manager.block_pool
+        self._plans.running = self, PlanState.ABORTED  # before the keys are held: a repair releases them
         self._tiered_cache._stack.hold(self.keys)
-        pool.is_changing = False  # for a whole call; until `end` a repair releases the keys
         try:
-            taken = self._manager.allocate_slots(
+            taken = manager.allocate_slots(
                 self._request,
                 num_new_tokens,
                 cached_prefix,
@@ -93,12 +92,10 @@ class OnboardPlan(TwoPhasePlan):
         if taken is None:
             self._give_back()
             return False
-        pool.is_changing = True
-        hold = self._open_hold(pool)
-        tables = self._manager.pop_tables(self.request_id)
-        for table, spec in zip(tables, self._manager.groups, strict=True):
+        self._plans.begin(self, PlanState.ABORTED)
+        self._tables = tables = manager.pop_tables(self.request_id)
+        for table, spec in zip(tables, manager.groups, strict=True):
             table.num_hits = -(-self.num_computed_tokens // spec.block_size)
-        self._tables = tables
         self._targets = [
             table.blocks[position] for table, row in zip(tables, self._rows, strict=True) for position in row
         ]
@@ -106,7 +103,7 @@ class OnboardPlan(TwoPhasePlan):
             pool.origins.note_copy(block, None)
         blocks = self.list_blocks()
         self._watch(blocks)
-        pool.holds.take_over(hold, blocks[::-1])  # it drops its references last block first
+        self._hold(pool, blocks)
         self._plans.end(self, PlanState.OPEN)
         return True
 
@@ -200,8 +197,7 @@ class OnboardPlan(TwoPhasePlan):
         """Abort: drop the references and release the keys."""
         self._plans.begin(self, PlanState.ABORTED)
         self._attach(PlanState.ABORTED)
-        for hold in self._holds.values():
-            self._manager.copies.release(hold)
+        self._release(self._manager)
         self._tiered_cache._stack.release(self.keys)
         self._plans.end(self, PlanState.ABORTED)
 
@@ -380,7 +376,7 @@ class TierOnboarder:
                 num_to_cache += num_new
                 # Now, since this raises what the commit would raise.
                 self.manager.caching.find_ends(request, None, prefix.num_tokens, num_to_cache)
-            plan = self._plans.one_call = OnboardPlan(self, request, hit, rows, num_to_cache)
+            plan = OnboardPlan(self, request, hit, rows, num_to_cache)
             if not plan.open(prefix, num_new, options):
                 return None
             if plan.apply():
@@ -432,7 +428,10 @@ class TierOnboarder:
                 f"{request_id!r}; call find_prefix() again"
             )
         plan = OnboardPlan(self, request, hit, rows, end)
-        return plan if plan.open(cached_prefix, num_new_tokens, options) else None
+        if not plan.open(cached_prefix, num_new_tokens, options):
+            return None
+        self._plans.running = None
+        return plan
 
     def note_started(self, cached_prefix: CachedPrefix) -> None:
         """Count a request that starts with a prefix from the device only."""

@@ -50,11 +50,18 @@ class TwoPhasePlan(ABC):
         self._holds: dict[BlockHolds, Hold] = {}
         self._watched: list[tuple[KVCacheBlock, int]] = []
 
-    def _open_hold(self, pool: BlockPoolCore) -> Hold:
-        """Open an empty hold, in which a repair finds the references that the plan takes."""
-        hold = pool.holds.adopt([], f"in an open plan to {self._purpose}")
-        self._holds[pool.holds] = hold
-        return hold
+    def _hold(self, pool: BlockPoolCore, blocks: Sequence[KVCacheBlock]) -> None:
+        """Let a hold own the references to these blocks of a pool, the first to be reused first."""
+        # A hold drops its references last block first.
+        self._holds[pool.holds] = pool.holds.adopt(list(blocks[::-1]), f"in an open plan to {self._purpose}")
+
+    def _release(self, manager: KVCacheManager) -> None:
+        """Drop the references to the blocks of one side, and the copies into them."""
+        book = manager.block_pool.holds
+        hold = self._holds.get(book)
+        if hold is not None:
+            manager.copies.drop(hold.blocks)
+            book.end(hold, HoldState.RELEASED)
 
     def _check_open(self) -> None:
         self._plans.check_whole(self)
@@ -104,15 +111,15 @@ class OpenPlans(Generic[P]):
 
     Attributes:
         by_request: the open plans, oldest first.
-        one_call: the plan that a running call opens and closes itself, so that no caller can close it. It is
-            still set after an interrupt of that call; a repair then aborts it.
+        running: the plan that a running call opens or closes, and the state in which a repair leaves it; None
+            between calls. The call that opens a plan clears it when the plan is the caller's, so a plan that
+            no caller has got is aborted.
     """
 
     def __init__(self, *pools: BlockPoolCore) -> None:
         self.by_request: dict[RequestId, P] = {}
-        self.one_call: P | None = None
+        self.running: tuple[P, PlanState] | None = None
         self._pools = pools
-        self._changing: tuple[P, PlanState] | None = None  # and the state to which a repair leads
         pools[0].holds.add_party(weakref.ref(self))
 
     def is_whole(self, plan: P | None = None) -> bool:
@@ -121,7 +128,7 @@ class OpenPlans(Generic[P]):
         Args:
             plan: the plan of which a method is called; None for a call that opens one.
         """
-        if self._changing is not None or self.one_call not in (None, plan):
+        if self.running is not None and self.running[0] is not plan:
             return False
         return not any(pool.is_changing for pool in self._pools)
 
@@ -145,35 +152,28 @@ class OpenPlans(Generic[P]):
         """Begin a change of the plan and its pools, which `end` completes, or a repair with this state."""
         for pool in self._pools:
             pool.is_changing = True
-        self._changing = plan, leads_to
+        self.running = plan, leads_to
 
     def end(self, plan: P, state: PlanState) -> None:
-        """End the change: the plan is now open, or closed."""
+        """End the change: the plan is now open, and still the running call's, or closed."""
         if state is PlanState.OPEN:
             self.by_request[plan.request_id] = plan
-        else:
-            if plan.request_id in self.by_request:
-                del self.by_request[plan.request_id]
-            self.one_call = None
+        elif plan.request_id in self.by_request:
+            del self.by_request[plan.request_id]
         plan.state = state
-        self._changing = None  # no call since the plan is listed, or not, as its new state says
+        if state is not PlanState.OPEN:  # no call since the plan is listed, or not, as its new state says
+            self.running = None
         for pool in self._pools:
             pool.is_changing = False
 
     def begin_repair(self) -> None:
-        """Close the plan of which the opening, commit or abort was interrupted, or the one call.
-
-        Called by a repair of the pool.
-        """
-        interrupted = self._changing
-        if interrupted is None and self.one_call is not None:
-            interrupted = self.one_call, PlanState.ABORTED
-        if interrupted is not None:
-            plan, state = interrupted
+        """Close the plan of which a call was interrupted. Called by a repair of the pool."""
+        if self.running is not None:
+            plan, state = self.running
             plan.repair(state)
             if plan.request_id in self.by_request:  # no call from here on
                 del self.by_request[plan.request_id]
-            self._changing = self.one_call = None
+            self.running = None
 
 
 def list_tail_first(blocks_by_group: Sequence[Sequence[KVCacheBlock]]) -> list[KVCacheBlock]:

@@ -166,8 +166,6 @@ class SwapPlan(TwoPhasePlan):
         """Take the targets and detach the tables. The target side has enough blocks."""
         self._plans.begin(self, PlanState.ABORTED)
         pool = self._target.block_pool
-        source_hold = self._open_hold(self._source.block_pool)
-        target_hold = self._open_hold(pool)
         self._watch(self._shared)
         # Touch the found blocks first: until then they may be among the blocks that are taken.
         touch_listed(pool, self._shared)
@@ -179,9 +177,8 @@ class SwapPlan(TwoPhasePlan):
             for before, after, there in zip(row, targets, found, strict=True)
             if there is None
         ]
-        # A hold drops its references last block first.
-        self._source.block_pool.holds.take_over(source_hold, list_tail_first(self._sources)[::-1])
-        pool.holds.take_over(target_hold, list_tail_first(self._targets)[::-1])
+        self._hold(self._source.block_pool, list_tail_first(self._sources))
+        self._hold(pool, list_tail_first(self._targets))
         self._source.pop_tables(self.request_id)
         self._plans.end(self, PlanState.OPEN)
         pool.flush_evicted()
@@ -208,7 +205,7 @@ class SwapPlan(TwoPhasePlan):
         """Drop the references to the blocks of one side; the tables own those of the other side now."""
         book = staying.block_pool.holds
         book.hand_over(self._holds[book])
-        leaving.copies.release(self._holds[leaving.block_pool.holds])
+        self._release(leaving)
 
     def _change_tables(self) -> None:
         """Replace the tables' blocks by those of the target side. Can be repeated."""
@@ -516,6 +513,7 @@ class BlockSwapper:
             return None
         plan = SwapPlan(self, direction, request, tables, found)
         plan.open()
+        self._plans.running = None
         return plan
 
     def _judge(
