@@ -20,7 +20,7 @@ from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.prefix_lookup import CachedPrefix
 from kv_pool.manager.retention.block_retention import BlockRetention
 from kv_pool.manager.retention.directive import MAX_PRIORITY, RetentionDirective
-from kv_pool.tiers.tier_prefixes import TierHit
+from kv_pool.tiers.onboarder import TierHit
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,9 @@ from kv_pool.lab.report import ReplayReport, TierReport
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.preemption import PreemptionKind, PreemptionLoss, PreemptionRule, count_loss
 from kv_pool.manager.prefix_lookup import CachedPrefix
-from kv_pool.tiers.onboarder import OnboardPlan, TierOnboarder
+from kv_pool.tiers.onboarder import OnboardPlan, TierHit, TierOnboarder
 from kv_pool.tiers.swapper import BlockSwapper
 from kv_pool.tiers.tier import Tier
-from kv_pool.tiers.tier_prefixes import TierHit
 from kv_pool.tiers.tiered_cache import TieredCache
 
 

@@ -20,7 +20,7 @@ from kv_pool.events.stream_state import slice_positions
 from kv_pool.ids import BlockHash, BlockHashWithGroupId, BlockId, ExternalBlockHash, GroupId, RequestId
 from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.tiers.disk_tier import DiskTier, Prefetcher
-from kv_pool.tiers.tier import NO_IDS, Tier, TierStack, TierStatistics
+from kv_pool.tiers.tier import NO_IDS, LeveledKeys, Tier, TierStack, TierStatistics
 
 _logger = logging.getLogger(__name__)
 
@@ -157,15 +157,15 @@ class TieredCache:
         """
         return 0 if key in self._pending else self._stack.find_tier(key)
 
-    def list_indexes(self) -> list[Mapping[BlockHashWithGroupId, object]]:
-        """Return mappings whose keys are in a tier or pending, for many look-ups. Valid until a change."""
+    def list_indexes(self) -> list[LeveledKeys]:
+        """As `TierStack.list_indexes`. A pending block, not yet offloaded, counts for the fastest tier."""
         indexes = self._stack.list_indexes()
-        return [self._pending, *indexes] if self._pending else indexes
+        return [(0, self._pending), *indexes] if self._pending else indexes
 
     def has_all(self, keys: Iterable[BlockHashWithGroupId]) -> bool:
         """Return True if every key is in a tier or pending."""
         left = list(keys)
-        for index in self.list_indexes():
+        for _, index in self.list_indexes():
             left = [key for key in left if key not in index]
         return not left
 
@@ -251,7 +251,7 @@ class TieredCache:
     def list_parents(self) -> dict[BlockHashWithGroupId, tuple[bytes | None, int]]:
         """See `LowerTiers`."""
         parents = self._parents
-        return {key: parents.get(key, (None, 0)) for index in self.list_indexes() for key in index}
+        return {key: parents.get(key, (None, 0)) for _, index in self.list_indexes() for key in index}
 
     def on_cache_reset(self) -> None:
         """See `LowerTiers`. Without events. The next `flush` raises a disk's error."""
@@ -438,7 +438,7 @@ class TieredCache:
         """Drop what is known of keys that are neither cached nor stored, once it is at least half."""
         if len(known) > self._num_to_sweep_at:
             on_device = self.block_pool.cached_block_hash_to_block.entries
-            indexes = [on_device, *self.list_indexes()]
+            indexes = [on_device, *(index for _, index in self.list_indexes())]
             for key in [key for key in known if not any(key in index for index in indexes)]:
                 del known[key]
 
