@@ -29,9 +29,9 @@ from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockId, BlockMove, GroupId, RequestId
 from kv_pool.manager.admission import AllocStatus, count_max_blocks, judge, list_lasting_pins
 from kv_pool.manager.allocating import allocate_step, cache_written, free_skipped_blocks, release_blocks
+from kv_pool.manager.block_groups.block_group import CachedPrefix
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.manager_state import ManagerState, read_step
-from kv_pool.manager.prefix_lookup import CachedPrefix
 from kv_pool.manager.requests.request import SchedulableRequest
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from kv_pool.errors import InvalidArgumentError, InvalidBlockError
 from kv_pool.ids import RequestId
 from kv_pool.manager.admission import limit_tokens
 from kv_pool.manager.allocating import cache_step
+from kv_pool.manager.block_groups.block_group import CachedPrefix
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.kv_cache_manager import KVCacheManager
-from kv_pool.manager.prefix_lookup import CachedPrefix
 from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.tiers.open_plans import OpenPlans, PlanState, TwoPhasePlan, list_tail_first
 from kv_pool.tiers.tier import GroupKeys, TierPrefixes
