@@ -87,12 +87,16 @@ class OnboardPlan(TwoPhasePlan):
     def open(self, cached_prefix: CachedPrefix | None, num_new_tokens: int, options: dict[str, Any]) -> bool:
         """Hold the keys and take the device blocks; return False if the pool has too few.
 
+        If `allocate_slots` raises, nothing has changed. After any other exception a repair aborts the plan.
+
         Args:
             options: for `allocate_slots`.
         """
         manager, pool = self._manager, self._manager.block_pool
-        self._plans.running = self, PlanState.ABORTED  # before the keys are held: a repair releases them
-        self._tiered_cache._stack.hold(self.keys)
+        self._plans.running = self, PlanState.ABORTED
+        self._tiered_cache._stack.hold(
+            self.keys
+        )  # first: tiers make room for the blocks' content
         try:
             taken = manager.allocate_slots(
                 self._request,
@@ -120,7 +124,7 @@ class OnboardPlan(TwoPhasePlan):
             pool.origins.note_copy(block, None)
         blocks = self.list_blocks()
         self._watch(blocks)
-        self._hold(pool, blocks)
+        self._hold(manager, blocks)
         self._plans.end(self, PlanState.OPEN)
         return True
 
@@ -191,9 +195,8 @@ class OnboardPlan(TwoPhasePlan):
         num_tokens = min(limit_tokens(manager, self._num_to_cache), tables[0].num_valid_tokens)
         ends = manager.caching.find_ends(self._request, tables, 0, num_tokens)
         self._plans.begin(self, PlanState.COMMITTED)
-        self._attach(PlanState.COMMITTED)
-        for book, hold in self._holds.items():
-            book.hand_over(hold)
+        manager.put_tables(self.request_id, tables)
+        self._hand_over(manager)
         if ends is not None:  # before tiers may evict the keys
             cache_step(manager, self._request, tables, ends, num_tokens, num_loaded, num_loaded)
         self._tiered_cache._stack.release(self.keys)
@@ -213,19 +216,17 @@ class OnboardPlan(TwoPhasePlan):
     def _give_back(self) -> None:
         """Abort: drop the references and release the keys."""
         self._plans.begin(self, PlanState.ABORTED)
-        self._attach(PlanState.ABORTED)
+        self._manager.forget_tables(self.request_id)
         self._release(self._manager)
         self._tiered_cache._stack.release(self.keys)
         self._plans.end(self, PlanState.ABORTED)
 
-    def _attach(self, state: PlanState) -> None:
+    def repair(self, state: PlanState) -> None:
+        super().repair(state)
         if state is PlanState.ABORTED:
             self._manager.forget_tables(self.request_id)
         elif not self._manager.holds_blocks(self.request_id):
             self._manager.put_tables(self.request_id, self._tables)
-
-    def repair(self, state: PlanState) -> None:
-        super().repair(state)
         others = [plan for plan in self._plans.by_request.values() if plan is not self]
         self._tiered_cache._stack.hold_only([key for plan in others for key in plan.keys])
 
@@ -411,10 +412,13 @@ class TierOnboarder:
                 # Now, since this raises what the commit would raise.
                 self.manager.caching.find_ends(request, None, prefix.num_tokens, num_to_cache)
             plan = OnboardPlan(self, request, hit, num_to_cache)
-            if not plan.open(prefix, num_new, options):
+            if not plan.open(prefix, num_new, options):  # holds the keys, then takes the blocks
                 return None
-            if plan.apply():
+            if (
+                plan.apply()
+            ):  # reads the bytes, attaches and caches the blocks, releases the keys
                 break
+            # The plan is aborted. Tiers have dropped what was unreadable or invalid: the next hit is shorter.
         request.num_computed_tokens = num_found
         return {MEDIUM_GPU: prefix.num_tokens, **hit.num_tokens_by_medium}
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from enum import Enum
 from typing import Any, Generic, TypeVar
 
 from kv_pool.core.arguments import get_request_id, refuse_interrupted
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.holds import BlockHolds, Hold, HoldState
+from kv_pool.core.holds import Hold, HoldState
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError, PlanClosedError
 from kv_pool.ids import RequestId
@@ -26,7 +25,7 @@ class PlanState(Enum):
     ABORTED = "aborted"
 
 
-class TwoPhasePlan(ABC):
+class TwoPhasePlan:
     """A two-phase transfer of a request's blocks. While it is open, holds own the references to them.
 
     Attributes:
@@ -47,21 +46,25 @@ class TwoPhasePlan(ABC):
         self._request = request
         self._plans = plans
         self._purpose = purpose
-        self._holds: dict[BlockHolds, Hold] = {}
+        self._holds: dict[KVCacheManager, Hold] = {}  # by side
         self._watched: list[tuple[KVCacheBlock, int]] = []
 
-    def _hold(self, pool: BlockPoolCore, blocks: Sequence[KVCacheBlock]) -> None:
-        """Let a hold own the references to these blocks of a pool, the first to be reused first."""
+    def _hold(self, manager: KVCacheManager, blocks: Sequence[KVCacheBlock]) -> None:
+        """Let a hold own the references to these blocks of one side, the first to be reused first."""
         # A hold drops its references last block first.
-        self._holds[pool.holds] = pool.holds.adopt(list(blocks[::-1]), f"in an open plan to {self._purpose}")
+        reason = f"in an open plan to {self._purpose}"
+        self._holds[manager] = manager.block_pool.holds.adopt(list(blocks[::-1]), reason)
+
+    def _hand_over(self, manager: KVCacheManager) -> None:
+        """Pass the references to the blocks of one side to its tables."""
+        manager.block_pool.holds.hand_over(self._holds[manager])
 
     def _release(self, manager: KVCacheManager) -> None:
-        """Drop the references to the blocks of one side, and the copies into them."""
-        book = manager.block_pool.holds
-        hold = self._holds.get(book)
+        """Drop the references to the blocks of one side, if it has taken them, and the copies into them."""
+        hold = self._holds.get(manager)
         if hold is not None:
             manager.copies.drop(hold.blocks)
-            book.end(hold, HoldState.RELEASED)
+            manager.block_pool.holds.end(hold, HoldState.RELEASED)
 
     def _check_open(self) -> None:
         self._plans.check_whole(self)
@@ -87,17 +90,15 @@ class TwoPhasePlan(ABC):
         return any(block.generation != generation for block, generation in self._watched)
 
     def repair(self, state: PlanState) -> None:
-        """Close the plan, of which a call was interrupted. References are counted again afterwards."""
+        """Close the plan, of which a call was interrupted. References are counted again afterwards.
+
+        A subclass puts the tables where they belong in this state, COMMITTED or ABORTED, too.
+        """
         self.state = state
-        self._attach(state)
-        for book, hold in self._holds.items():
+        for manager, hold in self._holds.items():
             if not hold.is_released:
                 hold.forget()
-                book.end(hold, HoldState.RELEASED)
-
-    @abstractmethod
-    def _attach(self, state: PlanState) -> None:
-        """Put the tables where they belong in this state, COMMITTED or ABORTED, unless they are there."""
+                manager.block_pool.holds.end(hold, HoldState.RELEASED)
 
 
 P = TypeVar("P", bound=TwoPhasePlan)

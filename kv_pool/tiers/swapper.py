@@ -111,7 +111,8 @@ class SwapPlan(TwoPhasePlan):
         for group_id, blocks in enumerate(self._sources):
             for listener in self._source.listeners:
                 listener.note_leaving(self.request_id, GroupId(group_id), 0, blocks)
-        self._end_holds(self._source, self._target)
+        self._hand_over(self._target)
+        self._release(self._source)
         self._plans.end(self, PlanState.COMMITTED)
 
     def abort(self) -> None:
@@ -127,7 +128,8 @@ class SwapPlan(TwoPhasePlan):
         self._check_absent(self._source)
         self._plans.begin(self, PlanState.ABORTED)
         self._attach(PlanState.ABORTED)
-        self._end_holds(self._target, self._source)
+        self._hand_over(self._source)
+        self._release(self._target)
         self._plans.end(self, PlanState.ABORTED)
 
     def apply(self, copy: Callable[[list[BlockMove]], object]) -> None:
@@ -177,8 +179,8 @@ class SwapPlan(TwoPhasePlan):
             for before, after, there in zip(row, targets, found, strict=True)
             if there is None
         ]
-        self._hold(self._source.block_pool, list_tail_first(self._sources))
-        self._hold(pool, list_tail_first(self._targets))
+        self._hold(self._source, list_tail_first(self._sources))
+        self._hold(self._target, list_tail_first(self._targets))
         self._source.pop_tables(self.request_id)
         self._plans.end(self, PlanState.OPEN)
         pool.flush_evicted()
@@ -188,6 +190,7 @@ class SwapPlan(TwoPhasePlan):
         return list_tail_first(self._sources if side is self._source else self._targets)
 
     def _attach(self, state: PlanState) -> None:
+        """Put the tables where they belong in this state, COMMITTED or ABORTED, unless they are there."""
         side = self._source
         if state is PlanState.COMMITTED:
             side = self._target
@@ -201,11 +204,9 @@ class SwapPlan(TwoPhasePlan):
             swapper._swapped_out.pop(self.request_id, None)
             swapper._host.forget_tables(self.request_id)
 
-    def _end_holds(self, leaving: KVCacheManager, staying: KVCacheManager) -> None:
-        """Drop the references to the blocks of one side; the tables own those of the other side now."""
-        book = staying.block_pool.holds
-        book.hand_over(self._holds[book])
-        self._release(leaving)
+    def repair(self, state: PlanState) -> None:
+        self._attach(state)
+        super().repair(state)
 
     def _change_tables(self) -> None:
         """Replace the tables' blocks by those of the target side. Can be repeated."""
