@@ -94,9 +94,7 @@ class OnboardPlan(TwoPhasePlan):
         """
         manager, pool = self._manager, self._manager.block_pool
         self._plans.running = self, PlanState.ABORTED
-        self._tiered_cache._stack.hold(
-            self.keys
-        )  # first: tiers make room for the blocks' content
+        self._tiered_cache._stack.hold(self.keys)  # first: tiers make room for the blocks' content
         try:
             taken = manager.allocate_slots(
                 self._request,
@@ -414,9 +412,7 @@ class TierOnboarder:
             plan = OnboardPlan(self, request, hit, num_to_cache)
             if not plan.open(prefix, num_new, options):  # holds the keys, then takes the blocks
                 return None
-            if (
-                plan.apply()
-            ):  # reads the bytes, attaches and caches the blocks, releases the keys
+            if plan.apply():  # reads the bytes, attaches and caches the blocks, releases the keys
                 break
             # The plan is aborted. Tiers have dropped what was unreadable or invalid: the next hit is shorter.
         request.num_computed_tokens = num_found

@@ -59,8 +59,7 @@ class SwapPlan(TwoPhasePlan):
         state: open, committed or aborted.
 
     Args:
-        tables: the source side's tables, which the plan detaches.
-        found: what the target side already has: from `match_tables`.
+        tables: the source side's tables, which the plan detaches when it is opened.
     """
 
     def __init__(
@@ -69,15 +68,11 @@ class SwapPlan(TwoPhasePlan):
         direction: SwapDirection,
         request: SchedulableRequest,
         tables: list[BlockTable],
-        found: FoundBlocks,
     ) -> None:
         purpose = f"swap request {request.request_id!r} {direction.value}"
         super().__init__(request, request.num_computed_tokens, swapper._plans, purpose)
         self.direction = direction
         self.moves: list[BlockMove] = []
-        self._found = found
-        self._shared = list_shared(found)
-        self.num_shared_blocks = len(self._shared)
         self._groups = swapper._groups
         self._swapper = swapper
         # The managers of the two sides; the rules of each for taking and freeing apply there.
@@ -85,6 +80,12 @@ class SwapPlan(TwoPhasePlan):
         if direction is SwapDirection.IN:
             self._source, self._target = self._target, self._source
         self._tables = tables
+        self._found = match_tables(request, self._groups, tables, self._target.block_pool)
+        self._shared = [
+            block for row in self._found for block in row if block is not None and not block.is_null
+        ]
+        self.num_shared_blocks = len(self._shared)
+        self._num_missing = sum(row.count(None) for row in self._found)
         self._sources = [table.blocks for table in tables]
         # For each group, the blocks that replace the sources; the null block for an entry without a block.
         self._targets: list[list[KVCacheBlock]] = []
@@ -171,7 +172,7 @@ class SwapPlan(TwoPhasePlan):
         self._watch(self._shared)
         # Touch the found blocks first: until then they may be among the blocks that are taken.
         touch_listed(pool, self._shared)
-        taken = iter(take(pool, count_missing(self._found)))
+        taken = iter(take(pool, self._num_missing))
         self._targets = [[next(taken) if block is None else block for block in row] for row in self._found]
         self.moves = [
             BlockMove(before.block_id, after.block_id)
@@ -253,21 +254,6 @@ class SwapPlan(TwoPhasePlan):
 # ---- what the other side has ------------------------------------------------------------------------------
 
 
-FoundBlocks = list[list[KVCacheBlock | None]]
-"""For each group and table entry, the block on the other side with the same prefix; the null block if the
-entry needs none; None for a block to take and to copy into."""
-
-
-def list_shared(rows: FoundBlocks) -> list[KVCacheBlock]:
-    """Return the blocks that were found."""
-    return [block for row in rows for block in row if block is not None and not block.is_null]
-
-
-def count_missing(rows: FoundBlocks) -> int:
-    """Return the number of blocks to take."""
-    return sum(row.count(None) for row in rows)
-
-
 def find_key(
     request: SchedulableRequest, group: BlockGroup, table: BlockTable, position: int, num_computed_tokens: int
 ) -> BlockHashWithGroupId | None:
@@ -293,10 +279,15 @@ def match_tables(
     groups: Sequence[BlockGroup],
     tables: Sequence[BlockTable],
     target: BlockPoolCore,
-) -> FoundBlocks:
-    """Look up every block of the tables in the target pool. Changes nothing. O(blocks)."""
+) -> list[list[KVCacheBlock | None]]:
+    """Look up every block of the tables in the target pool. Changes nothing. O(blocks).
+
+    Returns:
+        For each group and table entry, the target's block with the same prefix; its null block if the entry
+        needs none; None for a block to take and to copy into.
+    """
     num_computed_tokens = request.num_computed_tokens
-    rows: FoundBlocks = []
+    rows: list[list[KVCacheBlock | None]] = []
     for group, table in zip(groups, tables, strict=True):
         first = count_skipped_blocks(group, table, num_computed_tokens)
         row: list[KVCacheBlock | None] = [target.null_block] * len(table.blocks)
@@ -399,7 +390,7 @@ class BlockSwapper:
         NEVER means that the host pool is too small for the blocks that the request has now. Raises the errors
         of `swap_out`.
         """
-        return self._judge(SwapDirection.OUT, request)[0]
+        return self._judge(SwapDirection.OUT, request)[1]
 
     def can_swap_in(
         self,
@@ -424,7 +415,7 @@ class BlockSwapper:
         Raises:
             The errors of `swap_in`.
         """
-        return self._judge(SwapDirection.IN, request, num_new_tokens, num_lookahead_tokens)[0]
+        return self._judge(SwapDirection.IN, request, num_new_tokens, num_lookahead_tokens)[1]
 
     # ---- plans -----------------------------------------------------------------------------------
 
@@ -509,10 +500,9 @@ class BlockSwapper:
 
     def _plan(self, direction: SwapDirection, request: SchedulableRequest, *more: Any) -> SwapPlan | None:
         """Open a plan, or return None; the arguments are those of `_judge`."""
-        status, tables, found = self._judge(direction, request, *more)
+        plan, status = self._judge(direction, request, *more)
         if status is not AllocStatus.OK:
             return None
-        plan = SwapPlan(self, direction, request, tables, found)
         plan.open()
         self._plans.running = None
         return plan
@@ -523,30 +513,27 @@ class BlockSwapper:
         request: SchedulableRequest,
         num_new_tokens: int | None = None,
         num_lookahead_tokens: int = 0,
-    ) -> tuple[AllocStatus, list[BlockTable], FoundBlocks]:
-        """Match the request's tables with the other side, and return whether its free blocks suffice.
+    ) -> tuple[SwapPlan, AllocStatus]:
+        """Return a plan that is not open yet, and whether the free blocks of its target side suffice.
 
         Args:
             num_new_tokens, num_lookahead_tokens: those of the next step after a swap in, see `can_swap_in`.
         """
         is_out = direction is SwapDirection.OUT
-        side = self._host if is_out else self.manager
         tables = self._check_swap_out(request) if is_out else self._check_swap_in(request)
-        found = match_tables(request, self._groups, tables, side.block_pool)
-        shared = list_shared(found)
-        num_new, num_to_leave, num_pinned = count_missing(found), 0, 0
+        plan = SwapPlan(self, direction, request, tables)
+        side, shared = plan._target, plan._shared
+        num_new, num_to_leave, num_pinned = plan._num_missing, 0, 0
         if not is_out:
             num_new += self._count_more_blocks(request, tables, num_new_tokens, num_lookahead_tokens)
             num_pinned = len(list_lasting_pins(side, None, shared))
             # The watermark, as for any request without blocks, applies while other requests hold blocks.
             num_to_leave = side.watermark_blocks if side.list_request_ids() else 0
         if num_new + len(shared) > side.block_pool.num_gpu_blocks - 1 - num_pinned:
-            return AllocStatus.NEVER, tables, found
+            return plan, AllocStatus.NEVER
         num_available = side.get_num_free_blocks() - num_to_leave  # first: expired pins free their blocks
         num_free = sum(block.ref_cnt == 0 for block in shared)  # sharing them takes them, too
-        if num_new + num_free > num_available:
-            return AllocStatus.LATER, tables, found
-        return AllocStatus.OK, tables, found
+        return plan, AllocStatus.LATER if num_new + num_free > num_available else AllocStatus.OK
 
     def _count_more_blocks(
         self,

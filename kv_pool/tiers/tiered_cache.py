@@ -299,7 +299,8 @@ class TieredCache:
                     (written if is_written else unwritten).append(block)
             self._through = {block: (block.block_hash, block.generation, True) for block in unwritten}
             self._note_parents(written)
-            self._copy_out((block.block_hash, block) for block in written)
+            ids = {block.block_hash: block.block_id for block in written}
+            self._store(ids, self.storage, ids)
         self.block_pool.is_changing = False
         if self._unforgotten is not None:
             error, self._unforgotten = self._unforgotten, None
@@ -313,7 +314,8 @@ class TieredCache:
         if not self._pending:
             return
         pending, self._pending = self._pending, {}
-        self._copy_out(pending.items())
+        ids = {key: block.block_id for key, block in pending.items()}
+        self._store(ids, self.storage, ids)
 
     def forget(self, keys: Iterable[BlockHashWithGroupId]) -> None:
         """Remove wrong content from all tiers for good. It is not found again, even after a restart.
@@ -452,12 +454,6 @@ class TieredCache:
         """Log the error and keep it for `flush` to raise; a hook must not raise inside a pool operation."""
         _logger.error("%s", error)
         self._unforgotten = self._unforgotten or error
-
-    def _copy_out(self, blocks: Iterable[tuple[BlockHashWithGroupId, KVCacheBlock]]) -> None:
-        """Offload device blocks to the top tier, under these keys."""
-        copies = {key: block.block_id for key, block in blocks}
-        if copies:
-            self._store(copies, self.storage, copies)
 
     def _store(
         self,
