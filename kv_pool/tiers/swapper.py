@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import Enum
 from itertools import zip_longest
 from typing import Any
@@ -80,7 +80,9 @@ class SwapPlan(TwoPhasePlan):
         if direction is SwapDirection.IN:
             self._source, self._target = self._target, self._source
         self._tables = tables
-        self._found = match_tables(request, self._groups, tables, self._target.block_pool)
+        # For each table entry, the target side's block with the same prefix; its null block if the entry
+        # needs none; None for a block to take and to copy into.
+        self._found = [self._match(group, table) for group, table in zip(self._groups, tables, strict=True)]
         self._shared = [
             block for row in self._found for block in row if block is not None and not block.is_null
         ]
@@ -221,7 +223,7 @@ class SwapPlan(TwoPhasePlan):
                     if before.key is None:
                         start = position * group.block_size
                         origins.note_continued(before, start, self._request.block_hashes)
-            num_skipped = count_skipped_blocks(group, table, self.num_computed_tokens)
+            num_skipped = self._count_skipped(group, table)
             num_full = self.num_computed_tokens // group.block_size
             table.add_past(0, sources)
             table.blocks = row
@@ -240,9 +242,7 @@ class SwapPlan(TwoPhasePlan):
         ):
             first = 0
             for position, there in enumerate([*found, pool.null_block]):
-                if there is None and find_key(
-                    self._request, group, table, position, self.num_computed_tokens
-                ):
+                if there is None and self._find_key(group, table, position):
                     continue
                 if first < position:
                     cache_full(
@@ -250,63 +250,39 @@ class SwapPlan(TwoPhasePlan):
                     )
                 first = position + 1
 
+    def _match(self, group: BlockGroup, table: BlockTable) -> list[KVCacheBlock | None]:
+        """Look up every block of a table on the target side: see `_found`. Changes nothing. O(blocks)."""
+        pool = self._target.block_pool
+        row: list[KVCacheBlock | None] = [pool.null_block] * len(table.blocks)
+        for position in range(self._count_skipped(group, table), len(table.blocks)):
+            if not table.blocks[position].is_null:
+                key = self._find_key(group, table, position)
+                row[position] = None if key is None else pool.cached_block_hash_to_block.get_one_block(key)
+        return row
 
-# ---- what the other side has ------------------------------------------------------------------------------
+    def _find_key(self, group: BlockGroup, table: BlockTable, position: int) -> BlockHashWithGroupId | None:
+        """Return the key under which this block is cached; None if it is not, or not computed in full.
 
+        A block that carries another key than the request's own, or none (it was evicted as invalid), is not a
+        prefix of any request: its content moves with the request and cannot be hit.
+        """
+        block = table.blocks[position]
+        if block.is_null or block.block_hash is None or not group.is_cacheable:
+            return None
+        if (position + 1) * group.block_size > self.num_computed_tokens:
+            return None
+        hashes, place = self._request.block_hashes, (position + 1) * group.stride - 1
+        if place >= len(hashes):
+            return None
+        key = make_block_hash_with_group_id(hashes[place], group.group_id)
+        return key if block.block_hash == key else None
 
-def find_key(
-    request: SchedulableRequest, group: BlockGroup, table: BlockTable, position: int, num_computed_tokens: int
-) -> BlockHashWithGroupId | None:
-    """Return the key under which this block is cached; None if it is not cached, or not computed in full.
-
-    A block that carries another key than the request's own, or none (it was evicted as invalid), is not a
-    prefix of any request: its content moves with the request and cannot be hit.
-    """
-    block = table.blocks[position]
-    if block.is_null or block.block_hash is None or not group.is_cacheable:
-        return None
-    if (position + 1) * group.block_size > num_computed_tokens:
-        return None
-    place = (position + 1) * group.stride - 1
-    if place >= len(request.block_hashes):
-        return None
-    key = make_block_hash_with_group_id(request.block_hashes[place], group.group_id)
-    return key if block.block_hash == key else None
-
-
-def match_tables(
-    request: SchedulableRequest,
-    groups: Sequence[BlockGroup],
-    tables: Sequence[BlockTable],
-    target: BlockPoolCore,
-) -> list[list[KVCacheBlock | None]]:
-    """Look up every block of the tables in the target pool. Changes nothing. O(blocks).
-
-    Returns:
-        For each group and table entry, the target's block with the same prefix; its null block if the entry
-        needs none; None for a block to take and to copy into.
-    """
-    num_computed_tokens = request.num_computed_tokens
-    rows: list[list[KVCacheBlock | None]] = []
-    for group, table in zip(groups, tables, strict=True):
-        first = count_skipped_blocks(group, table, num_computed_tokens)
-        row: list[KVCacheBlock | None] = [target.null_block] * len(table.blocks)
-        for position in range(first, len(table.blocks)):
-            if table.blocks[position].is_null:
-                continue
-            key = find_key(request, group, table, position, num_computed_tokens)
-            found = None if key is None else target.cached_block_hash_to_block.get_one_block(key)
-            row[position] = found
-        rows.append(row)
-    return rows
-
-
-def count_skipped_blocks(group: BlockGroup, table: BlockTable, num_computed_tokens: int) -> int:
-    """Count the leading entries that no later token needs; they become null blocks on the other side."""
-    if not group.forgets:
-        return table.num_null_blocks
-    num_skipped = group.count_skipped_tokens(num_computed_tokens) // group.block_size
-    return max(table.num_null_blocks, min(num_skipped, len(table.blocks)))
+    def _count_skipped(self, group: BlockGroup, table: BlockTable) -> int:
+        """Count the leading entries that no later token needs; they become null blocks on the other side."""
+        if not group.forgets:
+            return table.num_null_blocks
+        num_skipped = group.count_skipped_tokens(self.num_computed_tokens) // group.block_size
+        return max(table.num_null_blocks, min(num_skipped, len(table.blocks)))
 
 
 class BlockSwapper:
