@@ -114,15 +114,11 @@ class KVCacheManager(ManagerState):
         request_id = get_request_id("request", request)
         num_tokens = junction = 0
         blocks: list[list[KVCacheBlock]]
-        caching = self.caching
-        if not self.block_pool.enable_caching or not caching.covers_encoder(request):
+        limit = self.caching.find_limit(request, max_num_tokens)
+        if limit is None:
             blocks = [[] for _ in self._groups]
         else:
-            num_known = request.num_tokens
-            limit = num_known - 1
-            if max_num_tokens is not None:
-                limit = as_count("max_num_tokens", max_num_tokens)
-            caching.check_hash_count(request, num_known, 0)
+            self.caching.check_hash_count(request, request.num_tokens, 0)
             blocks, num_tokens, junction = self._rules.find_prefix(request, limit)
         return CachedPrefix(request_id, tuple(blocks), num_tokens, self.block_pool.num_evictions, junction)
 

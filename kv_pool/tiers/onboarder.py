@@ -6,7 +6,6 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from kv_pool.core.arguments import as_count
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.kv_events import MEDIUM_GPU
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError
@@ -287,8 +286,7 @@ class TierOnboarder:
             if group.is_cacheable:
                 tiered_cache.note_block_size(group.group_id, group.block_size)
             skip = group.count_skipped_tokens if group.forgets else None
-            is_cacheable = group.is_cacheable and manager.block_pool.enable_caching
-            groups.append(GroupKeys(group.group_id, group.block_size, group.stride, skip, is_cacheable))
+            groups.append(GroupKeys(group.group_id, group.block_size, group.stride, skip, group.is_cacheable))
         drops_last = any(group.drops_hits for group in manager._groups)
         self._prefixes = TierPrefixes(tiered_cache.list_indexes, groups, manager.alignment, drops_last)
         self._plans: OpenPlans[OnboardPlan] = OpenPlans(manager.block_pool)
@@ -314,12 +312,8 @@ class TierOnboarder:
             to be tried.
         """
         start = 0 if cached_prefix is None else cached_prefix.num_tokens
-        limit = request.num_tokens - 1
-        if max_num_tokens is not None:
-            limit = as_count("max_num_tokens", max_num_tokens)
-        found: dict[int, int] = {}
-        if self.manager.caching.covers_encoder(request):
-            found = self._prefixes.find(request, start, limit)
+        limit = self.manager.caching.find_limit(request, max_num_tokens)
+        found = {} if limit is None else self._prefixes.find(request, start, limit)
         by_medium = dict.fromkeys(self._media, 0)
         for level, num_tokens in found.items():
             by_medium[self._media[level]] += num_tokens
