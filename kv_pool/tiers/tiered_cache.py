@@ -169,10 +169,6 @@ class TieredCache:
             left = [key for key in left if key not in index]
         return not left
 
-    def list_pending(self) -> list[BlockHashWithGroupId]:
-        """Return the keys of reused blocks that are not yet offloaded."""
-        return list(self._pending)
-
     def get_statistics(self) -> list[TierStatistics]:
         """Return the statistics of each tier, fastest first."""
         return [tier.get_statistics() for tier in self.tiers]
