@@ -60,7 +60,6 @@ MANAGER = (
     "kv_cache_manager",
     "manager_state",
     "prefix_caching",
-    "prefix_lookup",
     "retention/block_retention",
     "retention/claims",
     "retention/directive",
@@ -90,7 +89,6 @@ HOT = (
     "manager/kv_cache_manager",
     "manager/manager_state",
     "manager/prefix_caching",
-    "manager/prefix_lookup",
     "manager/admission",
 )
 # Modules that run once for a pool or a request, or for what few requests do.

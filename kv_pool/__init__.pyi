@@ -3,7 +3,7 @@
 from kv_pool.manager.kv_cache_manager import KVCacheManager as KVCacheManager
 from kv_pool.manager.requests.request import Request as Request
 from kv_pool.core.block_hash import BlockHasher as BlockHasher
-from kv_pool.manager.prefix_lookup import CachedPrefix as CachedPrefix
+from kv_pool.manager.block_groups.block_group import CachedPrefix as CachedPrefix
 from kv_pool.manager.prefix_rules import PrefixRules as PrefixRules
 from kv_pool.manager.admission import AllocStatus as AllocStatus
 from kv_pool.manager.requests.request import LoRARequest as LoRARequest

@@ -50,7 +50,7 @@ SHOWN = [
     "kv_pool.manager.preemption",
     "kv_pool.manager.requests.request",
     "kv_pool.storage.kv_storage",
-    "kv_pool.tiers.formats.make_format",
+    "kv_pool.tiers.formats.__init__",
     "kv_pool.tiers.tier",
     "kv_pool.tiers.tiered_cache",
 ]

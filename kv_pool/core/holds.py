@@ -377,10 +377,6 @@ class BlockHolds:
         self._open[hold] = None
         return hold
 
-    def take_over(self, hold: Hold, references: list[KVCacheBlock]) -> None:
-        """Let an open hold take over the caller's references to these distinct blocks."""
-        hold._blocks.update(dict.fromkeys(references))
-
     def hand_over(self, hold: Hold) -> list[KVCacheBlock]:
         """End a hold, and pass its references to the caller."""
         hold._check_open()

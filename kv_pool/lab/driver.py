@@ -16,11 +16,11 @@ from kv_pool.lab.replay_request import ReplayRequest
 from kv_pool.lab.replay_tiers import HostSwap, ReplayTiers
 from kv_pool.lab.report import ReplayReport, find_share, summarize_calls, summarize_waits
 from kv_pool.lab.request_outcomes import OutcomeCallback, RequestOutcome
+from kv_pool.manager.block_groups.block_group import CachedPrefix
 from kv_pool.manager.kv_cache_manager import KVCacheManager
-from kv_pool.manager.prefix_lookup import CachedPrefix
 from kv_pool.manager.retention.block_retention import BlockRetention
 from kv_pool.manager.retention.directive import MAX_PRIORITY, RetentionDirective
-from kv_pool.tiers.tier_prefixes import TierHit
+from kv_pool.tiers.onboarder import TierHit
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from kv_pool.manager.requests.request import MultiModalFeature as MultiModalFeat
 from kv_pool.manager.requests.request import PlaceholderRange as PlaceholderRange
 from kv_pool.manager.requests.request import SaltRegion as SaltRegion
 from kv_pool.manager.requests.request import SchedulableRequest as SchedulableRequest
-from kv_pool.manager.prefix_lookup import CachedPrefix as CachedPrefix
+from kv_pool.manager.block_groups.block_group import CachedPrefix as CachedPrefix
 from kv_pool.manager.prefix_rules import PrefixRules as PrefixRules
 from kv_pool.manager.admission import AllocStatus as AllocStatus
 from kv_pool.manager.block_groups.kv_cache_spec import KVCacheSpec as KVCacheSpec

@@ -14,13 +14,13 @@ from kv_pool.manager.block_groups.block_group import (
     BlockGroup,
     ChunkedLocalGroup,
     EqualGroups,
+    PrefixLookup,
     SlidingWindowGroup,
 )
 from kv_pool.manager.block_groups.block_table import BlockTable, Step, TableListener
 from kv_pool.manager.block_groups.kv_cache_spec import KVCacheSpec, MambaSpec, SlidingWindowSpec
 from kv_pool.manager.block_groups.mamba_group import MambaGroup
 from kv_pool.manager.block_groups.state_chains import StateChains
-from kv_pool.manager.prefix_lookup import PrefixLookup
 from kv_pool.manager.prefix_rules import PrefixRules, RuleDetails
 from kv_pool.manager.requests.request import SchedulableRequest
 

@@ -5,7 +5,7 @@ Also those of blocks that a hit shares in part, and of cached states that are ab
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.freeing import free_listed
-from kv_pool.core.holds import Hold, HoldState
+from kv_pool.core.holds import Hold
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockMove, GroupId, RequestId
@@ -81,11 +81,6 @@ class BlockCopies:
             hold = self._holds[0]
             needed = self._list_needed()
             self._pool.holds.drop_references(hold, [block for block in hold.blocks if block not in needed])
-
-    def release(self, hold: Hold) -> None:
-        """End a hold that a plan has on blocks, and drop the copies into them."""
-        self.drop(hold.blocks)
-        self._pool.holds.end(hold, HoldState.RELEASED)
 
     def take(self, keeps_blocks: bool) -> tuple[list[BlockMove], list[KVCacheBlock]]:
         """Return the pending copies, and their held blocks in the order to free them.

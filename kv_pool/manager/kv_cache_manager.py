@@ -29,9 +29,9 @@ from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockId, BlockMove, GroupId, RequestId
 from kv_pool.manager.admission import AllocStatus, count_max_blocks, judge, list_lasting_pins
 from kv_pool.manager.allocating import allocate_step, cache_written, free_skipped_blocks, release_blocks
+from kv_pool.manager.block_groups.block_group import CachedPrefix
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.manager_state import ManagerState, read_step
-from kv_pool.manager.prefix_lookup import CachedPrefix
 from kv_pool.manager.requests.request import SchedulableRequest
 
 if TYPE_CHECKING:
@@ -114,15 +114,11 @@ class KVCacheManager(ManagerState):
         request_id = get_request_id("request", request)
         num_tokens = junction = 0
         blocks: list[list[KVCacheBlock]]
-        caching = self.caching
-        if not self.block_pool.enable_caching or not caching.covers_encoder(request):
+        limit = self.caching.find_limit(request, max_num_tokens)
+        if limit is None:
             blocks = [[] for _ in self._groups]
         else:
-            num_known = request.num_tokens
-            limit = num_known - 1
-            if max_num_tokens is not None:
-                limit = as_count("max_num_tokens", max_num_tokens)
-            caching.check_hash_count(request, num_known, 0)
+            self.caching.check_hash_count(request, request.num_tokens, 0)
             blocks, num_tokens, junction = self._rules.find_prefix(request, limit)
         return CachedPrefix(request_id, tuple(blocks), num_tokens, self.block_pool.num_evictions, junction)
 

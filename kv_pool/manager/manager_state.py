@@ -25,12 +25,11 @@ from kv_pool.errors import InvalidArgumentError, InvalidBlockError
 from kv_pool.ids import GroupId, RequestId
 from kv_pool.manager.applied_rules import AppliedRules
 from kv_pool.manager.block_copies import BlockCopies
-from kv_pool.manager.block_groups.block_group import BlockGroup
+from kv_pool.manager.block_groups.block_group import BlockGroup, CachedPrefix
 from kv_pool.manager.block_groups.block_table import BlockTable, Step, TableListener
 from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec, KVCacheSpec
 from kv_pool.manager.owned_prefixes import OwnedPrefixes
 from kv_pool.manager.prefix_caching import PrefixCaching
-from kv_pool.manager.prefix_lookup import CachedPrefix
 from kv_pool.manager.prefix_rules import PrefixRules
 from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.manager.retention.block_retention import BlockRetention

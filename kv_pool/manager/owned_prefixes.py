@@ -63,8 +63,8 @@ class OwnedPrefixes(TableListener):
             self._running[request.request_id] = request
 
     def _sweep(self) -> None:
-        """Keep the hashes of requests that have left with an aborted plan, or to another pool."""
-        for request_id in list(self._running):
+        """Forget requests that have left with an aborted plan, or to another pool; keep their hashes."""
+        for request_id in (*self._running, *self._uncached):
             if not any(request_id in tables for tables in self._tables):
                 self.note_ended(request_id, ())
         self._num_to_sweep_at = max(64, 2 * len(self._running))

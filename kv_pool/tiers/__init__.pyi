@@ -7,12 +7,12 @@ from kv_pool.tiers.host_tier import HostTier as HostTier
 from kv_pool.tiers.disk_tier import DiskTier as DiskTier
 from kv_pool.tiers.tier import Tier as Tier
 from kv_pool.tiers.tier import TierStatistics as TierStatistics
-from kv_pool.tiers.tier_prefixes import TierHit as TierHit
+from kv_pool.tiers.onboarder import TierHit as TierHit
 from kv_pool.tiers.swapper import BlockSwapper as BlockSwapper
 from kv_pool.tiers.swapper import SwapPlan as SwapPlan
 from kv_pool.tiers.swapper import SwapDirection as SwapDirection
 from kv_pool.tiers.tiered_cache import TierEvents as TierEvents
-from kv_pool.tiers.formats.make_format import make_format as make_format
+from kv_pool.tiers.formats import make_format as make_format
 from kv_pool.tiers.formats.block_format import BlockFormat as BlockFormat
 from kv_pool.tiers.pool_dump import dump_pool as dump_pool
 from kv_pool.tiers.pool_dump import load_pool as load_pool

@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from kv_pool.core.arguments import as_count
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.kv_events import MEDIUM_GPU
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError
 from kv_pool.ids import RequestId
 from kv_pool.manager.admission import limit_tokens
 from kv_pool.manager.allocating import cache_step
+from kv_pool.manager.block_groups.block_group import CachedPrefix
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.kv_cache_manager import KVCacheManager
-from kv_pool.manager.prefix_lookup import CachedPrefix
 from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.tiers.open_plans import OpenPlans, PlanState, TwoPhasePlan, list_tail_first
-from kv_pool.tiers.tier_prefixes import GroupKeys, Rows, TierHit, TierPrefixes
+from kv_pool.tiers.tier import GroupKeys, TierPrefixes
 from kv_pool.tiers.tiered_cache import TieredCache
+
+
+class TierHit(NamedTuple):
+    """The part of a request's prefix that lower tiers have, directly after the part on the device.
+
+    Attributes:
+        request_id: the request.
+        num_device_tokens: number of tokens before it, which are on the device.
+        num_tokens: number of tokens that the tiers have; 0 for a miss.
+        num_tokens_by_medium: these tokens, counted under the lowest tier that must be read for them. Lists
+            the media of all tiers.
+    """
+
+    request_id: RequestId
+    num_device_tokens: int
+    num_tokens: int
+    num_tokens_by_medium: dict[str, int]
 
 
 class OnboardPlan(TwoPhasePlan):
@@ -50,19 +66,19 @@ class OnboardPlan(TwoPhasePlan):
         onboarder: TierOnboarder,
         request: SchedulableRequest,
         hit: TierHit,
-        rows: Rows,
         num_to_cache: int,
     ) -> None:
         purpose = f"load blocks for request {request.request_id!r}"
-        super().__init__(request, hit.num_device_tokens + hit.num_tokens, onboarder._plans, purpose)
+        end = hit.num_device_tokens + hit.num_tokens
+        super().__init__(request, end, onboarder._plans, purpose)
         self.hit = hit
-        self.keys = [key for row in rows for key in row.values()]
+        self._rows = onboarder._prefixes.list_blocks(request, hit.num_device_tokens, end)
+        self.keys = [key for row in self._rows for key in row.values()]
         self.is_unreadable = False
         self._is_loaded = False
         self._onboarder = onboarder
         self._manager = onboarder.manager
         self._tiered_cache = onboarder.tiered_cache
-        self._rows = rows
         self._num_to_cache = num_to_cache
         self._tables: list[BlockTable] = []
         self._targets: list[KVCacheBlock] = []  # for each key
@@ -70,15 +86,16 @@ class OnboardPlan(TwoPhasePlan):
     def open(self, cached_prefix: CachedPrefix | None, num_new_tokens: int, options: dict[str, Any]) -> bool:
         """Hold the keys and take the device blocks; return False if the pool has too few.
 
+        If `allocate_slots` raises, nothing has changed. After any other exception a repair aborts the plan.
+
         Args:
             options: for `allocate_slots`.
         """
-        pool = self._manager.block_pool
-        self._plans.begin(self, PlanState.ABORTED)
-        self._tiered_cache._stack.hold(self.keys)
-        pool.is_changing = False  # for a whole call; until `end` a repair releases the keys
+        manager, pool = self._manager, self._manager.block_pool
+        self._plans.running = self, PlanState.ABORTED
+        self._tiered_cache._stack.hold(self.keys)  # first: tiers make room for the blocks' content
         try:
-            taken = self._manager.allocate_slots(
+            taken = manager.allocate_slots(
                 self._request,
                 num_new_tokens,
                 cached_prefix,
@@ -93,12 +110,10 @@ class OnboardPlan(TwoPhasePlan):
         if taken is None:
             self._give_back()
             return False
-        pool.is_changing = True
-        hold = self._open_hold(pool)
-        tables = self._manager.pop_tables(self.request_id)
-        for table, spec in zip(tables, self._manager.groups, strict=True):
+        self._plans.begin(self, PlanState.ABORTED)
+        self._tables = tables = manager.pop_tables(self.request_id)
+        for table, spec in zip(tables, manager.groups, strict=True):
             table.num_hits = -(-self.num_computed_tokens // spec.block_size)
-        self._tables = tables
         self._targets = [
             table.blocks[position] for table, row in zip(tables, self._rows, strict=True) for position in row
         ]
@@ -106,7 +121,7 @@ class OnboardPlan(TwoPhasePlan):
             pool.origins.note_copy(block, None)
         blocks = self.list_blocks()
         self._watch(blocks)
-        pool.holds.take_over(hold, blocks[::-1])  # it drops its references last block first
+        self._hold(manager, blocks)
         self._plans.end(self, PlanState.OPEN)
         return True
 
@@ -177,9 +192,8 @@ class OnboardPlan(TwoPhasePlan):
         num_tokens = min(limit_tokens(manager, self._num_to_cache), tables[0].num_valid_tokens)
         ends = manager.caching.find_ends(self._request, tables, 0, num_tokens)
         self._plans.begin(self, PlanState.COMMITTED)
-        self._attach(PlanState.COMMITTED)
-        for book, hold in self._holds.items():
-            book.hand_over(hold)
+        manager.put_tables(self.request_id, tables)
+        self._hand_over(manager)
         if ends is not None:  # before tiers may evict the keys
             cache_step(manager, self._request, tables, ends, num_tokens, num_loaded, num_loaded)
         self._tiered_cache._stack.release(self.keys)
@@ -199,20 +213,17 @@ class OnboardPlan(TwoPhasePlan):
     def _give_back(self) -> None:
         """Abort: drop the references and release the keys."""
         self._plans.begin(self, PlanState.ABORTED)
-        self._attach(PlanState.ABORTED)
-        for hold in self._holds.values():
-            self._manager.copies.release(hold)
+        self._manager.forget_tables(self.request_id)
+        self._release(self._manager)
         self._tiered_cache._stack.release(self.keys)
         self._plans.end(self, PlanState.ABORTED)
 
-    def _attach(self, state: PlanState) -> None:
+    def repair(self, state: PlanState) -> None:
+        super().repair(state)
         if state is PlanState.ABORTED:
             self._manager.forget_tables(self.request_id)
         elif not self._manager.holds_blocks(self.request_id):
             self._manager.put_tables(self.request_id, self._tables)
-
-    def repair(self, state: PlanState) -> None:
-        super().repair(state)
         others = [plan for plan in self._plans.by_request.values() if plan is not self]
         self._tiered_cache._stack.hold_only([key for plan in others for key in plan.keys])
 
@@ -275,8 +286,7 @@ class TierOnboarder:
             if group.is_cacheable:
                 tiered_cache.note_block_size(group.group_id, group.block_size)
             skip = group.count_skipped_tokens if group.forgets else None
-            is_cacheable = group.is_cacheable and manager.block_pool.enable_caching
-            groups.append(GroupKeys(group.group_id, group.block_size, group.stride, skip, is_cacheable))
+            groups.append(GroupKeys(group.group_id, group.block_size, group.stride, skip, group.is_cacheable))
         drops_last = any(group.drops_hits for group in manager._groups)
         self._prefixes = TierPrefixes(tiered_cache.list_indexes, groups, manager.alignment, drops_last)
         self._plans: OpenPlans[OnboardPlan] = OpenPlans(manager.block_pool)
@@ -301,7 +311,13 @@ class TierOnboarder:
         Cost: O(blocks), one dictionary look-up per block and tier; more if windows require several lengths
             to be tried.
         """
-        return self._find_behind(request, cached_prefix, max_num_tokens, False)[0]
+        start = 0 if cached_prefix is None else cached_prefix.num_tokens
+        limit = self.manager.caching.find_limit(request, max_num_tokens)
+        found = {} if limit is None else self._prefixes.find(request, start, limit)
+        by_medium = dict.fromkeys(self._media, 0)
+        for level, num_tokens in found.items():
+            by_medium[self._media[level]] += num_tokens
+        return TierHit(request.request_id, start, sum(found.values()), by_medium)
 
     def find_both(
         self, request: SchedulableRequest, max_num_tokens: int | None = None
@@ -313,7 +329,14 @@ class TierOnboarder:
         Args:
             max_num_tokens: as of `find_prefix`.
         """
-        prefix, hit, _ = self._find_both(request, max_num_tokens, False)
+        prefix = self.manager.get_computed_blocks(request, max_num_tokens)
+        hit = self.find_prefix(request, prefix, max_num_tokens)
+        num_beyond = prefix.num_tokens % self.manager.alignment
+        if num_beyond:
+            shorter = self.manager.get_computed_blocks(request, prefix.num_tokens - num_beyond)
+            longer = self.find_prefix(request, shorter, max_num_tokens)
+            if shorter.num_tokens + longer.num_tokens > prefix.num_tokens:
+                return shorter, longer
         return prefix, hit
 
     def list_open_plans(self) -> list[OnboardPlan]:
@@ -363,7 +386,7 @@ class TierOnboarder:
                 "num_external_computed_tokens is no option of admit, which takes these tokens from the tiers"
             )
         while True:
-            prefix, hit, rows = self._find_both(request, max_prefix_tokens)
+            prefix, hit = self.find_both(request, max_prefix_tokens)
             num_found = prefix.num_tokens + hit.num_tokens
             num_left = request.num_tokens - num_found
             num_new = num_left if num_new_tokens is None else min(num_new_tokens, num_left)
@@ -380,11 +403,12 @@ class TierOnboarder:
                 num_to_cache += num_new
                 # Now, since this raises what the commit would raise.
                 self.manager.caching.find_ends(request, None, prefix.num_tokens, num_to_cache)
-            plan = self._plans.one_call = OnboardPlan(self, request, hit, rows, num_to_cache)
-            if not plan.open(prefix, num_new, options):
+            plan = OnboardPlan(self, request, hit, num_to_cache)
+            if not plan.open(prefix, num_new, options):  # holds the keys, then takes the blocks
                 return None
-            if plan.apply():
+            if plan.apply():  # reads the bytes, attaches and caches the blocks, releases the keys
                 break
+            # The plan is aborted. Tiers have dropped what was unreadable or invalid: the next hit is shorter.
         request.num_computed_tokens = num_found
         return {MEDIUM_GPU: prefix.num_tokens, **hit.num_tokens_by_medium}
 
@@ -422,17 +446,18 @@ class TierOnboarder:
                 f"{hit.request_id!r}; this is request {request_id!r} with {num_device_tokens} on the device"
             )
         end = num_device_tokens + hit.num_tokens
-        rows: Rows = []
-        has_hashes = end <= len(request.block_hashes) * self.manager.block_pool.hash_block_size
-        if has_hashes:
-            rows = self._prefixes.list_blocks(request, num_device_tokens, end)
-        if not has_hashes or not self.tiered_cache.has_all(key for row in rows for key in row.values()):
+        plan: OnboardPlan | None = None
+        if end <= len(request.block_hashes) * self.manager.block_pool.hash_block_size:
+            plan = OnboardPlan(self, request, hit, end)
+        if plan is None or not self.tiered_cache.has_all(plan.keys):
             raise InvalidBlockError(
                 f"the tiers do not have all of tokens {num_device_tokens} to {end} of request "
                 f"{request_id!r}; call find_prefix() again"
             )
-        plan = OnboardPlan(self, request, hit, rows, end)
-        return plan if plan.open(cached_prefix, num_new_tokens, options) else None
+        if not plan.open(cached_prefix, num_new_tokens, options):
+            return None
+        self._plans.running = None
+        return plan
 
     def note_started(self, cached_prefix: CachedPrefix) -> None:
         """Count a request that starts with a prefix from the device only."""
@@ -448,8 +473,9 @@ class TierOnboarder:
             limit on prefetched blocks is reached.
         A later `TieredCache.flush()` moves the blocks to host memory. A block that cannot be read is counted.
         """
-        _, _, rows = self._find_both(request, None)
-        keys = [key for row in rows for key in row.values()]
+        _, hit = self.find_both(request)
+        start, end = hit.num_device_tokens, hit.num_device_tokens + hit.num_tokens
+        keys = [key for row in self._prefixes.list_blocks(request, start, end) for key in row.values()]
         return self.tiered_cache.prefetch(request.request_id, keys)
 
     def cancel_prefetch(self, request_id: RequestId) -> None:
@@ -464,52 +490,6 @@ class TierOnboarder:
         if self.manager.holds_blocks(request_id):
             raise InvalidArgumentError(f"request {request_id!r} has blocks already; free them first")
         return request_id
-
-    def _find_both(
-        self, request: SchedulableRequest, max_num_tokens: int | None, lists_rows: bool = True
-    ) -> tuple[CachedPrefix, TierHit, Rows]:
-        """See `find_both` and `_find_behind`."""
-        prefix = self.manager.get_computed_blocks(request, max_num_tokens)
-        hit, rows = self._find_behind(request, prefix, max_num_tokens, lists_rows)
-        num_beyond = prefix.num_tokens % self.manager.alignment
-        if num_beyond:
-            shorter = self.manager.get_computed_blocks(request, prefix.num_tokens - num_beyond)
-            longer, longer_rows = self._find_behind(request, shorter, max_num_tokens, lists_rows)
-            if shorter.num_tokens + longer.num_tokens > prefix.num_tokens:
-                return shorter, longer, longer_rows
-        return prefix, hit, rows
-
-    def _find_behind(
-        self,
-        request: SchedulableRequest,
-        cached_prefix: CachedPrefix | None,
-        max_num_tokens: int | None,
-        lists_rows: bool,
-    ) -> tuple[TierHit, Rows]:
-        """See `find_prefix`; the rows are those of the hit, valid until the request or a tier changes.
-
-        Args:
-            lists_rows: whether the caller needs the rows; otherwise they may be [].
-        """
-        start = 0 if cached_prefix is None else cached_prefix.num_tokens
-        limit = request.num_tokens - 1
-        if max_num_tokens is not None:
-            limit = as_count("max_num_tokens", max_num_tokens)
-        num_tokens = 0
-        if self.manager.caching.covers_encoder(request):
-            num_tokens = self._prefixes.count_tokens(request, start, limit)
-        rows: Rows = []
-        by_medium = dict.fromkeys(self._media, 0)
-        if num_tokens:
-            end = start + num_tokens
-            if lists_rows or len(self._media) > 1:
-                rows = self._prefixes.list_blocks(request, start, end)
-            counts = {0: num_tokens}
-            if len(self._media) > 1:
-                counts = self._prefixes.count_by_tier(rows, start, end, self.tiered_cache.find_tier)
-            for level, count in counts.items():
-                by_medium[self._media[level]] += count
-        return TierHit(request.request_id, start, num_tokens, by_medium), rows
 
     def _count(self, plan: OnboardPlan) -> None:
         """Count a plan that is closed."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from enum import Enum
 from typing import Any, Generic, TypeVar
 
 from kv_pool.core.arguments import get_request_id, refuse_interrupted
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.holds import BlockHolds, Hold, HoldState
+from kv_pool.core.holds import Hold, HoldState
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError, PlanClosedError
 from kv_pool.ids import RequestId
@@ -26,7 +25,7 @@ class PlanState(Enum):
     ABORTED = "aborted"
 
 
-class TwoPhasePlan(ABC):
+class TwoPhasePlan:
     """A two-phase transfer of a request's blocks. While it is open, holds own the references to them.
 
     Attributes:
@@ -47,14 +46,25 @@ class TwoPhasePlan(ABC):
         self._request = request
         self._plans = plans
         self._purpose = purpose
-        self._holds: dict[BlockHolds, Hold] = {}
+        self._holds: dict[KVCacheManager, Hold] = {}  # by side
         self._watched: list[tuple[KVCacheBlock, int]] = []
 
-    def _open_hold(self, pool: BlockPoolCore) -> Hold:
-        """Open an empty hold, in which a repair finds the references that the plan takes."""
-        hold = pool.holds.adopt([], f"in an open plan to {self._purpose}")
-        self._holds[pool.holds] = hold
-        return hold
+    def _hold(self, manager: KVCacheManager, blocks: Sequence[KVCacheBlock]) -> None:
+        """Let a hold own the references to these blocks of one side, the first to be reused first."""
+        # A hold drops its references last block first.
+        reason = f"in an open plan to {self._purpose}"
+        self._holds[manager] = manager.block_pool.holds.adopt(list(blocks[::-1]), reason)
+
+    def _hand_over(self, manager: KVCacheManager) -> None:
+        """Pass the references to the blocks of one side to its tables."""
+        manager.block_pool.holds.hand_over(self._holds[manager])
+
+    def _release(self, manager: KVCacheManager) -> None:
+        """Drop the references to the blocks of one side, if it has taken them, and the copies into them."""
+        hold = self._holds.get(manager)
+        if hold is not None:
+            manager.copies.drop(hold.blocks)
+            manager.block_pool.holds.end(hold, HoldState.RELEASED)
 
     def _check_open(self) -> None:
         self._plans.check_whole(self)
@@ -80,17 +90,15 @@ class TwoPhasePlan(ABC):
         return any(block.generation != generation for block, generation in self._watched)
 
     def repair(self, state: PlanState) -> None:
-        """Close the plan, of which a call was interrupted. References are counted again afterwards."""
+        """Close the plan, of which a call was interrupted. References are counted again afterwards.
+
+        A subclass puts the tables where they belong in this state, COMMITTED or ABORTED, too.
+        """
         self.state = state
-        self._attach(state)
-        for book, hold in self._holds.items():
+        for manager, hold in self._holds.items():
             if not hold.is_released:
                 hold.forget()
-                book.end(hold, HoldState.RELEASED)
-
-    @abstractmethod
-    def _attach(self, state: PlanState) -> None:
-        """Put the tables where they belong in this state, COMMITTED or ABORTED, unless they are there."""
+                manager.block_pool.holds.end(hold, HoldState.RELEASED)
 
 
 P = TypeVar("P", bound=TwoPhasePlan)
@@ -104,15 +112,15 @@ class OpenPlans(Generic[P]):
 
     Attributes:
         by_request: the open plans, oldest first.
-        one_call: the plan that a running call opens and closes itself, so that no caller can close it. It is
-            still set after an interrupt of that call; a repair then aborts it.
+        running: the plan that a running call opens or closes, and the state in which a repair leaves it; None
+            between calls. The call that opens a plan clears it when the plan is the caller's, so a plan that
+            no caller has got is aborted.
     """
 
     def __init__(self, *pools: BlockPoolCore) -> None:
         self.by_request: dict[RequestId, P] = {}
-        self.one_call: P | None = None
+        self.running: tuple[P, PlanState] | None = None
         self._pools = pools
-        self._changing: tuple[P, PlanState] | None = None  # and the state to which a repair leads
         pools[0].holds.add_party(weakref.ref(self))
 
     def is_whole(self, plan: P | None = None) -> bool:
@@ -121,7 +129,7 @@ class OpenPlans(Generic[P]):
         Args:
             plan: the plan of which a method is called; None for a call that opens one.
         """
-        if self._changing is not None or self.one_call not in (None, plan):
+        if self.running is not None and self.running[0] is not plan:
             return False
         return not any(pool.is_changing for pool in self._pools)
 
@@ -145,35 +153,28 @@ class OpenPlans(Generic[P]):
         """Begin a change of the plan and its pools, which `end` completes, or a repair with this state."""
         for pool in self._pools:
             pool.is_changing = True
-        self._changing = plan, leads_to
+        self.running = plan, leads_to
 
     def end(self, plan: P, state: PlanState) -> None:
-        """End the change: the plan is now open, or closed."""
+        """End the change: the plan is now open, and still the running call's, or closed."""
         if state is PlanState.OPEN:
             self.by_request[plan.request_id] = plan
-        else:
-            if plan.request_id in self.by_request:
-                del self.by_request[plan.request_id]
-            self.one_call = None
+        elif plan.request_id in self.by_request:
+            del self.by_request[plan.request_id]
         plan.state = state
-        self._changing = None  # no call since the plan is listed, or not, as its new state says
+        if state is not PlanState.OPEN:  # no call since the plan is listed, or not, as its new state says
+            self.running = None
         for pool in self._pools:
             pool.is_changing = False
 
     def begin_repair(self) -> None:
-        """Close the plan of which the opening, commit or abort was interrupted, or the one call.
-
-        Called by a repair of the pool.
-        """
-        interrupted = self._changing
-        if interrupted is None and self.one_call is not None:
-            interrupted = self.one_call, PlanState.ABORTED
-        if interrupted is not None:
-            plan, state = interrupted
+        """Close the plan of which a call was interrupted. Called by a repair of the pool."""
+        if self.running is not None:
+            plan, state = self.running
             plan.repair(state)
             if plan.request_id in self.by_request:  # no call from here on
                 del self.by_request[plan.request_id]
-            self._changing = self.one_call = None
+            self.running = None
 
 
 def list_tail_first(blocks_by_group: Sequence[Sequence[KVCacheBlock]]) -> list[KVCacheBlock]:

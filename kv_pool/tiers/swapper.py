@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import Enum
 from itertools import zip_longest
 from typing import Any
@@ -59,8 +59,7 @@ class SwapPlan(TwoPhasePlan):
         state: open, committed or aborted.
 
     Args:
-        tables: the source side's tables, which the plan detaches.
-        found: what the target side already has: from `match_tables`.
+        tables: the source side's tables, which the plan detaches when it is opened.
     """
 
     def __init__(
@@ -69,15 +68,11 @@ class SwapPlan(TwoPhasePlan):
         direction: SwapDirection,
         request: SchedulableRequest,
         tables: list[BlockTable],
-        found: FoundBlocks,
     ) -> None:
         purpose = f"swap request {request.request_id!r} {direction.value}"
         super().__init__(request, request.num_computed_tokens, swapper._plans, purpose)
         self.direction = direction
         self.moves: list[BlockMove] = []
-        self._found = found
-        self._shared = list_shared(found)
-        self.num_shared_blocks = len(self._shared)
         self._groups = swapper._groups
         self._swapper = swapper
         # The managers of the two sides; the rules of each for taking and freeing apply there.
@@ -85,6 +80,14 @@ class SwapPlan(TwoPhasePlan):
         if direction is SwapDirection.IN:
             self._source, self._target = self._target, self._source
         self._tables = tables
+        # For each table entry, the target side's block with the same prefix; its null block if the entry
+        # needs none; None for a block to take and to copy into.
+        self._found = [self._match(group, table) for group, table in zip(self._groups, tables, strict=True)]
+        self._shared = [
+            block for row in self._found for block in row if block is not None and not block.is_null
+        ]
+        self.num_shared_blocks = len(self._shared)
+        self._num_missing = sum(row.count(None) for row in self._found)
         self._sources = [table.blocks for table in tables]
         # For each group, the blocks that replace the sources; the null block for an entry without a block.
         self._targets: list[list[KVCacheBlock]] = []
@@ -111,7 +114,8 @@ class SwapPlan(TwoPhasePlan):
         for group_id, blocks in enumerate(self._sources):
             for listener in self._source.listeners:
                 listener.note_leaving(self.request_id, GroupId(group_id), 0, blocks)
-        self._end_holds(self._source, self._target)
+        self._hand_over(self._target)
+        self._release(self._source)
         self._plans.end(self, PlanState.COMMITTED)
 
     def abort(self) -> None:
@@ -127,7 +131,8 @@ class SwapPlan(TwoPhasePlan):
         self._check_absent(self._source)
         self._plans.begin(self, PlanState.ABORTED)
         self._attach(PlanState.ABORTED)
-        self._end_holds(self._target, self._source)
+        self._hand_over(self._source)
+        self._release(self._target)
         self._plans.end(self, PlanState.ABORTED)
 
     def apply(self, copy: Callable[[list[BlockMove]], object]) -> None:
@@ -166,12 +171,10 @@ class SwapPlan(TwoPhasePlan):
         """Take the targets and detach the tables. The target side has enough blocks."""
         self._plans.begin(self, PlanState.ABORTED)
         pool = self._target.block_pool
-        source_hold = self._open_hold(self._source.block_pool)
-        target_hold = self._open_hold(pool)
         self._watch(self._shared)
         # Touch the found blocks first: until then they may be among the blocks that are taken.
         touch_listed(pool, self._shared)
-        taken = iter(take(pool, count_missing(self._found)))
+        taken = iter(take(pool, self._num_missing))
         self._targets = [[next(taken) if block is None else block for block in row] for row in self._found]
         self.moves = [
             BlockMove(before.block_id, after.block_id)
@@ -179,9 +182,8 @@ class SwapPlan(TwoPhasePlan):
             for before, after, there in zip(row, targets, found, strict=True)
             if there is None
         ]
-        # A hold drops its references last block first.
-        self._source.block_pool.holds.take_over(source_hold, list_tail_first(self._sources)[::-1])
-        pool.holds.take_over(target_hold, list_tail_first(self._targets)[::-1])
+        self._hold(self._source, list_tail_first(self._sources))
+        self._hold(self._target, list_tail_first(self._targets))
         self._source.pop_tables(self.request_id)
         self._plans.end(self, PlanState.OPEN)
         pool.flush_evicted()
@@ -191,6 +193,7 @@ class SwapPlan(TwoPhasePlan):
         return list_tail_first(self._sources if side is self._source else self._targets)
 
     def _attach(self, state: PlanState) -> None:
+        """Put the tables where they belong in this state, COMMITTED or ABORTED, unless they are there."""
         side = self._source
         if state is PlanState.COMMITTED:
             side = self._target
@@ -204,11 +207,9 @@ class SwapPlan(TwoPhasePlan):
             swapper._swapped_out.pop(self.request_id, None)
             swapper._host.forget_tables(self.request_id)
 
-    def _end_holds(self, leaving: KVCacheManager, staying: KVCacheManager) -> None:
-        """Drop the references to the blocks of one side; the tables own those of the other side now."""
-        book = staying.block_pool.holds
-        book.hand_over(self._holds[book])
-        leaving.copies.release(self._holds[leaving.block_pool.holds])
+    def repair(self, state: PlanState) -> None:
+        self._attach(state)
+        super().repair(state)
 
     def _change_tables(self) -> None:
         """Replace the tables' blocks by those of the target side. Can be repeated."""
@@ -222,7 +223,7 @@ class SwapPlan(TwoPhasePlan):
                     if before.key is None:
                         start = position * group.block_size
                         origins.note_continued(before, start, self._request.block_hashes)
-            num_skipped = count_skipped_blocks(group, table, self.num_computed_tokens)
+            num_skipped = self._count_skipped(group, table)
             num_full = self.num_computed_tokens // group.block_size
             table.add_past(0, sources)
             table.blocks = row
@@ -241,9 +242,7 @@ class SwapPlan(TwoPhasePlan):
         ):
             first = 0
             for position, there in enumerate([*found, pool.null_block]):
-                if there is None and find_key(
-                    self._request, group, table, position, self.num_computed_tokens
-                ):
+                if there is None and self._find_key(group, table, position):
                     continue
                 if first < position:
                     cache_full(
@@ -251,73 +250,39 @@ class SwapPlan(TwoPhasePlan):
                     )
                 first = position + 1
 
+    def _match(self, group: BlockGroup, table: BlockTable) -> list[KVCacheBlock | None]:
+        """Look up every block of a table on the target side: see `_found`. Changes nothing. O(blocks)."""
+        pool = self._target.block_pool
+        row: list[KVCacheBlock | None] = [pool.null_block] * len(table.blocks)
+        for position in range(self._count_skipped(group, table), len(table.blocks)):
+            if not table.blocks[position].is_null:
+                key = self._find_key(group, table, position)
+                row[position] = None if key is None else pool.cached_block_hash_to_block.get_one_block(key)
+        return row
 
-# ---- what the other side has ------------------------------------------------------------------------------
+    def _find_key(self, group: BlockGroup, table: BlockTable, position: int) -> BlockHashWithGroupId | None:
+        """Return the key under which this block is cached; None if it is not, or not computed in full.
 
+        A block that carries another key than the request's own, or none (it was evicted as invalid), is not a
+        prefix of any request: its content moves with the request and cannot be hit.
+        """
+        block = table.blocks[position]
+        if block.is_null or block.block_hash is None or not group.is_cacheable:
+            return None
+        if (position + 1) * group.block_size > self.num_computed_tokens:
+            return None
+        hashes, place = self._request.block_hashes, (position + 1) * group.stride - 1
+        if place >= len(hashes):
+            return None
+        key = make_block_hash_with_group_id(hashes[place], group.group_id)
+        return key if block.block_hash == key else None
 
-FoundBlocks = list[list[KVCacheBlock | None]]
-"""For each group and table entry, the block on the other side with the same prefix; the null block if the
-entry needs none; None for a block to take and to copy into."""
-
-
-def list_shared(rows: FoundBlocks) -> list[KVCacheBlock]:
-    """Return the blocks that were found."""
-    return [block for row in rows for block in row if block is not None and not block.is_null]
-
-
-def count_missing(rows: FoundBlocks) -> int:
-    """Return the number of blocks to take."""
-    return sum(row.count(None) for row in rows)
-
-
-def find_key(
-    request: SchedulableRequest, group: BlockGroup, table: BlockTable, position: int, num_computed_tokens: int
-) -> BlockHashWithGroupId | None:
-    """Return the key under which this block is cached; None if it is not cached, or not computed in full.
-
-    A block that carries another key than the request's own, or none (it was evicted as invalid), is not a
-    prefix of any request: its content moves with the request and cannot be hit.
-    """
-    block = table.blocks[position]
-    if block.is_null or block.block_hash is None or not group.is_cacheable:
-        return None
-    if (position + 1) * group.block_size > num_computed_tokens:
-        return None
-    place = (position + 1) * group.stride - 1
-    if place >= len(request.block_hashes):
-        return None
-    key = make_block_hash_with_group_id(request.block_hashes[place], group.group_id)
-    return key if block.block_hash == key else None
-
-
-def match_tables(
-    request: SchedulableRequest,
-    groups: Sequence[BlockGroup],
-    tables: Sequence[BlockTable],
-    target: BlockPoolCore,
-) -> FoundBlocks:
-    """Look up every block of the tables in the target pool. Changes nothing. O(blocks)."""
-    num_computed_tokens = request.num_computed_tokens
-    rows: FoundBlocks = []
-    for group, table in zip(groups, tables, strict=True):
-        first = count_skipped_blocks(group, table, num_computed_tokens)
-        row: list[KVCacheBlock | None] = [target.null_block] * len(table.blocks)
-        for position in range(first, len(table.blocks)):
-            if table.blocks[position].is_null:
-                continue
-            key = find_key(request, group, table, position, num_computed_tokens)
-            found = None if key is None else target.cached_block_hash_to_block.get_one_block(key)
-            row[position] = found
-        rows.append(row)
-    return rows
-
-
-def count_skipped_blocks(group: BlockGroup, table: BlockTable, num_computed_tokens: int) -> int:
-    """Count the leading entries that no later token needs; they become null blocks on the other side."""
-    if not group.forgets:
-        return table.num_null_blocks
-    num_skipped = group.count_skipped_tokens(num_computed_tokens) // group.block_size
-    return max(table.num_null_blocks, min(num_skipped, len(table.blocks)))
+    def _count_skipped(self, group: BlockGroup, table: BlockTable) -> int:
+        """Count the leading entries that no later token needs; they become null blocks on the other side."""
+        if not group.forgets:
+            return table.num_null_blocks
+        num_skipped = group.count_skipped_tokens(self.num_computed_tokens) // group.block_size
+        return max(table.num_null_blocks, min(num_skipped, len(table.blocks)))
 
 
 class BlockSwapper:
@@ -401,7 +366,7 @@ class BlockSwapper:
         NEVER means that the host pool is too small for the blocks that the request has now. Raises the errors
         of `swap_out`.
         """
-        return self._judge(SwapDirection.OUT, request)[0]
+        return self._judge(SwapDirection.OUT, request)[1]
 
     def can_swap_in(
         self,
@@ -426,7 +391,7 @@ class BlockSwapper:
         Raises:
             The errors of `swap_in`.
         """
-        return self._judge(SwapDirection.IN, request, num_new_tokens, num_lookahead_tokens)[0]
+        return self._judge(SwapDirection.IN, request, num_new_tokens, num_lookahead_tokens)[1]
 
     # ---- plans -----------------------------------------------------------------------------------
 
@@ -511,11 +476,11 @@ class BlockSwapper:
 
     def _plan(self, direction: SwapDirection, request: SchedulableRequest, *more: Any) -> SwapPlan | None:
         """Open a plan, or return None; the arguments are those of `_judge`."""
-        status, tables, found = self._judge(direction, request, *more)
+        plan, status = self._judge(direction, request, *more)
         if status is not AllocStatus.OK:
             return None
-        plan = SwapPlan(self, direction, request, tables, found)
         plan.open()
+        self._plans.running = None
         return plan
 
     def _judge(
@@ -524,30 +489,27 @@ class BlockSwapper:
         request: SchedulableRequest,
         num_new_tokens: int | None = None,
         num_lookahead_tokens: int = 0,
-    ) -> tuple[AllocStatus, list[BlockTable], FoundBlocks]:
-        """Match the request's tables with the other side, and return whether its free blocks suffice.
+    ) -> tuple[SwapPlan, AllocStatus]:
+        """Return a plan that is not open yet, and whether the free blocks of its target side suffice.
 
         Args:
             num_new_tokens, num_lookahead_tokens: those of the next step after a swap in, see `can_swap_in`.
         """
         is_out = direction is SwapDirection.OUT
-        side = self._host if is_out else self.manager
         tables = self._check_swap_out(request) if is_out else self._check_swap_in(request)
-        found = match_tables(request, self._groups, tables, side.block_pool)
-        shared = list_shared(found)
-        num_new, num_to_leave, num_pinned = count_missing(found), 0, 0
+        plan = SwapPlan(self, direction, request, tables)
+        side, shared = plan._target, plan._shared
+        num_new, num_to_leave, num_pinned = plan._num_missing, 0, 0
         if not is_out:
             num_new += self._count_more_blocks(request, tables, num_new_tokens, num_lookahead_tokens)
             num_pinned = len(list_lasting_pins(side, None, shared))
             # The watermark, as for any request without blocks, applies while other requests hold blocks.
             num_to_leave = side.watermark_blocks if side.list_request_ids() else 0
         if num_new + len(shared) > side.block_pool.num_gpu_blocks - 1 - num_pinned:
-            return AllocStatus.NEVER, tables, found
+            return plan, AllocStatus.NEVER
         num_available = side.get_num_free_blocks() - num_to_leave  # first: expired pins free their blocks
         num_free = sum(block.ref_cnt == 0 for block in shared)  # sharing them takes them, too
-        if num_new + num_free > num_available:
-            return AllocStatus.LATER, tables, found
-        return AllocStatus.OK, tables, found
+        return plan, AllocStatus.LATER if num_new + num_free > num_available else AllocStatus.OK
 
     def _count_more_blocks(
         self,

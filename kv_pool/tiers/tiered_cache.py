@@ -20,7 +20,7 @@ from kv_pool.events.stream_state import slice_positions
 from kv_pool.ids import BlockHash, BlockHashWithGroupId, BlockId, ExternalBlockHash, GroupId, RequestId
 from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.tiers.disk_tier import DiskTier, Prefetcher
-from kv_pool.tiers.tier import NO_IDS, Tier, TierStack, TierStatistics
+from kv_pool.tiers.tier import NO_IDS, LeveledKeys, Tier, TierStack, TierStatistics
 
 _logger = logging.getLogger(__name__)
 
@@ -157,21 +157,17 @@ class TieredCache:
         """
         return 0 if key in self._pending else self._stack.find_tier(key)
 
-    def list_indexes(self) -> list[Mapping[BlockHashWithGroupId, object]]:
-        """Return mappings whose keys are in a tier or pending, for many look-ups. Valid until a change."""
+    def list_indexes(self) -> list[LeveledKeys]:
+        """As `TierStack.list_indexes`. A pending block, not yet offloaded, counts for the fastest tier."""
         indexes = self._stack.list_indexes()
-        return [self._pending, *indexes] if self._pending else indexes
+        return [(0, self._pending), *indexes] if self._pending else indexes
 
     def has_all(self, keys: Iterable[BlockHashWithGroupId]) -> bool:
         """Return True if every key is in a tier or pending."""
         left = list(keys)
-        for index in self.list_indexes():
+        for _, index in self.list_indexes():
             left = [key for key in left if key not in index]
         return not left
-
-    def list_pending(self) -> list[BlockHashWithGroupId]:
-        """Return the keys of reused blocks that are not yet offloaded."""
-        return list(self._pending)
 
     def get_statistics(self) -> list[TierStatistics]:
         """Return the statistics of each tier, fastest first."""
@@ -251,7 +247,7 @@ class TieredCache:
     def list_parents(self) -> dict[BlockHashWithGroupId, tuple[bytes | None, int]]:
         """See `LowerTiers`."""
         parents = self._parents
-        return {key: parents.get(key, (None, 0)) for index in self.list_indexes() for key in index}
+        return {key: parents.get(key, (None, 0)) for _, index in self.list_indexes() for key in index}
 
     def on_cache_reset(self) -> None:
         """See `LowerTiers`. Without events. The next `flush` raises a disk's error."""
@@ -299,7 +295,8 @@ class TieredCache:
                     (written if is_written else unwritten).append(block)
             self._through = {block: (block.block_hash, block.generation, True) for block in unwritten}
             self._note_parents(written)
-            self._copy_out((block.block_hash, block) for block in written)
+            ids = {block.block_hash: block.block_id for block in written}
+            self._store(ids, self.storage, ids)
         self.block_pool.is_changing = False
         if self._unforgotten is not None:
             error, self._unforgotten = self._unforgotten, None
@@ -313,7 +310,8 @@ class TieredCache:
         if not self._pending:
             return
         pending, self._pending = self._pending, {}
-        self._copy_out(pending.items())
+        ids = {key: block.block_id for key, block in pending.items()}
+        self._store(ids, self.storage, ids)
 
     def forget(self, keys: Iterable[BlockHashWithGroupId]) -> None:
         """Remove wrong content from all tiers for good. It is not found again, even after a restart.
@@ -438,7 +436,7 @@ class TieredCache:
         """Drop what is known of keys that are neither cached nor stored, once it is at least half."""
         if len(known) > self._num_to_sweep_at:
             on_device = self.block_pool.cached_block_hash_to_block.entries
-            indexes = [on_device, *self.list_indexes()]
+            indexes = [on_device, *(index for _, index in self.list_indexes())]
             for key in [key for key in known if not any(key in index for index in indexes)]:
                 del known[key]
 
@@ -452,12 +450,6 @@ class TieredCache:
         """Log the error and keep it for `flush` to raise; a hook must not raise inside a pool operation."""
         _logger.error("%s", error)
         self._unforgotten = self._unforgotten or error
-
-    def _copy_out(self, blocks: Iterable[tuple[BlockHashWithGroupId, KVCacheBlock]]) -> None:
-        """Offload device blocks to the top tier, under these keys."""
-        copies = {key: block.block_id for key, block in blocks}
-        if copies:
-            self._store(copies, self.storage, copies)
 
     def _store(
         self,

@@ -70,10 +70,17 @@ def leave(manager, request):
 def test_requests_that_leave_are_not_remembered_for_ever():
     """They were, with all their tokens, until their id was used again."""
     manager = make()
+    parent = start(manager, "parent", session_id="chat")
+    manager.evict_owned(session_id="chat")
+    child = Request("child", range(13), HASHER)
+    child.num_computed_tokens = 13
+    manager.fork(parent, child)
+    leave(manager, child)
     for number in range(200):
         leave(manager, start(manager, f"r{number}", [number] * 4, cache_salt="s"))
     assert len(manager._owners._running) <= 64
-    assert manager.evict_owned(cache_salt="s") == 40
+    assert manager.caching.uncached == {"parent"}
+    assert manager.evict_owned(cache_salt="s") == 36
 
 
 def test_an_id_that_left_after_an_eviction_caches_again():

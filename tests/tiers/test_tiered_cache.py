@@ -339,7 +339,7 @@ def test_shrinking_a_pool_offloads_pending_blocks(make_pool):
     taken = pool.get_new_blocks(8)
     pool.free_blocks(taken)
     pool.shrink(4) if make_pool is RunBlockPool else pool.remove_last_blocks(4)
-    assert cache.list_pending() == []
+    assert not cache._pending
     content[5:] = 0  # another owner overwrites them
     cache.flush()
     assert (len(cache.tiers[0]), cache.num_dropped) == (8, 0)
@@ -353,10 +353,10 @@ def test_compaction_offloads_pending_blocks_first():
     _, blocks = cache_bytes(cache, content, "a", range(32))
     pool.free_blocks(blocks[:4])
     taken = pool.get_new_blocks(4)
-    assert len(cache.list_pending()) == 4
+    assert len(cache._pending) == 4
     pool.free_blocks(taken)
     assert pack(pool, storage.apply_moves)
-    assert cache.list_pending() == []
+    assert not cache._pending
     assert (len(cache.tiers[0]), cache.num_dropped) == (4, 0)
     check_bytes(cache, cache.tiers[0])
 

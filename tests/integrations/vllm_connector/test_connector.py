@@ -49,7 +49,7 @@ def test_a_prefix_is_loaded_from_disk(checked, make_engine):
     output = engine.scheduler.schedule()
     sources = engine.connector.get_external_cache_hit_sources(request, 40)
     assert {source.value: num for source, num in sources.items()} == {"disk": 40}
-    assert scheduler.count_hit_tokens("again") == (0, 40)
+    assert scheduler.count_hit_tokens(request) == (0, 40)
     engine.execute(output)
     engine.run()
     assert engine.counts["external"] == 40

@@ -32,7 +32,7 @@ def test_a_block_is_found_once_its_store_has_finished():
     assert b"a" not in index
     assert index.finish_store(order, True) == [b"a", b"b"]
     assert b"a" in index
-    assert [b"a" in mapping for mapping in index.list_indexes()] == [True]
+    assert [b"a" in mapping for _, mapping in index.list_indexes()] == [True]
 
 
 def test_a_later_store_of_the_same_block_counts():

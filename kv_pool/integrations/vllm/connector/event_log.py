@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec
 from kv_pool.core.block_keys import get_block_hash, get_group_id
 from kv_pool.ids import BlockHashWithGroupId
 from kv_pool.integrations.vllm.connector.tier_index import TierIndex
-from kv_pool.tiers.tier_prefixes import GroupKeys
+from kv_pool.tiers.tier import GroupKeys
 
 _UNKNOWN: dict[str, Any] = dict.fromkeys(("parent_block_hash", "lora_id", "lora_name"))
 _UNKNOWN |= {"token_ids": (), "block_size": 0}

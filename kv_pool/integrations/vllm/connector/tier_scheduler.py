@@ -13,7 +13,7 @@ from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.ids import BlockHashWithGroupId, BlockId, RequestId
 from kv_pool.integrations.vllm.connector.orders import LoadOrder, StepOrders, StoreOrder, WorkerReport
 from kv_pool.integrations.vllm.connector.tier_index import TierIndex
-from kv_pool.tiers.tier_prefixes import GroupKeys, Rows, TierPrefixes
+from kv_pool.tiers.tier import GroupKeys, Rows, TierPrefixes
 
 if TYPE_CHECKING:  # it imports vLLM
     from kv_pool.integrations.vllm.connector.event_log import TierEventLog
@@ -150,7 +150,7 @@ class TierScheduler:
         """
         request_id = request.request_id
         self._drop_hit(request_id)
-        num_tokens = self._prefixes.count_tokens(request, num_device_tokens, request.num_tokens - 1)
+        num_tokens = sum(self._prefixes.find(request, num_device_tokens, request.num_tokens - 1).values())
         if num_tokens:
             self._hits[request_id] = self._hold_hit(request, num_device_tokens, num_tokens)
         return num_tokens
@@ -181,16 +181,15 @@ class TierScheduler:
         self._loading[request_id] = hit
         self._orders.loads.append(LoadOrder(request_id, blocks))
 
-    def count_hit_tokens(self, request_id: RequestId) -> tuple[int, int]:
+    def count_hit_tokens(self, request: Any) -> tuple[int, int]:
         """Return how many tokens of a request's load come from host memory, and how many from disk.
 
         Tokens count for host memory only if the blocks of all groups are there.
         """
-        hit = self._loading.get(request_id)
+        hit = self._loading.get(request.request_id)
         if hit is None:
             return 0, 0
-        end = hit.start + hit.num_tokens
-        counts = self._prefixes.count_by_tier(hit.rows, hit.start, end, self.index.find_tier)
+        counts = self._prefixes.find_all(request, hit.start, hit.start + hit.num_tokens)
         return counts.get(0, 0), counts.get(1, 0)
 
     def end_loads(self, request_ids: Iterable[RequestId]) -> None:

@@ -176,7 +176,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> dict[CacheHitSource, int]:
         if self.scheduler is None or not num_external_tokens:
             return {}
-        num_host, num_disk = self.scheduler.count_hit_tokens(request.request_id)
+        num_host, num_disk = self.scheduler.count_hit_tokens(request)
         found = {CacheHitSource.HOST: num_host, CacheHitSource.DISK: num_disk}
         return {source: num_tokens for source, num_tokens in found.items() if num_tokens}
 
