@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Collection, ItemsView, Iterator, Mapping, Sequence, ValuesView
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, cast
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeVar, cast
 
 from kv_pool.adapter.allocation import Allocation, as_priority, as_request
 from kv_pool.adapter.pool_lock import PoolLock
@@ -35,7 +35,6 @@ from kv_pool.errors import (
 from kv_pool.ids import BlockHash, BlockId, BlockMove, GroupId, NodeName, SequenceId, is_run
 from kv_pool.manager.sequences.holdings import Holder, Holdings, as_new_id, as_sequence_id, import_retention
 from kv_pool.manager.sequences.ranked_order import EvictionPolicy, LRUEviction
-from kv_pool.manager.sequences.victims import Victims
 from kv_pool.metrics.latency import TIMED_EVERY, LatencyWindow
 from kv_pool.protocol import (
     NO_SEQUENCE,
@@ -63,6 +62,8 @@ if TYPE_CHECKING:
     from kv_pool.storage.block_storage import BlockStorage
     from kv_pool.tiers.dump_file import PoolDumpHeader
     from kv_pool.tiers.pool_dump import LoadedPool
+
+Ids = TypeVar("Ids")
 
 
 class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
@@ -203,10 +204,10 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
         self._clock = clock
         self.lock = PoolLock()  # reentrant, so that callbacks may query the pool
         self.holdings = Holdings(self.block_pool, max_pinned_blocks, clock, device_id)
-        self._victims = Victims(self.holdings, eviction_policy, on_evicted)
         self._allocation = Allocation(
             self.holdings,
-            self._victims,
+            eviction_policy,
+            on_evicted,
             reserved_blocks,
             self._copy_moves,
             None if on_moved is None else self._note_moved,
@@ -295,7 +296,9 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
         try:
             request = as_request(request)
             if self._migration_hook is not None:
-                return self._allocate_with_hook([request])[0]
+                return self._allocate_with_hook(
+                    [request], [], lambda tried: list_ids(self._allocation.append(request, (), tried))
+                )
             with self.lock:
                 return list_ids(self._allocation.append(request))
         finally:
@@ -345,10 +348,13 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
         requests = [
             as_request(request) for request in as_list_of("requests", requests, BlockAllocationRequest)
         ]
+        done: list[list[KVCacheBlock]] = []
         if self._migration_hook is not None and requests:
-            return self._allocate_with_hook(requests)
+            return self._allocate_with_hook(
+                requests, done, lambda tried: self._allocation.append_all(requests, done, tried)
+            )
         with self.lock:
-            return self._allocation.append_all(requests, [])
+            return self._allocation.append_all(requests, done)
 
     def fork(
         self, parent_id: SequenceId, child_id: SequenceId, num_blocks: int | None = None
@@ -447,7 +453,7 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
         num_blocks = as_count("num_blocks", num_blocks)
         with self.lock:
             self.block_pool.holds.check_whole()
-            return self._victims.evict(self.holdings.order.choose(URGENT, (), num_blocks) or [])
+            return self._allocation.evict(self.holdings.choose_victims(URGENT, (), num_blocks) or [])
 
     def take_evictions(self) -> list[Eviction]:
         """Return the sequences evicted since the last call, oldest first, and forget them.
@@ -479,8 +485,8 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
         priority = as_priority(priority)
         spared = () if sequence_id is None else (as_sequence_id("sequence_id", sequence_id),)
         with self.lock:
-            chosen = self.holdings.order.choose(priority, spared, num_blocks)
-            victims = self.holdings.order.rank(priority, spared) if chosen is None else chosen
+            chosen = self.holdings.choose_victims(priority, spared, num_blocks)
+            victims = self.holdings.iter_candidates(priority, spared) if chosen is None else chosen
             return [victim.sequence_id for victim in victims]
 
     def note_access(self, sequence_id: SequenceId) -> None:
@@ -730,7 +736,7 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
             "pinned_blocks": len(self.holdings.pins),
             "reserved_blocks": self.reserved_blocks,
             "num_sequences": len(self.holdings.holders),
-            "evicted_sequences": self._victims.num_evicted,
+            "evicted_sequences": self._allocation.num_evicted,
             "looked_up_blocks": self._num_looked_up_blocks,
             "hit_blocks": self._num_hit_blocks,
             "allocation": self._allocation_latency.summarize(),
@@ -912,10 +918,19 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
 
     # ---- internals, called with the lock held unless stated otherwise ------------------------------
 
-    def _allocate_with_hook(self, requests: list[BlockAllocationRequest]) -> list[list[BlockId]]:
+    def _allocate_with_hook(
+        self,
+        requests: list[BlockAllocationRequest],
+        done: list[list[KVCacheBlock]],
+        append: Callable[[Sequence[str]], Ids],
+    ) -> Ids:
         """Call the migration hook before too few blocks would be left, and when the request is refused.
 
         The pool is not locked: the hook may wait for another pool, whose hook may wait for this one.
+
+        Args:
+            done: one entry for each request that `append` has served before it raises.
+            append: allocates the blocks of all requests, with the lock held; takes what was already tried.
         """
         hook = self._migration_hook
         assert hook is not None
@@ -926,18 +941,18 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
             num_missing = num_blocks + self.migration_threshold - self.get_free_blocks()
             if num_missing > 0:
                 hook(requests[0], num_missing)
-        done: list[list[KVCacheBlock]] = []
         try:
             with self.lock:
-                return self._allocation.append_all(requests, done)
+                return append(())
         except PoolExhaustedError:
             if hook is None:
                 raise
             refused = requests[len(done)]
             num_missing = num_blocks - self.count_available(refused.priority)
+        done.clear()
         hook(refused, max(0, num_missing))
         with self.lock:
-            return self._allocation.append_all(requests, [], ["the migration hook"])
+            return append(["the migration hook"])
 
     def _check_new(self, sequence_id: SequenceId, hint: str) -> None:
         """Raise unless a new sequence may have this id, as far as it was not evicted."""

@@ -17,7 +17,7 @@ from kv_pool import (
     PoolExhaustedError,
     UnknownSequenceError,
 )
-from kv_pool.ids import BlockMove
+from kv_pool.ids import BlockMove, is_run
 from kv_pool.manager.sequences.evictions import Evictions
 
 TO_MAKE_ROOM = r"sequence 1 was evicted to make room for sequence 4; its 3 blocks may hold other data now"
@@ -86,6 +86,16 @@ def test_blocks_move_before_a_sequence_is_evicted_for_a_run():
     pool = make_scattered(eviction_policy=None)
     with pytest.raises(PoolExhaustedError, match=r"no compaction \(ids change .* only with on_moved=\)"):
         take(pool, 5, 4, contiguous="require")
+
+
+def test_few_moves_save_an_eviction_for_a_required_run():
+    pool = GPUKVPool(3, 4, placement="oldest", on_moved=lambda relocation: None)
+    for sequence_id in (1, 2, 1):
+        take(pool, sequence_id, 1, contiguous="no")
+    pool.note_access(2)
+    assert is_run(take(pool, 3, 2, contiguous="require", max_moves=1))
+    assert pool.list_sequences() == [2, 3]
+    check(pool)
 
 
 @pytest.mark.parametrize(
