@@ -32,7 +32,6 @@ NOT_COMPILED = {"__init__.py", "invariants.py", "kv_events.py", "block_pool.py"}
 CONTIGUOUS = (
     "buddy",
     "run_index",
-    "run_pool_core",
 )
 # What every event of a stream goes through, in a publisher and in a router; none may import zmq.
 EVENTS = (
@@ -109,7 +108,6 @@ COLD = (
     "core/salt_regions",
     "core/sampled_stack",
     "contiguous/buddy",
-    "contiguous/run_pool_core",
     "manager/applied_rules",
     "manager/block_copies",
     "manager/block_groups/state_chains",

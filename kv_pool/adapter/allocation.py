@@ -10,6 +10,7 @@ from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.arguments import as_count, as_int, check_type, refuse_interrupted
 from kv_pool.core.block import KVCacheBlock, list_ids
 from kv_pool.core.freeing import free_listed
+from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.core.taking import take, take_listed
 from kv_pool.errors import InvalidArgumentError, PoolExhaustedError, UnknownDeviceError
 from kv_pool.ids import BlockId, SequenceId
@@ -48,6 +49,7 @@ class Allocation:
 
     def __init__(
         self,
+        block_pool: RunBlockPool,
         holdings: Holdings,
         policy: EvictionPolicy | None,
         on_evicted: Callable[[SequenceId, list[BlockId]], object] | None,
@@ -55,7 +57,9 @@ class Allocation:
         copy: CopyBlocks,
         on_moved: Callable[[Relocation], object] | None,
     ) -> None:
-        self._pool = holdings.block_pool
+        self._run_pool = block_pool
+        self._pool: BlockPoolCore = block_pool  # the same, compiled
+        self._index = block_pool.run_index
         self._holdings = holdings
         self._has_policy = policy is not None
         if policy is not None and type(policy) is not LRUEviction:
@@ -159,7 +163,7 @@ class Allocation:
         self, request: BlockAllocationRequest, after: KVCacheBlock | None, reasons: list[str]
     ) -> list[KVCacheBlock] | None:
         """Find a run, or clear one; a required one may contain cached blocks of high priority."""
-        pool, index, num_blocks = self._pool, self._pool.run_index, request.num_blocks
+        pool, index, num_blocks = self._pool, self._index, request.num_blocks
         run = index.find(pool, num_blocks, after, avoids_retained=True, lowest_empty=True)
         run = run or self._clear_run(request, True, reasons)
         if run is None and request.contiguous == "require" and pool.eviction_order.has_retained:
@@ -174,7 +178,7 @@ class Allocation:
             reasons.append("no compaction (ids change in a call of allocate only with on_moved=)")
             return None
         run = compaction.clear_run(
-            cast(RunBlockPool, self._pool),
+            self._run_pool,
             request.num_blocks,
             self._copy,
             self._on_moved,
@@ -206,7 +210,7 @@ class Allocation:
         why = "too few blocks may be evicted"
         if request.contiguous == "require" and num_blocks > 1:
             max_moves = 0 if self._on_moved is None else request.max_moves
-            has_run = plan.make_run_check(cast(RunBlockPool, self._pool), num_blocks, max_moves)
+            has_run = plan.make_run_check(self._run_pool, num_blocks, max_moves)
             why = "no run even if all candidates are evicted"
         num_missing = num_blocks - self.count_available(request.priority)
         spared = {request.sequence_id, *together}

@@ -205,6 +205,7 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
         self.lock = PoolLock()  # reentrant, so that callbacks may query the pool
         self.holdings = Holdings(self.block_pool, max_pinned_blocks, clock, device_id)
         self._allocation = Allocation(
+            self.block_pool,
             self.holdings,
             eviction_policy,
             on_evicted,

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from mypy_extensions import mypyc_attr
 
-from kv_pool.contiguous.run_pool_core import RunPoolCore
 from kv_pool.core.arguments import as_int, as_list
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.freeing import free_listed
+from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import (
     FrozenSequenceError,
     InvalidArgumentError,
@@ -71,7 +71,7 @@ class Pins:
         limit: how many blocks may be pinned at once, None for all; a block pinned twice counts once.
     """
 
-    def __init__(self, block_pool: RunPoolCore, limit: int | None) -> None:
+    def __init__(self, block_pool: BlockPoolCore, limit: int | None) -> None:
         self.limit = limit
         self._pool = block_pool
         self.owners: dict[KVCacheBlock, dict[Holder | None, int]] = {}
@@ -192,7 +192,7 @@ class Holdings:
 
     def __init__(
         self,
-        block_pool: RunPoolCore,
+        block_pool: BlockPoolCore,
         max_pinned_blocks: int | None,
         clock: Callable[[], float],
         device_id: int,
