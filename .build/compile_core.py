@@ -32,6 +32,7 @@ NOT_COMPILED = {"__init__.py", "invariants.py", "kv_events.py", "block_pool.py"}
 CONTIGUOUS = (
     "buddy",
     "run_index",
+    "run_search",
 )
 # What every event of a stream goes through, in a publisher and in a router; none may import zmq.
 EVENTS = (
@@ -82,6 +83,7 @@ HOT = (
     "core/pool_core",
     "core/taking",
     "contiguous/run_index",
+    "contiguous/run_search",
     "manager/allocating",
     "manager/block_groups/block_group",
     "manager/block_groups/block_table",

@@ -45,7 +45,7 @@ def test_the_run_is_the_oldest_of_the_first_16_places(seed):
         pool.free_blocks([block])
     ages = bytes(pool.run_index.ages)
     length = rng.randrange(1, 6)
-    places = list_places(ages, length, pool.run_index._hand)
+    places = list_places(ages, length, pool.run_index.oldest.hand)
     youngest = [max(ages[place : place + length]) for place in places]
     taken = pool.get_new_run(length)
     if taken is None:
