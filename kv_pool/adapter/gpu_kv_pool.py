@@ -800,7 +800,7 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
                     f"the storage has blocks 0 to {self.storage.num_blocks - 1}; with {num_blocks} more the "
                     f"pool would have 1 to {self.total_blocks + num_blocks}"
                 )
-            self.block_pool.grow(num_blocks)
+            self.block_pool.add_blocks(num_blocks)
 
     def shrink(self, num_blocks: int) -> None:
         """Remove the `num_blocks` highest ids; blocks in use there move to lower ids. O(blocks of the pool).

@@ -328,7 +328,7 @@ def shrink(
     """
     moves = plan.plan_drain(pool, num_blocks)
     relocation = apply_moves(pool, moves, copy, on_moved=on_moved)
-    pool.shrink(num_blocks)
+    pool.remove_last_blocks(num_blocks)
     return relocation
 
 

@@ -312,7 +312,7 @@ def make_run_check(
 
 
 def plan_drain(pool: RunBlockPool, num_blocks: int) -> list[BlockMove]:
-    """Plan moves that empty the `num_blocks` highest ids before `RunBlockPool.shrink`.
+    """Plan moves that empty the `num_blocks` highest ids before `compaction.shrink` removes them.
 
     A full cache evicts `num_blocks` cached blocks, less the empty ones: those next in eviction order,
     wherever they are. Blocks in use and other cached blocks of the range move below it, to empty slots and

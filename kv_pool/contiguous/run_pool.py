@@ -6,12 +6,13 @@ from typing import Any
 from kv_pool.contiguous import fragmentation
 from kv_pool.contiguous.run_index import PLACEMENTS, FreeRunIndex
 from kv_pool.contiguous.run_search import IN_USE
-from kv_pool.core.arguments import as_count, as_int, refuse_interrupted, refuse_type
+from kv_pool.core.arguments import as_count, as_int, as_list_of, refuse_interrupted, refuse_type
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_pool import BlockPool
 from kv_pool.core.deadlines import read_clock
 from kv_pool.core.kv_events import KV_EVENT_TYPES, MEDIUM_GPU, KVEventTypes
 from kv_pool.core.pool_part import BlockObserver
+from kv_pool.core.repairing import repair_pool
 from kv_pool.core.taking import refuse_count, take, take_listed
 from kv_pool.errors import InvalidArgumentError, OutOfBlocksError
 from kv_pool.ids import BlockId
@@ -110,7 +111,7 @@ class RunBlockPool(BlockPool):
             exchanged = tuple(moved)
             self.blocks = exchanged  # no call from here on, so no interruption
             self.epoch += 1
-        super().repair(blocks)
+        repair_pool(self, as_list_of("blocks", blocks, KVCacheBlock))
 
     # ---- taking ----------------------------------------------------------------------------------
 
@@ -195,33 +196,3 @@ class RunBlockPool(BlockPool):
     def list_free_runs(self) -> list[int]:
         """Return the lengths of the maximal runs of free blocks, by id. O(number of blocks)."""
         return [len(run) for run in self.run_index.ages.split(bytes([IN_USE])) if run]
-
-    # ---- changing the size -----------------------------------------------------------------------
-
-    def grow(self, num_blocks: int) -> None:
-        """Add `num_blocks` free, empty blocks with the highest ids; they are the next to be taken. O(blocks).
-
-        The engine's storage must already be large enough.
-
-        Raises:
-            InvalidArgumentError: `num_blocks` is negative. Nothing has changed.
-        """
-        self.add_blocks(as_count("num_blocks", num_blocks))
-
-    def shrink(self, num_blocks: int) -> None:
-        """Remove the `num_blocks` blocks with the highest ids, all of which must be free. O(blocks).
-
-        Evicts the cached blocks among them and calls their reuse watchers.
-
-        Raises:
-            InvalidArgumentError: `num_blocks` is negative, or no null block would be left. Nothing has
-                changed.
-            InvalidBlockError: one of them is in use: move it out of the range with `plan_drain`. Nothing has
-                changed.
-        """
-        num_blocks = as_int("num_blocks", num_blocks)
-        if not 0 <= num_blocks < self.num_gpu_blocks:
-            raise InvalidArgumentError(
-                f"the pool has {self.num_gpu_blocks} blocks and cannot shrink by {num_blocks}"
-            )
-        self.remove_last_blocks(num_blocks)
