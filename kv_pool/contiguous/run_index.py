@@ -122,7 +122,7 @@ class FreeRunIndex(FreeIndex):
         chosen: list[KVCacheBlock] = []
         if num_blocks == 1 and (after is None or after.is_null):
             if self.buddies is not None:
-                self._choose_chunks(chosen, blocks, 1)
+                self._mark(chosen, blocks, self.buddies.find_pieces(1, ages, self._find_unused_age()))
             return chosen
         queue = pool.free_block_queue
         head = queue.fake_free_list_head.next_free_block
@@ -137,18 +137,13 @@ class FreeRunIndex(FreeIndex):
             while length < len(data) and data[length] != IN_USE and data[length] <= max_age:
                 length += 1
             if length > 0:
-                chosen.extend(blocks[first : first + length])
-                self._store(first, first + length, IN_USE)
-                need -= length
+                need -= self._mark(chosen, blocks, [(first, first + length)])
             if need == 0:
                 return chosen
         if self.buddies is not None:
-            need -= self._choose_chunks(chosen, blocks, need)
+            need -= self._mark(chosen, blocks, self.buddies.find_pieces(need, ages, self._find_unused_age()))
         elif need > 1:
-            for first, end in self.oldest.sweep(need, ages, max_age):
-                chosen.extend(blocks[first:end])
-                self._store(first, end, IN_USE)
-                need -= end - first
+            need -= self._mark(chosen, blocks, self.oldest.find_pieces(need, ages, max_age))
         rest: list[BlockId] = []
         block = head
         while need > 0 and block is not None and block is not queue.fake_free_list_tail:
@@ -163,34 +158,18 @@ class FreeRunIndex(FreeIndex):
             chosen += others
         return chosen
 
-    def _choose_chunks(
-        self, chosen: list[KVCacheBlock], blocks: tuple[KVCacheBlock, ...], num_blocks: i64
+    def _mark(
+        self, chosen: list[KVCacheBlock], blocks: tuple[KVCacheBlock, ...], pieces: list[tuple[int, int]]
     ) -> i64:
-        """Choose and mark blocks by chunks, such as 8 + 4 + 1 for 13, each from the smallest chunks.
-
-        Returns:
-            How many were chosen; fewer than `num_blocks` if the remaining blocks were used recently.
-        """
-        assert self.buddies is not None
-        # Blocks that were unused in the last quarter turnover of the free blocks.
-        max_age: i64 = max(EMPTY, self.now - GENERATIONS // 4)
-        need: i64 = num_blocks
-        size: i64 = 1
-        while size * 2 <= need:
-            size *= 2
-        while need > 0:
-            first: i64 = self.buddies.find_run(size, self.ages, max_age, max_age)
-            if first > 0:
-                chosen.extend(blocks[first : first + size])
-                self._store(first, first + size, IN_USE)
-                need -= size
-            elif size == 1:
-                break
-            else:
-                size //= 2
-            while size > max(1, need):
-                size //= 2
-        return num_blocks - need
+        """Choose the blocks of these pieces of ids, and mark them as in use. Return how many they are."""
+        num_marked: i64 = 0
+        for piece in pieces:
+            first: i64 = piece[0]
+            end: i64 = piece[1]
+            chosen.extend(blocks[first:end])
+            self._store(first, end, IN_USE)
+            num_marked += end - first
+        return num_marked
 
     def _find_early_age(self, head: KVCacheBlock | None) -> i64:
         """Return the greatest age of blocks that may be taken out of order to form a run.
@@ -205,6 +184,10 @@ class FreeRunIndex(FreeIndex):
             max_age = max(max_age, oldest + (self.now - oldest) * self._num_early // GENERATIONS)
             max_age = min(max_age, YOUNGEST)
         return max_age
+
+    def _find_unused_age(self) -> i64:
+        """Return the age below which a block was not used in the last quarter turnover of the free blocks."""
+        return max(EMPTY, self.now - GENERATIONS // 4)
 
     def _find_good_age(self) -> i64:
         """Return the age below which a block was hardly used since the last turnover of the free blocks."""

@@ -134,7 +134,7 @@ class OldestRuns:
             self.hand = at
         return cast(BlockId, best)
 
-    def sweep(self, num_blocks: int, ages: bytearray, max_age: int) -> list[tuple[int, int]]:
+    def find_pieces(self, num_blocks: int, ages: bytearray, max_age: int) -> list[tuple[int, int]]:
         """Find long pieces of free ids, no age above `max_age`.
 
         Returns:
