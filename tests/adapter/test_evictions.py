@@ -11,7 +11,6 @@ from kv_pool import (
     Eviction,
     GPUKVPool,
     InvalidBlockError,
-    LRUEviction,
     PinLimitError,
     PinnedBlockError,
     PoolExhaustedError,
@@ -39,15 +38,6 @@ def make_evicted(**options):
     return pool, old_ids
 
 
-def test_by_default_the_lru_sequence_is_evicted():
-    pool = make_full()
-    pool.note_access(1)
-    take(pool, 4, 2)
-    assert pool.list_sequences() == [3, 1, 4]
-    assert GPUKVPool(9, 4, eviction_policy=LRUEviction()).get_free_blocks() == 9
-    check(pool)
-
-
 def test_pinned_sequences_and_hopeless_requests_evict_nothing():
     pool = make_full()
     pool.pin(pool.blocks_of(2)[:1])
@@ -58,13 +48,6 @@ def test_pinned_sequences_and_hopeless_requests_evict_nothing():
     assert pool.list_sequences() == [1, 2, 3]
     take(pool, 4, 6)
     assert pool.list_sequences() == [2, 4]
-
-
-def test_without_a_policy_the_refusal_names_the_reason():
-    pool = make_full(eviction_policy=None)
-    with pytest.raises(PoolExhaustedError, match=r"Tried: no eviction \(eviction_policy is None\)"):
-        take(pool, 4, 1)
-    assert pool.list_sequences() == [1, 2, 3]
 
 
 def test_blocks_move_before_a_sequence_is_evicted_for_a_run():

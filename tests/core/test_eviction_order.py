@@ -164,9 +164,8 @@ def test_retained_blocks_are_chosen_last_for_a_run():
     check(pool)
 
 
-@pytest.mark.parametrize("placement", ["buddy", "oldest"])
-def test_an_empty_run_is_taken_before_a_retained_chunk(placement):
-    pool = make_run_pool("free: 1 2 4* 5* | in use: 3 6 7", placement=placement)
+def test_an_empty_run_is_taken_before_a_retained_chunk():
+    pool = make_run_pool("free: 1 2 4* 5* | in use: 3 6 7", placement="buddy")
     pool.open_bands(ByHash(pool))
     pool.move_to_band(blocks(pool, 4, 5), 8)
     assert ids(pool.get_new_run(2)) == [1, 2]
