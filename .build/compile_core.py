@@ -32,7 +32,7 @@ NOT_COMPILED = {"__init__.py", "invariants.py", "kv_events.py", "block_pool.py"}
 CONTIGUOUS = (
     "buddy",
     "run_index",
-    "run_pool_core",
+    "run_search",
 )
 # What every event of a stream goes through, in a publisher and in a router; none may import zmq.
 EVENTS = (
@@ -82,6 +82,7 @@ HOT = (
     "core/pool_core",
     "core/taking",
     "contiguous/run_index",
+    "contiguous/run_search",
     "manager/allocating",
     "manager/block_groups/block_group",
     "manager/block_groups/block_table",
@@ -107,7 +108,6 @@ COLD = (
     "core/salt_regions",
     "core/sampled_stack",
     "contiguous/buddy",
-    "contiguous/run_pool_core",
     "manager/applied_rules",
     "manager/block_copies",
     "manager/block_groups/state_chains",

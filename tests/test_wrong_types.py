@@ -147,8 +147,6 @@ class Things:
                 "get_fragmentation_rate": {"run_length": 4},
                 "track_fragmentation_rate": {"run_length": 4},
                 "get_unusable_share": {"run_length": 4},
-                "grow": {"num_blocks": 1},
-                "shrink": {"num_blocks": 1},
             }
         counts = {
             "num_lookahead_tokens": 0,

@@ -1,21 +1,22 @@
-"""`Allocation`: finds the blocks of a request, by the first rung of a ladder that has some."""
+"""`Allocation`: takes the blocks of a request by the first rung of a ladder that has some."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, cast, get_args
 
-from kv_pool.contiguous import compaction
+from kv_pool.contiguous import compaction, plan
 from kv_pool.contiguous.compaction import CopyBlocks, Relocation
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.arguments import as_count, as_int, check_type, refuse_interrupted
 from kv_pool.core.block import KVCacheBlock, list_ids
 from kv_pool.core.freeing import free_listed
+from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.core.taking import take, take_listed
 from kv_pool.errors import InvalidArgumentError, PoolExhaustedError, UnknownDeviceError
 from kv_pool.ids import BlockId, SequenceId
 from kv_pool.manager.sequences.holdings import Holder, Holdings, as_new_id, import_retention
-from kv_pool.manager.sequences.victims import Victims
-from kv_pool.protocol import NORMAL, URGENT, BlockAllocationRequest, Contiguity
+from kv_pool.manager.sequences.ranked_order import EvictionPolicy, LRUEviction, RankedOrder
+from kv_pool.protocol import NO_SEQUENCE, NORMAL, URGENT, BlockAllocationRequest, Contiguity, Eviction
 
 _CONTIGUITIES = get_args(Contiguity)
 
@@ -24,73 +25,50 @@ class Allocation:
     """Allocates the blocks of one request at a time. Use it only with the pool's lock held.
 
         rung           finds                                               by
-        free run       the ids after the sequence if empty, else a run     FreeRunIndex, BuddySystem
+        free run       the ids after the sequence if empty, else a run     FreeRunIndex.find
         cleared run    a run that other blocks are moved out of            compaction.clear_run
         retained run   like these, with cached blocks of high priority     the same
         any blocks     the cheapest blocks                                 core.taking.take
 
     If a run is required: all but any blocks. If one is preferred: all but the retained run. Otherwise: any
-    blocks. The ladder is climbed as soon as enough blocks are free: at once, after evicting sequences
-    (`Victims`) until there are enough, or until there is a required run. If no rung has blocks,
-    PoolExhaustedError lists what was tried. `GPUKVPool` calls the migration hook, without the lock, and then
-    repeats the request.
+    blocks. If no rung has blocks, the fewest sequences are evicted that leave a rung with blocks, and the
+    rungs are tried again. PoolExhaustedError lists what was tried. `GPUKVPool` calls the migration hook,
+    without the lock, and then repeats the request.
 
     Args:
+        policy: which sequences are evicted first; None: none is evicted for a request.
+        on_evicted: called with a sequence's id and its block ids before it loses them. Without it
+            `Holdings.evictions` keeps the eviction until the owner is notified.
         reserved_blocks: free blocks that requests of priority 0 cannot take.
         copy: copies the bytes of blocks; raises if that fails.
         on_moved: called with each relocation before any of its old ids can be taken; None: move no blocks.
+
+    Attributes:
+        num_evicted: number of sequences evicted so far.
     """
 
     def __init__(
         self,
+        block_pool: RunBlockPool,
         holdings: Holdings,
-        victims: Victims,
+        policy: EvictionPolicy | None,
+        on_evicted: Callable[[SequenceId, list[BlockId]], object] | None,
         reserved_blocks: int,
         copy: CopyBlocks,
         on_moved: Callable[[Relocation], object] | None,
     ) -> None:
-        self._pool = holdings.block_pool
+        self._run_pool = block_pool
+        self._pool: BlockPoolCore = block_pool  # the same, compiled
+        self._index = block_pool.run_index
         self._holdings = holdings
-        self._victims = victims
+        self._has_policy = policy is not None
+        if policy is not None and type(policy) is not LRUEviction:
+            holdings.order = RankedOrder(holdings, policy)
+        self._on_evicted = on_evicted
+        self.num_evicted = 0
         self.reserved_blocks = reserved_blocks
         self._copy = copy
         self._on_moved = on_moved
-
-    def append_all(
-        self,
-        requests: Sequence[BlockAllocationRequest],
-        done: list[list[KVCacheBlock]],
-        tried: Sequence[str] = (),
-    ) -> list[list[BlockId]]:
-        """Allocate the blocks of all requests, or of none.
-
-        Args:
-            done: empty; receives the blocks of each served request, even if a later request fails.
-            tried: what the caller has already tried, for the error message.
-        """
-        together = {request.sequence_id for request in requests}
-        holdings = self._holdings
-        priorities = {one: holdings.holders[one].priority for one in together if one in holdings.holders}
-        try:
-            for request in requests:
-                done.append(self.append(request, together, tried))
-        except Exception:
-            for request, blocks in reversed(list(zip(requests, done, strict=False))):
-                self._pool.holds.check_whole()
-                holder = holdings.holders.get(request.sequence_id)
-                if holder is None or holder.blocks.keys().isdisjoint(blocks):
-                    continue  # freed by `on_evicted`
-                if request.pinned:
-                    holdings.pins.unpin(blocks, None, holdings.holders_of)
-                holdings.drop(blocks, {holder: blocks})
-            for sequence_id, priority in priorities.items():
-                holder = holdings.holders.get(sequence_id)
-                if holder is not None and holder.priority != priority:
-                    holder.priority = priority
-                    holdings.order.note_access(holder)
-            raise
-        # Read the ids last: a later request may have moved the blocks of an earlier one.
-        return [list_ids(blocks) for blocks in done]
 
     def append(
         self,
@@ -102,6 +80,7 @@ class Allocation:
 
         Args:
             together: sequences of the same batch; none of them is evicted for another.
+            tried: what the caller has already tried, for the error message.
         """
         pool, holdings, sequence_id = self._pool, self._holdings, request.sequence_id
         if holdings.frozen:
@@ -125,9 +104,7 @@ class Allocation:
             holdings.retention.expire()
         reasons = list(tried)
         taken = self._take(request, after, reasons)
-        if taken is None and self._evict_for_blocks(request, together, reasons):
-            taken = self._take(request, after, reasons)
-        if taken is None and self._evict_for_run(request, together, reasons):
+        if taken is None and self._evict_for(request, together, reasons):
             taken = self._take(request, after, reasons)
         if taken is None:
             self._refuse(request, reasons)
@@ -147,12 +124,7 @@ class Allocation:
         pool.is_changing = False
         return taken
 
-    def count_available(self, priority: int) -> int:
-        """Return how many blocks a request of this priority can take; negative if the reserve is in use."""
-        num_free = self._pool.free_block_queue.num_free_blocks
-        return num_free if priority != NORMAL else num_free - self.reserved_blocks
-
-    # ---- the ladder ------------------------------------------------------------------------------
+    # ---- rungs of free blocks ----------------------------------------------------------------------
 
     def _take(
         self, request: BlockAllocationRequest, after: KVCacheBlock | None, reasons: list[str]
@@ -182,17 +154,16 @@ class Allocation:
         take_listed(pool, run)
         return run
 
-    # ---- rungs: each returns free blocks with consecutive ids, or None -------------------------------
+    def count_available(self, priority: int) -> int:
+        """Return how many blocks a request of this priority can take; negative if the reserve is in use."""
+        num_free = self._pool.free_block_queue.num_free_blocks
+        return num_free if priority != NORMAL else num_free - self.reserved_blocks
 
     def _find_run(
         self, request: BlockAllocationRequest, after: KVCacheBlock | None, reasons: list[str]
     ) -> list[KVCacheBlock] | None:
-        """Find a run, or clear one; a required one may contain cached blocks of high priority.
-
-        Args:
-            reasons: receives why there is none, for the error message.
-        """
-        pool, index, num_blocks = self._pool, self._pool.run_index, request.num_blocks
+        """Find a run, or clear one; a required one may contain cached blocks of high priority."""
+        pool, index, num_blocks = self._pool, self._index, request.num_blocks
         run = index.find(pool, num_blocks, after, avoids_retained=True, lowest_empty=True)
         run = run or self._clear_run(request, True, reasons)
         if run is None and request.contiguous == "require" and pool.eviction_order.has_retained:
@@ -206,96 +177,81 @@ class Allocation:
         if self._on_moved is None:
             reasons.append("no compaction (ids change in a call of allocate only with on_moved=)")
             return None
-        max_moves = request.max_moves
-        if max_moves is None and request.contiguous == "prefer":
-            max_moves = request.num_blocks
         run = compaction.clear_run(
-            cast(RunBlockPool, self._pool),
+            self._run_pool,
             request.num_blocks,
             self._copy,
             self._on_moved,
             avoids_retained=avoids_retained,
-            max_moves=max_moves,
+            max_moves=request.max_moves,
         )
         if run is None:
             reasons.append("compaction")
         return run
 
-    # ---- room for the ladder: each returns whether to climb it again ---------------------------------
+    # ---- eviction ----------------------------------------------------------------------------------
 
-    def _evict_for_blocks(
+    def _evict_for(
         self, request: BlockAllocationRequest, together: Collection[SequenceId], reasons: list[str]
     ) -> bool:
-        """Evict the fewest sequences that leave enough blocks, unless moves cannot clear a required run."""
-        num_missing = request.num_blocks - self.count_available(request.priority)
-        if num_missing <= 0 or request.num_blocks >= len(self._pool.blocks):
-            return False
-        if self._victims.has_policy and _is_run_required(request) and not self._may_clear(request):
-            return False
-        return self._evict(request, together, num_missing, None, reasons)
+        """Evict the fewest sequences that leave enough blocks, and if a run is required, one that is free or
+        can be cleared.
 
-    def _evict_for_run(
-        self, request: BlockAllocationRequest, together: Collection[SequenceId], reasons: list[str]
-    ) -> bool:
-        """Evict the fewest sequences that leave a required run."""
-        if not _is_run_required(request) or request.num_blocks >= len(self._pool.blocks):
-            return False
-        num_missing = request.num_blocks - self.count_available(request.priority)
-        if num_missing > 0 and self._may_clear(request):
-            return False  # evicting for blocks has failed
-        return self._evict(
-            request, together, num_missing, lambda freed_ids: self._has_run(request, freed_ids), reasons
-        )
-
-    def _evict(
-        self,
-        request: BlockAllocationRequest,
-        together: Collection[SequenceId],
-        num_missing: int,
-        has_run: Callable[[list[BlockId]], bool] | None,
-        reasons: list[str],
-    ) -> bool:
-        """Evict sequences; return whether enough blocks are free then. None is evicted if all do not suffice.
-
-        Args:
-            has_run: see `AccessOrder.choose`; None: `num_missing` blocks suffice.
+        Returns:
+            Whether enough blocks are free then. No sequence is evicted if all do not suffice.
         """
-        if not self._victims.has_policy:
+        num_blocks = request.num_blocks
+        if num_blocks >= len(self._pool.blocks):
+            return False
+        if not self._has_policy:
             reasons.append("no eviction (eviction_policy is None)")
             return False
+        has_run = None
+        why = "too few blocks may be evicted"
+        if request.contiguous == "require" and num_blocks > 1:
+            max_moves = 0 if self._on_moved is None else request.max_moves
+            has_run = plan.make_run_check(self._run_pool, num_blocks, max_moves)
+            why = "no run even if all candidates are evicted"
+        num_missing = num_blocks - self.count_available(request.priority)
         spared = {request.sequence_id, *together}
-        victims = self._holdings.order.choose(request.priority, spared, num_missing, has_run)
+        victims = self._holdings.choose_victims(request.priority, spared, num_missing, has_run)
         if victims is not None:
-            self._victims.evict(victims, request.sequence_id)
-            if request.num_blocks <= self.count_available(request.priority):
+            self.evict(victims, request.sequence_id)
+            if num_blocks <= self.count_available(request.priority):
                 return True  # else `on_evicted` has taken blocks
-        if has_run is None:
-            reasons.append("eviction (too few blocks may be evicted)")
-        else:
-            reasons.append("eviction (no run even if all candidates are evicted)")
+        reasons.append(f"eviction ({why})")
         return False
 
-    def _may_clear(self, request: BlockAllocationRequest) -> bool:
-        """Return whether moves could clear a run if enough blocks were free.
+    def evict(self, victims: Sequence[Holder], for_sequence_id: SequenceId = NO_SEQUENCE) -> list[SequenceId]:
+        """Evict these sequences, one after the other; skip those that `on_evicted` has freed.
 
-        Moves must be allowed, and blocks that cannot move must leave `num_blocks` consecutive ids.
+        Args:
+            for_sequence_id: the sequence that needs blocks; NO_SEQUENCE: the caller notifies the owners.
+        Returns:
+            The ids of the evicted sequences.
         """
-        if self._on_moved is None or request.max_moves is not None:
-            return False
-        may_lie = bytearray([1]) * len(self._pool.blocks)
-        may_lie[0] = 0
-        for block_id in self._pool.holds.list_immovable_ids():
-            may_lie[block_id] = 0
-        return bytes([1]) * request.num_blocks in may_lie
+        pool, holdings = self._pool, self._holdings
+        holders = holdings.holders
+        evicted: list[SequenceId] = []
+        for holder in victims:
+            block_ids = [block.block_id for block in holder.blocks]
+            if self._on_evicted is not None and holders.get(holder.sequence_id) is holder:
+                self._on_evicted(holder.sequence_id, block_ids)
+            if holders.get(holder.sequence_id) is not holder:
+                continue
+            blocks = list(holder.blocks)
+            pool.is_changing = True
+            holdings.evictions.note(
+                Eviction(holder.sequence_id, tuple(block_ids), for_sequence_id),
+                is_notified=self._on_evicted is not None or for_sequence_id == NO_SEQUENCE,
+            )
+            holdings.drop(blocks, {holder: blocks})
+            self.num_evicted += 1
+            evicted.append(holder.sequence_id)
+            pool.is_changing = False
+        return evicted
 
-    def _has_run(self, request: BlockAllocationRequest, freed_ids: Collection[BlockId]) -> bool:
-        """Return whether there would be a run if `freed_ids` were also free. O(number of blocks)."""
-        is_free = bytearray(self._pool.run_index.ages.translate(bytes([0]) + bytes([1]) * 255))
-        for block_id in freed_ids:
-            is_free[block_id] = 1
-        return bytes([1]) * request.num_blocks in is_free
-
-    # ---- refusal ---------------------------------------------------------------------------------
+    # ---- refusal -----------------------------------------------------------------------------------
 
     def _refuse(self, request: BlockAllocationRequest, reasons: Sequence[str]) -> NoReturn:
         num_free = self._pool.get_num_free_blocks()
@@ -309,9 +265,43 @@ class Allocation:
             f"Free or evict a sequence, or ask for fewer."
         )
 
+    # ---- batches -----------------------------------------------------------------------------------
 
-def _is_run_required(request: BlockAllocationRequest) -> bool:
-    return request.contiguous == "require" and request.num_blocks > 1
+    def append_all(
+        self,
+        requests: Sequence[BlockAllocationRequest],
+        done: list[list[KVCacheBlock]],
+        tried: Sequence[str] = (),
+    ) -> list[list[BlockId]]:
+        """Allocate the blocks of all requests, or of none.
+
+        Args:
+            done: empty; receives the blocks of each served request, even if a later request fails.
+            tried: as in `append`.
+        """
+        together = {request.sequence_id for request in requests}
+        holdings = self._holdings
+        priorities = {one: holdings.holders[one].priority for one in together if one in holdings.holders}
+        try:
+            for request in requests:
+                done.append(self.append(request, together, tried))
+        except Exception:
+            for request, blocks in reversed(list(zip(requests, done, strict=False))):
+                self._pool.holds.check_whole()
+                holder = holdings.holders.get(request.sequence_id)
+                if holder is None or holder.blocks.keys().isdisjoint(blocks):
+                    continue  # freed by `on_evicted`
+                if request.pinned:
+                    holdings.pins.unpin(blocks, None, holdings.holders_of)
+                holdings.drop(blocks, {holder: blocks})
+            for sequence_id, priority in priorities.items():
+                holder = holdings.holders.get(sequence_id)
+                if holder is not None and holder.priority != priority:
+                    holder.priority = priority
+                    holdings.order.note_access(holder)
+            raise
+        # Read the ids last: a later request may have moved the blocks of an earlier one.
+        return [list_ids(blocks) for blocks in done]
 
 
 def as_priority(priority: Any) -> int:

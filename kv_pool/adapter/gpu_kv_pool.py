@@ -1,12 +1,15 @@
 """`GPUKVPool`: `KVPoolProtocol` over a block pool that indexes its free runs. Thread-safe."""
 
+import os
 import time
+from _thread import RLock
 from collections.abc import Callable, Collection, ItemsView, Iterator, Mapping, Sequence, ValuesView
-from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, cast
+from contextlib import suppress
+from time import perf_counter_ns, sleep
+from typing import TYPE_CHECKING, Any, Final, NoReturn, SupportsIndex, TypeVar, cast
+from weakref import WeakSet
 
 from kv_pool.adapter.allocation import Allocation, as_priority, as_request
-from kv_pool.adapter.pool_lock import PoolLock
 from kv_pool.contiguous import compaction
 from kv_pool.contiguous.compaction import Relocation
 from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH, RunBlockPool
@@ -25,6 +28,7 @@ from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.taking import touch_listed
 from kv_pool.errors import (
     EvictedSequenceError,
+    ForkedPoolError,
     InvalidArgumentError,
     InvalidBlockError,
     InvalidTypeError,
@@ -35,7 +39,6 @@ from kv_pool.errors import (
 from kv_pool.ids import BlockHash, BlockId, BlockMove, GroupId, NodeName, SequenceId, is_run
 from kv_pool.manager.sequences.holdings import Holder, Holdings, as_new_id, as_sequence_id, import_retention
 from kv_pool.manager.sequences.ranked_order import EvictionPolicy, LRUEviction
-from kv_pool.manager.sequences.victims import Victims
 from kv_pool.metrics.latency import TIMED_EVERY, LatencyWindow
 from kv_pool.protocol import (
     NO_SEQUENCE,
@@ -63,6 +66,11 @@ if TYPE_CHECKING:
     from kv_pool.storage.block_storage import BlockStorage
     from kv_pool.tiers.dump_file import PoolDumpHeader
     from kv_pool.tiers.pool_dump import LoadedPool
+
+Ids = TypeVar("Ids")
+
+_NUM_TRIES: Final = 8
+_FIRST_PAUSE_S: Final = 50e-6  # a shorter one ends before a thread that waits for the GIL gets it
 
 
 class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
@@ -203,10 +211,11 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
         self._clock = clock
         self.lock = PoolLock()  # reentrant, so that callbacks may query the pool
         self.holdings = Holdings(self.block_pool, max_pinned_blocks, clock, device_id)
-        self._victims = Victims(self.holdings, eviction_policy, on_evicted)
         self._allocation = Allocation(
+            self.block_pool,
             self.holdings,
-            self._victims,
+            eviction_policy,
+            on_evicted,
             reserved_blocks,
             self._copy_moves,
             None if on_moved is None else self._note_moved,
@@ -295,7 +304,9 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
         try:
             request = as_request(request)
             if self._migration_hook is not None:
-                return self._allocate_with_hook([request])[0]
+                return self._allocate_with_hook(
+                    [request], [], lambda tried: list_ids(self._allocation.append(request, (), tried))
+                )
             with self.lock:
                 return list_ids(self._allocation.append(request))
         finally:
@@ -345,10 +356,13 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
         requests = [
             as_request(request) for request in as_list_of("requests", requests, BlockAllocationRequest)
         ]
+        done: list[list[KVCacheBlock]] = []
         if self._migration_hook is not None and requests:
-            return self._allocate_with_hook(requests)
+            return self._allocate_with_hook(
+                requests, done, lambda tried: self._allocation.append_all(requests, done, tried)
+            )
         with self.lock:
-            return self._allocation.append_all(requests, [])
+            return self._allocation.append_all(requests, done)
 
     def fork(
         self, parent_id: SequenceId, child_id: SequenceId, num_blocks: int | None = None
@@ -447,7 +461,7 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
         num_blocks = as_count("num_blocks", num_blocks)
         with self.lock:
             self.block_pool.holds.check_whole()
-            return self._victims.evict(self.holdings.order.choose(URGENT, (), num_blocks) or [])
+            return self._allocation.evict(self.holdings.choose_victims(URGENT, (), num_blocks) or [])
 
     def take_evictions(self) -> list[Eviction]:
         """Return the sequences evicted since the last call, oldest first, and forget them.
@@ -479,8 +493,8 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
         priority = as_priority(priority)
         spared = () if sequence_id is None else (as_sequence_id("sequence_id", sequence_id),)
         with self.lock:
-            chosen = self.holdings.order.choose(priority, spared, num_blocks)
-            victims = self.holdings.order.rank(priority, spared) if chosen is None else chosen
+            chosen = self.holdings.choose_victims(priority, spared, num_blocks)
+            victims = self.holdings.iter_candidates(priority, spared) if chosen is None else chosen
             return [victim.sequence_id for victim in victims]
 
     def note_access(self, sequence_id: SequenceId) -> None:
@@ -730,7 +744,7 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
             "pinned_blocks": len(self.holdings.pins),
             "reserved_blocks": self.reserved_blocks,
             "num_sequences": len(self.holdings.holders),
-            "evicted_sequences": self._victims.num_evicted,
+            "evicted_sequences": self._allocation.num_evicted,
             "looked_up_blocks": self._num_looked_up_blocks,
             "hit_blocks": self._num_hit_blocks,
             "allocation": self._allocation_latency.summarize(),
@@ -793,7 +807,7 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
                     f"the storage has blocks 0 to {self.storage.num_blocks - 1}; with {num_blocks} more the "
                     f"pool would have 1 to {self.total_blocks + num_blocks}"
                 )
-            self.block_pool.grow(num_blocks)
+            self.block_pool.add_blocks(num_blocks)
 
     def shrink(self, num_blocks: int) -> None:
         """Remove the `num_blocks` highest ids; blocks in use there move to lower ids. O(blocks of the pool).
@@ -912,10 +926,19 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
 
     # ---- internals, called with the lock held unless stated otherwise ------------------------------
 
-    def _allocate_with_hook(self, requests: list[BlockAllocationRequest]) -> list[list[BlockId]]:
+    def _allocate_with_hook(
+        self,
+        requests: list[BlockAllocationRequest],
+        done: list[list[KVCacheBlock]],
+        append: Callable[[Sequence[str]], Ids],
+    ) -> Ids:
         """Call the migration hook before too few blocks would be left, and when the request is refused.
 
         The pool is not locked: the hook may wait for another pool, whose hook may wait for this one.
+
+        Args:
+            done: one entry for each request that `append` has served before it raises.
+            append: allocates the blocks of all requests, with the lock held; takes what was already tried.
         """
         hook = self._migration_hook
         assert hook is not None
@@ -926,18 +949,18 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
             num_missing = num_blocks + self.migration_threshold - self.get_free_blocks()
             if num_missing > 0:
                 hook(requests[0], num_missing)
-        done: list[list[KVCacheBlock]] = []
         try:
             with self.lock:
-                return self._allocation.append_all(requests, done)
+                return append(())
         except PoolExhaustedError:
             if hook is None:
                 raise
             refused = requests[len(done)]
             num_missing = num_blocks - self.count_available(refused.priority)
+        done.clear()
         hook(refused, max(0, num_missing))
         with self.lock:
-            return self._allocation.append_all(requests, [], ["the migration hook"])
+            return append(["the migration hook"])
 
     def _check_new(self, sequence_id: SequenceId, hint: str) -> None:
         """Raise unless a new sequence may have this id, as far as it was not evicted."""
@@ -1020,3 +1043,68 @@ class BlockInfos(Mapping[BlockId, BlockInfo]):
     def _copy(self) -> dict[BlockId, BlockInfo]:
         with self._pool.lock:
             return {block_id: self._pool.get_block_info(block_id) for block_id in self}
+
+
+class PoolLock(RLock):  # type: ignore[misc]  # final in typeshed, not in CPython
+    """The reentrant lock of a pool, for `with`.
+
+    A waiting thread polls for 13 ms before it blocks. Each release of an RLock wakes a blocked thread, which
+    cannot run until it gets the GIL: either it takes the lock from the running thread, which then has to
+    wait, or it finds the lock taken again. Both may cost more than a call of the pool. A sleeping thread
+    costs the others nothing, and takes the lock only while it runs.
+
+    Attributes:
+        is_lost: another thread held the lock when this process was forked. It does not exist here, so nothing
+            completes its call and releases the lock.
+    """
+
+    __slots__ = ("is_lost",)
+
+    def __init__(self) -> None:
+        self.is_lost = False
+        _locks.add(self)
+
+    def __enter__(self) -> bool:  # type: ignore[override]  # without RLock's arguments
+        # CPython runs signal handlers, which may raise, on entry to a plain function, at a backward jump and
+        # after a call of a C function: after the acquisition only inside the `try`. `__exit__` is RLock's.
+        is_entered = False
+        try:
+            if not self.acquire(False):
+                self._wait()
+            is_entered = True
+        finally:
+            if not is_entered:
+                # A reentrant acquisition has succeeded; after a failed first one `release` raises.
+                with suppress(RuntimeError):
+                    self.release()
+        return True
+
+    def _wait(self) -> None:
+        if self.is_lost:
+            raise ForkedPoolError(
+                "another thread was in a call of the pool when this process was forked, so the copy of the "
+                "pool in this process is incomplete; make a new pool here, or fork while no thread uses it"
+            )
+        pause_s = _FIRST_PAUSE_S
+        for _ in range(_NUM_TRIES):
+            sleep(pause_s)
+            if self.acquire(False):
+                return
+            pause_s *= 2
+        self.acquire()
+
+
+_locks: WeakSet[PoolLock] = WeakSet()
+
+
+def _find_lost_locks() -> None:
+    """Run in a forked process, by the thread that forked."""
+    for lock in list(_locks):
+        if lock.acquire(False):
+            lock.release()
+        else:
+            lock.is_lost = True
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_find_lost_locks)

@@ -189,6 +189,32 @@ class BuddySystem:
             order += 1
         return cast(BlockId, best)
 
+    def find_pieces(self, num_blocks: int, ages: bytearray, max_age: int) -> list[tuple[int, int]]:
+        """Find chunks for blocks that need not form one run, such as 8 + 4 + 1 for 13, each the smallest.
+
+        Returns:
+            Their ids as (first id, end), together at most `num_blocks`; fewer if the remaining blocks are
+            younger than `max_age`. They are in no chunk any more: mark them as in use.
+        """
+        pieces: list[tuple[int, int]] = []
+        need: i64 = num_blocks
+        size: i64 = 1
+        while size * 2 <= need:
+            size *= 2
+        while need > 0:
+            first: i64 = self.find_run(size, ages, max_age, max_age)
+            if first > 0:
+                self._take(first, first + size)
+                pieces.append((first, first + size))
+                need -= size
+            elif size == 1:
+                break
+            else:
+                size //= 2
+            while size > max(1, need):
+                size //= 2
+        return pieces
+
     def list_chunks(self, ages: bytearray) -> list[tuple[BlockId, int]]:
         """Return the chunks as (first id, order), by id."""
         self.update(ages)

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 from kv_pool.contiguous import plan
 from kv_pool.contiguous.fragmentation import find_run_length
 from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH, RunBlockPool
-from kv_pool.contiguous.run_pool_core import check_moves
 from kv_pool.core.arguments import check_number
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.evicting import evict_invalid
-from kv_pool.core.id_swap import swap_ids
-from kv_pool.errors import InvalidArgumentError
+from kv_pool.core.evicting import evict_overwritten
+from kv_pool.core.id_swap import check_places, check_sources, check_targets, swap_ids
+from kv_pool.errors import InvalidArgumentError, InvalidBlockError
 from kv_pool.ids import BlockId, BlockMove
 
 if TYPE_CHECKING:
@@ -103,80 +102,115 @@ def apply_moves(
     Cost: O(number of blocks), some nanoseconds each, and O(len(moves)), plus the copy.
     """
     pool.holds.check_whole()
-    one_way, exchanges, overwritten = check_moves(pool, moves)
-    if exchanges and not scratch_ids:
-        raise InvalidArgumentError(f"{len(exchanges)} exchanges need a scratch slot; pass one in scratch_ids")
-    # The moves whose bytes have arrived, of an exchange only that to the free block.
+    ids = list(chain.from_iterable(moves))
+    if not ids:
+        return Relocation(pool.epoch, [], pool.num_gpu_blocks)
+    if len(set(ids)) < len(ids):
+        return _apply_exchanges(pool, moves, copy, on_moved, scratch_ids)
+    check_places(pool, ids)
+    check_sources(pool, ids[::2])
+    check_targets(pool, ids[1::2])
+    done = _begin_moves(pool, moves)
+    try:
+        copy(list(moves))
+    except Exception:
+        _change_ids(pool, done, [], on_moved)
+        raise
+    done += moves
+    return _change_ids(pool, done, list(moves), on_moved)
+
+
+def _begin_moves(pool: RunBlockPool, overwriting: Sequence[BlockMove]) -> list[tuple[BlockId, BlockId]]:
+    """Begin the change: evict the targets that moves overwrite.
+
+    Returns:
+        An empty list, which the caller fills with the moves whose bytes have arrived, of an exchange only
+        that to the free block. After an interrupt, `repair` gives these blocks the ids of their bytes.
+    """
     done: list[tuple[BlockId, BlockId]] = []
     pool.is_changing = True
     pool.copied = done
     pool.copied_at = pool.epoch
-    evict_invalid(pool, overwritten)
-    try:
-        if one_way:
-            copy(one_way)
-            done += one_way
-        if exchanges:
-            _copy_exchanges(pool, exchanges, copy, scratch_ids, done)
-    except Exception:
-        moved = set(chain.from_iterable(done))
-        _change_ids(pool, done, [move for move in moves if move[0] in moved], on_moved)
-        raise
-    return _change_ids(pool, done, list(moves), on_moved)
-
-
-def _copy_exchanges(
-    pool: RunBlockPool,
-    exchanges: list[BlockMove],
-    copy: CopyBlocks,
-    scratch_ids: Sequence[BlockId],
-    done: list[tuple[BlockId, BlockId]],
-) -> None:
-    """Copy the bytes of exchanges, as many at a time as there are scratch slots.
-
-        slot              scratch   target   source
-        before            -         cached   used
-        1st call of copy  cached    cached   used
-        2nd call          cached    used     used            the target has arrived
-        3rd call          cached    used     cached
-
-    Args:
-        done: receives each exchange whose target has arrived.
-    Raises:
-        Any exception of `copy`. Cached blocks that have lost their bytes are evicted.
-    """
-    for start in range(0, len(exchanges), len(scratch_ids)):
-        batch = exchanges[start : start + len(scratch_ids)]
-        slots = list(zip(batch, scratch_ids, strict=False))
-        endangered = [pool.blocks[target] for _, target in batch]
-        copy([BlockMove(target, slot) for (_, target), slot in slots])
-        try:
-            copy(batch)
-            done += batch
-            copy([BlockMove(slot, source) for (source, _), slot in slots])
-        except Exception:
-            evict_invalid(pool, endangered)
-            raise
+    overwritten: list[KVCacheBlock] = []
+    for _, target in overwriting:
+        block = pool.blocks[target]
+        if block.key is None:
+            block.generation += 1  # its content may be known by a hash of its own
+        else:
+            overwritten.append(block)
+    evict_overwritten(pool, overwritten)
+    return done
 
 
 def _change_ids(
     pool: RunBlockPool,
-    copied: list[tuple[BlockId, BlockId]],
+    done: list[tuple[BlockId, BlockId]],
     moves: list[BlockMove],
     on_moved: Callable[[Relocation], object] | None,
 ) -> Relocation:
-    """Exchange the ids of the blocks whose bytes are copied, which ends the change; then call `on_moved`.
-
-    The ids have passed `check_moves`, and the pool has refused all changes since.
-    """
-    if copied:
-        swap_ids(pool, copied)
+    """Exchange the ids of blocks whose bytes have arrived, which ends the change; then call `on_moved`."""
+    if done:
+        swap_ids(pool, done)
     pool.copied = []
     pool.is_changing = False
     relocation = Relocation(pool.epoch, moves, pool.num_gpu_blocks)
     if moves and on_moved is not None:
         on_moved(relocation)
     return relocation
+
+
+# ---- runs for requests -----------------------------------------------------------------------------
+
+
+def take_run(
+    pool: RunBlockPool,
+    num_blocks: int,
+    copy: CopyBlocks,
+    on_moved: Callable[[Relocation], object],
+) -> list[KVCacheBlock] | None:
+    """Take a run like `get_new_run`; if there is none, move blocks to clear one.
+
+    Args:
+        on_moved: called if a block moved, before the run is taken, to update tables.
+    Returns:
+        The run; None, with nothing changed, if no run can be cleared because of held blocks.
+    Raises:
+        OutOfBlocksError, InvalidArgumentError: as `get_new_run`. Nothing has changed.
+        Any exception of `copy`: see `apply_moves`.
+    """
+    run = pool.get_new_run(num_blocks)
+    if run is None:
+        run = clear_run(pool, num_blocks, copy, on_moved)
+        if run is not None:
+            pool.take_blocks(run)
+    return run
+
+
+def clear_run(
+    pool: RunBlockPool,
+    num_blocks: int,
+    copy: CopyBlocks,
+    on_moved: Callable[[Relocation], object],
+    *,
+    avoids_retained: bool = False,
+    max_moves: int | None = None,
+) -> list[KVCacheBlock] | None:
+    """Move blocks out of a run, see `plan.plan_clear_run`.
+
+    Returns:
+        The run's blocks, all free now; None, with nothing changed, if no run can be cleared.
+    Raises:
+        Any exception of `copy`: see `apply_moves`.
+    """
+    clearance = plan.plan_clear_run(pool, num_blocks, avoids_retained=avoids_retained, max_moves=max_moves)
+    if clearance is None:
+        return None
+    apply_moves(pool, clearance.moves, copy, on_moved=on_moved)
+    first = clearance.first_block_id
+    return list(pool.blocks[first : first + num_blocks])
+
+
+# ---- defragmentation, with exchanges ---------------------------------------------------------------
 
 
 def pack(
@@ -280,54 +314,6 @@ def compact(
     return len(gather(pool, copy, run_length=run_length, goal=goal, **options).moves)
 
 
-def take_run(
-    pool: RunBlockPool,
-    num_blocks: int,
-    copy: CopyBlocks,
-    on_moved: Callable[[Relocation], object],
-) -> list[KVCacheBlock] | None:
-    """Take a run like `get_new_run`; if there is none, move blocks to clear one.
-
-    Args:
-        on_moved: called if a block moved, before the run is taken, to update tables.
-    Returns:
-        The run; None, with nothing changed, if no run can be cleared because of held blocks.
-    Raises:
-        OutOfBlocksError, InvalidArgumentError: as `get_new_run`. Nothing has changed.
-        Any exception of `copy`: see `apply_moves`.
-    """
-    run = pool.get_new_run(num_blocks)
-    if run is None:
-        run = clear_run(pool, num_blocks, copy, on_moved)
-        if run is not None:
-            pool.take_blocks(run)
-    return run
-
-
-def clear_run(
-    pool: RunBlockPool,
-    num_blocks: int,
-    copy: CopyBlocks,
-    on_moved: Callable[[Relocation], object],
-    *,
-    avoids_retained: bool = False,
-    max_moves: int | None = None,
-) -> list[KVCacheBlock] | None:
-    """Move blocks out of a run, see `plan.plan_clear_run`.
-
-    Returns:
-        The run's blocks, all free now; None, with nothing changed, if no run can be cleared.
-    Raises:
-        Any exception of `copy`: see `apply_moves`.
-    """
-    clearance = plan.plan_clear_run(pool, num_blocks, avoids_retained=avoids_retained, max_moves=max_moves)
-    if clearance is None:
-        return None
-    apply_moves(pool, clearance.moves, copy, on_moved=on_moved)
-    first = clearance.first_block_id
-    return list(pool.blocks[first : first + num_blocks])
-
-
 def shrink(
     pool: RunBlockPool,
     num_blocks: int,
@@ -342,5 +328,108 @@ def shrink(
     """
     moves = plan.plan_drain(pool, num_blocks)
     relocation = apply_moves(pool, moves, copy, on_moved=on_moved)
-    pool.shrink(num_blocks)
+    pool.remove_last_blocks(num_blocks)
     return relocation
+
+
+# ---- exchanges -------------------------------------------------------------------------------------
+
+
+def _apply_exchanges(
+    pool: RunBlockPool,
+    moves: Sequence[BlockMove],
+    copy: CopyBlocks,
+    on_moved: Callable[[Relocation], object] | None,
+    scratch_ids: Sequence[BlockId],
+) -> Relocation:
+    """Implement `apply_moves` for moves in which ids occur twice."""
+    one_way, exchanges = _split(moves)
+    check_places(pool, list(chain.from_iterable(moves)))
+    check_sources(pool, [source for source, _ in moves])
+    check_targets(pool, [target for _, target in one_way])
+    exchanges = [_orient(pool, exchange) for exchange in exchanges]
+    if not scratch_ids:
+        raise InvalidArgumentError(f"{len(exchanges)} exchanges need a scratch slot; pass one in scratch_ids")
+    done = _begin_moves(pool, one_way)
+    try:
+        if one_way:
+            copy(one_way)
+            done += one_way
+        _copy_exchanges(pool, exchanges, copy, scratch_ids, done)
+    except Exception:
+        moved = set(chain.from_iterable(done))
+        _change_ids(pool, done, [move for move in moves if move[0] in moved], on_moved)
+        raise
+    return _change_ids(pool, done, list(moves), on_moved)
+
+
+def _split(moves: Sequence[BlockMove]) -> tuple[list[BlockMove], list[BlockMove]]:
+    """Return the moves without a reverse move, and the first move of each exchange. Raise for C1."""
+    one_way: list[BlockMove] = []
+    exchanges: list[BlockMove] = []
+    planned: set[tuple[BlockId, BlockId]] = set(moves)
+    seen: set[BlockId] = set()
+    halves: set[tuple[BlockId, BlockId]] = set()  # exchanges whose reverse move has not come yet
+    for source, target in moves:
+        if (target, source) in halves:
+            halves.remove((target, source))
+            continue
+        for block_id in (source, target):
+            if block_id in seen:
+                raise InvalidArgumentError(
+                    f"C1: block {block_id} is in two moves; each id may be the source or target of one move, "
+                    "unless two moves exchange two blocks"
+                )
+            seen.add(block_id)
+        if (target, source) in planned:
+            halves.add((source, target))
+            exchanges.append(BlockMove(source, target))
+        else:
+            one_way.append(BlockMove(source, target))
+    return one_way, exchanges
+
+
+def _orient(pool: RunBlockPool, exchange: BlockMove) -> BlockMove:
+    """Return the move to the free, cached block of an exchange. Raise for C2."""
+    source, target = exchange
+    if pool.blocks[target].ref_cnt == 0:
+        return exchange
+    if pool.blocks[source].ref_cnt != 0:
+        raise InvalidBlockError(
+            f"C2: blocks {source} and {target} are both in use; one must be free to exchange them"
+        )
+    return BlockMove(target, source)
+
+
+def _copy_exchanges(
+    pool: RunBlockPool,
+    exchanges: list[BlockMove],
+    copy: CopyBlocks,
+    scratch_ids: Sequence[BlockId],
+    done: list[tuple[BlockId, BlockId]],
+) -> None:
+    """Copy the bytes of exchanges, as many at a time as there are scratch slots.
+
+        slot              scratch   target   source
+        before            -         cached   used
+        1st call of copy  cached    cached   used
+        2nd call          cached    used     used            the target has arrived
+        3rd call          cached    used     cached
+
+    Args:
+        done: receives each exchange whose target has arrived.
+    Raises:
+        Any exception of `copy`. Cached blocks that have lost their bytes are evicted.
+    """
+    for start in range(0, len(exchanges), len(scratch_ids)):
+        batch = exchanges[start : start + len(scratch_ids)]
+        slots = list(zip(batch, scratch_ids, strict=False))
+        endangered = [pool.blocks[target] for _, target in batch]
+        copy([BlockMove(target, slot) for (_, target), slot in slots])
+        try:
+            copy(batch)
+            done += batch
+            copy([BlockMove(slot, source) for (source, _), slot in slots])
+        except Exception:
+            evict_overwritten(pool, endangered)
+            raise

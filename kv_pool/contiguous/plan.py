@@ -5,13 +5,13 @@ hold their blocks in place.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-from kv_pool.contiguous.run_index import EMPTY, IN_USE, RETAINED
 from kv_pool.contiguous.run_pool import RunBlockPool
+from kv_pool.contiguous.run_search import EMPTY, IN_USE, RETAINED
 from kv_pool.core.arguments import as_count
 from kv_pool.errors import InvalidArgumentError, OutOfBlocksError
 from kv_pool.ids import BlockId, BlockMove
@@ -264,10 +264,7 @@ def plan_clear_run(
         blocks.retained[:] = False
 
     def count(where: "NDArray[np.bool_]") -> "NDArray[np.int64]":
-        """Return the count of True in each window, by its first id."""
-        sums = np.concatenate(([0], np.cumsum(where)))
-        windows: NDArray[np.int64] = sums[num_blocks:] - sums[:-num_blocks]
-        return windows
+        return _count_windows(where, num_blocks)
 
     # What taking the run evicts once empty blocks are used up.
     next_evicted = _find_next_evicted(pool, blocks.cached, num_blocks - int(blocks.empty.sum()))
@@ -293,8 +290,29 @@ def plan_clear_run(
     return RunClearance(BlockId(first), _pair(sources[:max_moves], targets))
 
 
+def make_run_check(
+    pool: RunBlockPool, num_blocks: int, max_moves: int | None
+) -> Callable[[Collection[BlockId]], bool]:
+    """Return a function that tells whether there would be a run if other blocks were free as well.
+
+    The function takes the ids of those blocks, with which at least `num_blocks` are free. The run is free
+    then, or `plan_clear_run` can clear it with `max_moves`. O(number of blocks), in NumPy.
+    """
+    blocks = _Map(pool)
+    has_immovable = _count_windows(blocks.immovable, num_blocks) > 0
+    limit = num_blocks if max_moves is None else max_moves
+
+    def has_run(freed_ids: Collection[BlockId]) -> bool:
+        in_use = blocks.ages == IN_USE
+        in_use[list(freed_ids)] = False
+        num_used = _count_windows(in_use, num_blocks)
+        return bool(((num_used == 0) | ((num_used <= limit) & ~has_immovable)).any())
+
+    return has_run
+
+
 def plan_drain(pool: RunBlockPool, num_blocks: int) -> list[BlockMove]:
-    """Plan moves that empty the `num_blocks` highest ids before `RunBlockPool.shrink`.
+    """Plan moves that empty the `num_blocks` highest ids before `compaction.shrink` removes them.
 
     A full cache evicts `num_blocks` cached blocks, less the empty ones: those next in eviction order,
     wherever they are. Blocks in use and other cached blocks of the range move below it, to empty slots and
@@ -323,6 +341,15 @@ def plan_drain(pool: RunBlockPool, num_blocks: int) -> list[BlockMove]:
     next_evicted = _find_next_evicted(pool, blocks.cached, num_blocks - int(blocks.empty.sum()))
     sources = blocks.ids(blocks.movable | (blocks.cached & ~next_evicted), bar)
     return _pair(sources, blocks.ids(blocks.empty | next_evicted, 0, bar))
+
+
+def _count_windows(where: "NDArray[np.bool_]", num_blocks: int) -> "NDArray[np.int64]":
+    """Return the count of True in each window of `num_blocks` ids, by its first id."""
+    import numpy as np
+
+    sums = np.concatenate(([0], np.cumsum(where)))
+    windows: NDArray[np.int64] = sums[num_blocks:] - sums[:-num_blocks]
+    return windows
 
 
 def _pair(sources: list[BlockId], targets: list[BlockId]) -> list[BlockMove]:

@@ -1,11 +1,6 @@
 """`FreeRunIndex`: the age of each block of a pool, and searches for runs of free ids by age.
 
-An age says whether the block is free, whether it has content, and when that was last used:
-
-    0       in use, or the null block
-    1       free and empty: no request can hit it
-    2..254  free with content; larger = used later
-    255     free, in a band above the default one: reused after all others
+See `run_search` for what an age says.
 """
 
 from collections.abc import Sequence
@@ -13,8 +8,18 @@ from typing import Any, Final, cast
 
 from mypy_extensions import i64
 
-from kv_pool.contiguous.buddy import BuddySystem, find_youngest
-from kv_pool.core.block import COMPILED, KVCacheBlock
+from kv_pool.contiguous.buddy import BuddySystem
+from kv_pool.contiguous.run_search import (
+    ANY_AGE,
+    EMPTY,
+    IN_USE,
+    MAX_SCAN,
+    RETAINED,
+    YOUNGEST,
+    OldestRuns,
+    find_first_fit,
+)
+from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.eviction_order import DEFAULT_BAND, EMPTY_BAND
 from kv_pool.core.free_queue import BAND_END
 from kv_pool.core.pool_part import FreeIndex, PoolPart
@@ -22,21 +27,10 @@ from kv_pool.core.pool_state import PoolState
 from kv_pool.core.taking import take_listed
 from kv_pool.ids import BlockId
 
-IN_USE: Final = 0
-EMPTY: Final = 1
-YOUNGEST: Final = 254
-RETAINED: Final = 255
-
 # Rows of one age: assigning a slice to a bytearray is three times as fast from a bytearray as from bytes.
 _ROW_BY_AGE: Final = [bytearray([age]) for age in range(256)]
 _EMPTY_ROW: Final = bytes([EMPTY])
 _IN_USE_ROWS: Final = [bytearray(length) for length in range(65)]
-ANY_AGE: Final = bytes([IN_USE]) + bytes([EMPTY]) * 255
-"""Translation table from age to 1 for free, 0 for in use."""
-_ORDINARY_AGE: Final = ANY_AGE[:RETAINED] + bytes([IN_USE])
-"""Like `ANY_AGE`, but also 0 for retained blocks."""
-_RETAINED_IN_USE: Final = bytes(range(RETAINED)) + bytes([IN_USE])
-"""Translation table that gives retained blocks the age of blocks in use."""
 
 GENERATIONS: Final = 64
 """Generations per turnover of the free blocks; a byte can distinguish almost four turnovers."""
@@ -46,14 +40,6 @@ GENERATIONS: Final = 64
 _MAX_GENERATIONS: Final = 4_096
 
 PLACEMENTS: Final = ("buddy", "first_fit", "oldest")
-
-_MIN_PIECE: Final = 8
-# Bounds of one search, in bytes; benchmarks/bench_runs.py measures their cost and success rate.
-_MAX_SWEEP: Final = 4_096
-_SWEEP_WINDOW: Final = 128
-_MAX_SCAN: Final = 65_536
-_MAX_SCANS: Final = 2
-_MAX_PLACES: Final = 16
 
 
 class FreeRunIndex(FreeIndex):
@@ -76,7 +62,7 @@ class FreeRunIndex(FreeIndex):
             buddy: in the smallest aligned chunk of a power of two that is old enough, see `BuddySystem`; if
                 there is none, as "oldest". `take` uses chunks, too.
             first_fit: at the lowest ids, regardless of cached content.
-            oldest: where the youngest content is oldest, see `find_oldest_run`.
+            oldest: where the youngest content is oldest, see `OldestRuns`.
 
     Attributes:
         buddies: the aligned chunks of the free ids; None until the first search that needs them.
@@ -93,7 +79,7 @@ class FreeRunIndex(FreeIndex):
         self.now: i64 = EMPTY + 1
         self._width: i64 = 1
         self._num_in_generation: i64 = 0
-        self._hand: i64 = 1  # the id where the next sweep or search begins
+        self.oldest: OldestRuns = OldestRuns()
         self.buddies: BuddySystem | None = None
         self.counter: FreeRunCounter | None = None
 
@@ -136,7 +122,7 @@ class FreeRunIndex(FreeIndex):
         chosen: list[KVCacheBlock] = []
         if num_blocks == 1 and (after is None or after.is_null):
             if self.buddies is not None:
-                self._choose_chunks(chosen, blocks, 1)
+                self._mark(chosen, blocks, self.buddies.find_pieces(1, ages, self._find_unused_age()))
             return chosen
         queue = pool.free_block_queue
         head = queue.fake_free_list_head.next_free_block
@@ -151,15 +137,13 @@ class FreeRunIndex(FreeIndex):
             while length < len(data) and data[length] != IN_USE and data[length] <= max_age:
                 length += 1
             if length > 0:
-                chosen.extend(blocks[first : first + length])
-                self._store(first, first + length, IN_USE)
-                need -= length
+                need -= self._mark(chosen, blocks, [(first, first + length)])
             if need == 0:
                 return chosen
         if self.buddies is not None:
-            need -= self._choose_chunks(chosen, blocks, need)
+            need -= self._mark(chosen, blocks, self.buddies.find_pieces(need, ages, self._find_unused_age()))
         elif need > 1:
-            need -= self._choose_swept(chosen, blocks, need, max_age)
+            need -= self._mark(chosen, blocks, self.oldest.find_pieces(need, ages, max_age))
         rest: list[BlockId] = []
         block = head
         while need > 0 and block is not None and block is not queue.fake_free_list_tail:
@@ -174,34 +158,18 @@ class FreeRunIndex(FreeIndex):
             chosen += others
         return chosen
 
-    def _choose_chunks(
-        self, chosen: list[KVCacheBlock], blocks: tuple[KVCacheBlock, ...], num_blocks: i64
+    def _mark(
+        self, chosen: list[KVCacheBlock], blocks: tuple[KVCacheBlock, ...], pieces: list[tuple[int, int]]
     ) -> i64:
-        """Choose and mark blocks by chunks, such as 8 + 4 + 1 for 13, each from the smallest chunks.
-
-        Returns:
-            How many were chosen; fewer than `num_blocks` if the remaining blocks were used recently.
-        """
-        assert self.buddies is not None
-        # Blocks that were unused in the last quarter turnover of the free blocks.
-        max_age: i64 = max(EMPTY, self.now - GENERATIONS // 4)
-        need: i64 = num_blocks
-        size: i64 = 1
-        while size * 2 <= need:
-            size *= 2
-        while need > 0:
-            first: i64 = self.buddies.find_run(size, self.ages, max_age, max_age)
-            if first > 0:
-                chosen.extend(blocks[first : first + size])
-                self._store(first, first + size, IN_USE)
-                need -= size
-            elif size == 1:
-                break
-            else:
-                size //= 2
-            while size > max(1, need):
-                size //= 2
-        return num_blocks - need
+        """Choose the blocks of these pieces of ids, and mark them as in use. Return how many they are."""
+        num_marked: i64 = 0
+        for piece in pieces:
+            first: i64 = piece[0]
+            end: i64 = piece[1]
+            chosen.extend(blocks[first:end])
+            self._store(first, end, IN_USE)
+            num_marked += end - first
+        return num_marked
 
     def _find_early_age(self, head: KVCacheBlock | None) -> i64:
         """Return the greatest age of blocks that may be taken out of order to form a run.
@@ -217,53 +185,13 @@ class FreeRunIndex(FreeIndex):
             max_age = min(max_age, YOUNGEST)
         return max_age
 
+    def _find_unused_age(self) -> i64:
+        """Return the age below which a block was not used in the last quarter turnover of the free blocks."""
+        return max(EMPTY, self.now - GENERATIONS // 4)
+
     def _find_good_age(self) -> i64:
         """Return the age below which a block was hardly used since the last turnover of the free blocks."""
         return max(EMPTY, self.now - GENERATIONS + GENERATIONS // 8)
-
-    def _choose_swept(
-        self, chosen: list[KVCacheBlock], blocks: tuple[KVCacheBlock, ...], num_blocks: i64, oldest: i64
-    ) -> i64:
-        """Choose and mark blocks in long pieces of free ids, no age above `oldest`, from the hand onwards.
-
-        Returns:
-            How many were chosen; may be fewer than `num_blocks`, or none. Each piece has at least 8 blocks,
-            except the last one if fewer are needed.
-
-        The hand moves through the ids in a circle, like a clock's: blocks taken together come up together
-        again, with the same age as their neighbours, so that both runs and the eviction order last. Cost:
-        O(num_blocks), within a fixed number of bytes.
-        """
-        ages = self.ages
-        num_all: i64 = len(ages)
-        need: i64 = num_blocks
-        at = self._hand
-        left: i64 = min(max(_MAX_SWEEP, 32 * need), num_all - 1)
-        while need > 0 and left > 0:
-            if at >= num_all:
-                at = 1
-            data = bytes(ages[at : at + min(left, max(2 * need, _SWEEP_WINDOW))])
-            size: i64 = len(data)
-            position: i64 = 0
-            while need > 0 and position < size:
-                while position < size and (data[position] == IN_USE or data[position] > oldest):
-                    position += 1
-                start: i64 = position
-                end: i64 = min(size, start + need)
-                while position < end and data[position] != IN_USE and data[position] <= oldest:
-                    position += 1
-                length: i64 = position - start
-                if position == size and start > 0 and length < need and at + size < num_all:
-                    position = start  # the piece may continue in the next window
-                    break
-                if length > 0 and length >= min(need, _MIN_PIECE):
-                    chosen.extend(blocks[at + start : at + position])
-                    self._store(at + start, at + position, IN_USE)
-                    need -= length
-            at += position
-            left -= position
-        self._hand = at
-        return num_blocks - need
 
     def find(
         self,
@@ -289,124 +217,41 @@ class FreeRunIndex(FreeIndex):
         was_changing = pool.is_changing
         pool.is_changing = True
         while True:
-            first = self._find_empty(num_blocks, after, lowest_empty)
-            if first is None:
+            first: i64 = self._find_empty(num_blocks, after, lowest_empty)
+            if first == 0:
                 first = self.find_run(num_blocks, avoids_retained)
-            if first is None:
-                break
-            run = list(pool.blocks[first : first + num_blocks])
-            if are_queued(run):
+            run = list(pool.blocks[first : first + num_blocks]) if first else []
+            if not run or are_queued(run):
                 break
             self.rebuild_from(pool)  # a caller has changed the queue itself
         pool.is_changing = was_changing
-        return None if first is None else run
+        return run or None
 
-    def _find_empty(self, num_blocks: int, after: KVCacheBlock | None, lowest_empty: bool) -> BlockId | None:
-        """Return the first of the empty ids that `find` prefers to a search by `placement`, or None."""
+    def _find_empty(self, num_blocks: int, after: KVCacheBlock | None, lowest_empty: bool) -> BlockId:
+        """Return the first of the empty ids that `find` prefers to a search by `placement`; 0 for none."""
         if after is not None and self.ages.startswith(_EMPTY_ROW * num_blocks, after.block_id + 1):
             return cast(BlockId, after.block_id + 1)
         if lowest_empty and self.placement == "oldest":
-            place = self.ages.find(_EMPTY_ROW * num_blocks, 0, _MAX_SCAN)
-            if place >= 0:
-                return cast(BlockId, place)
-        return None
+            return cast(BlockId, max(0, self.ages.find(_EMPTY_ROW * num_blocks, 0, MAX_SCAN)))
+        return cast(BlockId, 0)
 
-    def find_run(self, num_blocks: int, avoids_retained: bool = False) -> BlockId | None:
-        """Return the first id of `num_blocks` consecutive free ids by `placement`, or None.
+    def find_run(self, num_blocks: int, avoids_retained: bool = False) -> BlockId:
+        """Return the first id of `num_blocks` consecutive free ids by `placement`; 0 for none.
 
         Args:
             avoids_retained: see `find`.
         """
+        max_age = YOUNGEST if avoids_retained else RETAINED
         if self.placement == "first_fit":
-            is_free = self.ages.translate(_ORDINARY_AGE if avoids_retained else ANY_AGE)
-            place = is_free.find(ANY_AGE[1:2] * num_blocks)
-            return None if place < 0 else cast(BlockId, place)
+            return find_first_fit(num_blocks, self.ages, max_age)
+        good = self._find_good_age()
         if self.placement == "buddy":
             if self.buddies is None:
                 self.buddies = BuddySystem()
-            max_age = YOUNGEST if avoids_retained else RETAINED
-            first = self.buddies.find_run(num_blocks, self.ages, self._find_good_age(), max_age)
+            first = self.buddies.find_run(num_blocks, self.ages, good, YOUNGEST)
             if first:
                 return first
-        return self.find_oldest_run(num_blocks, avoids_retained)
-
-    def find_oldest_run(self, num_blocks: int, avoids_retained: bool = False) -> BlockId | None:
-        """Return the first id of `num_blocks` consecutive free ids with old content, or None.
-
-        Searches the ids in a circle, from the end of the last search, and returns the place whose youngest
-        block was used longest ago, among the first 16 places that it finds. A place that was hardly used
-        since the last turnover of the free blocks ends the search. In each free run it tries the multiples of
-        the next power of two, so that the rest of the run stays whole, and both ends; the first of equally
-        old places wins. A call scans at most 131,072 ids, and the next call continues from there: in a larger
-        pool None does not prove that there is no run.
-
-        Args:
-            avoids_retained: see `find`.
-        """
-        n: i64 = num_blocks
-        num_all: i64 = len(self.ages)
-        is_whole: bool = num_all <= _MAX_SCANS * _MAX_SCAN
-        # If the loop below is not compiled, methods of bytes detect faster that there is no run.
-        if not COMPILED and is_whole and ANY_AGE[1:2] * num_blocks not in self.ages.translate(ANY_AGE):
-            return None
-        slot: i64 = 1
-        while slot < n:
-            slot *= 2
-        good: i64 = self._find_good_age()
-        best: i64 = 0
-        best_age: i64 = RETAINED + 1
-        num_places: i64 = 0
-        at = self._hand if self._hand < num_all else 1
-        left: i64 = min(num_all + n - 2, _MAX_SCANS * _MAX_SCAN)
-        while left > 0 and num_places < _MAX_PLACES and best_age > good:
-            data = bytes(self.ages[at : at + min(left, _MAX_SCAN)])
-            if avoids_retained and RETAINED in data:
-                data = data.translate(_RETAINED_IN_USE)
-            size: i64 = len(data)
-            last: i64 = n - 1
-            while last < size and num_places < _MAX_PLACES and best_age > good:
-                # Backwards from where a run would end: ids before the last one in use are skipped.
-                low: i64 = last - n
-                position: i64 = last
-                while position > low and data[position] != IN_USE:
-                    position -= 1
-                if position > low:
-                    last = position + n
-                    continue
-                first: i64 = low + 1
-                end: i64 = data.find(IN_USE, last)
-                if end < 0:
-                    end = size
-                place: i64 = first + (slot - (at + first) % slot) % slot
-                turn: i64 = 0
-                if place + n > end:
-                    place = first
-                    turn = 1
-                while turn < 3 and num_places < _MAX_PLACES and best_age > good:
-                    age: i64 = find_youngest(data, place, place + n, best_age)
-                    if age < best_age:
-                        best = at + place
-                        best_age = age
-                    if age < RETAINED:
-                        num_places += 1
-                    if turn == 0 and place + slot + n <= end:
-                        place += slot
-                    else:
-                        turn += 1
-                        place = first if turn == 1 else end - n
-                last = end + n
-            left -= size
-            if at + size >= num_all:
-                at = 1
-            else:  # a run may begin in this part of the ids and end in the next one
-                at += max(1, size - n + 1)
-                if left > 0:
-                    left += n - 1
-        if best:
-            self._hand = best + n
-        elif not is_whole:
-            self._hand = at
-        return cast(BlockId, best) if best else None
+        return self.oldest.find_run(num_blocks, self.ages, good, max_age)
 
     def count_runs(self, run_length: int) -> "FreeRunCounter":
         """Return the number of free ids and of disjoint runs of `run_length`, kept up to date from now on.
@@ -514,7 +359,7 @@ class FreeRunIndex(FreeIndex):
 
     def _note_all_changed(self) -> None:
         self.counter = None
-        self._hand = 1
+        self.oldest.hand = 1
         if self.buddies is not None:
             self.buddies.note_all_changed()
 

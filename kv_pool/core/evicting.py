@@ -27,17 +27,25 @@ def evict(pool: PoolState, block: KVCacheBlock) -> bool:
 
 def evict_invalid(pool: PoolState, blocks: list[KVCacheBlock]) -> None:
     """Implement `BlockPool.evict_blocks`."""
+    own_hashes: list[Any] = []
+    for block in blocks:
+        key = block.key
+        own_hashes.append(key[:-4] if isinstance(key, bytes) else find_own_hash(block))
+    evict_overwritten(pool, blocks)
+    for block, own_hash in zip(blocks, own_hashes):  # noqa: B905 (mypyc makes a loop of this only)
+        if own_hash is not None:
+            note_own_hash(block, own_hash)
+
+
+def evict_overwritten(pool: PoolState, blocks: list[KVCacheBlock]) -> None:
+    """Evict blocks whose content other bytes replace, and end their generation. References do not change."""
     was_changing = pool.is_changing
     pool.is_changing = True
     for block in blocks:
-        key = block.key
-        own_hash = key[:-4] if isinstance(key, bytes) else find_own_hash(block)
         block.generation += 1
         if pool.metrics_collector is not None:
             pool.metrics_collector.on_block_evicted(block)
         evict(pool, block)
-        if own_hash is not None:
-            note_own_hash(block, own_hash)
         if block.block_id not in pool.reuse_watchers:
             for part in pool.parts:
                 part.note_emptied(block.block_id)

@@ -1,4 +1,4 @@
-"""Swap the ids of blocks after their bytes have been moved."""
+"""Swap the ids of blocks after their bytes have been moved; check whether blocks can be moved."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -22,6 +22,31 @@ def check_pairs(pool: PoolState, pairs: list[tuple[BlockId, BlockId]]) -> None:
         raise InvalidBlockError(
             f"swap_block_ids() takes distinct ids of 1..{len(pool.blocks) - 1}, each listed once"
         )
+
+
+def check_places(pool: PoolState, ids: list[BlockId]) -> None:
+    """Check C3 of `contiguous/invariants.py`. Raises InvalidBlockError."""
+    if min(ids) < 1 or max(ids) >= len(pool.blocks):
+        wrong = min(ids) if min(ids) < 1 else max(ids)
+        raise InvalidBlockError(
+            f"C3: block {wrong} cannot move: it is the null block, or outside 1..{len(pool.blocks) - 1}"
+        )
+    pool.holds.check_movable(set(ids))
+
+
+def check_sources(pool: PoolState, ids: list[BlockId]) -> None:
+    """Check C2 of `contiguous/invariants.py` for blocks that move. Raises InvalidBlockError."""
+    for block_id in ids:
+        block = pool.blocks[block_id]
+        if block.ref_cnt == 0 and block.key is None:
+            raise InvalidBlockError(f"C2: block {block_id} is neither in use nor cached: nothing to move")
+
+
+def check_targets(pool: PoolState, ids: list[BlockId]) -> None:
+    """Check C2 of `contiguous/invariants.py` for blocks that moves overwrite. Raises InvalidBlockError."""
+    for block_id in ids:
+        if pool.blocks[block_id].ref_cnt != 0:
+            raise InvalidBlockError(f"C2: block {block_id} is in use and cannot be overwritten")
 
 
 def swap_ids(pool: PoolState, pairs: list[tuple[BlockId, BlockId]]) -> None:

@@ -148,6 +148,17 @@ def check_whole(pool: PoolState) -> None:
         refuse_interrupted()
 
 
+def set_blocks(pool: PoolState, blocks: tuple[KVCacheBlock, ...]) -> None:
+    """Set the pool's blocks, and what depends on their number."""
+    num_blocks = len(blocks)
+    pool.blocks = blocks
+    pool.num_gpu_blocks = num_blocks
+    if pool._num_guessable:
+        pool._num_guessable = num_blocks
+    for part in pool.parts:
+        part.note_resized(num_blocks)
+
+
 def get_watched_blocks(owner: Any) -> dict[KVCacheBlock, float]:
     """Return the blocks that have a reuse watcher, each with the time since which it has one.
 

@@ -2,8 +2,7 @@
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.hash_map import BlockHashToBlockMap
-from kv_pool.core.pool_state import PoolState
-from kv_pool.core.resizing import set_blocks
+from kv_pool.core.pool_state import PoolState, set_blocks
 from kv_pool.core.taking import notify_watchers
 from kv_pool.errors import InvalidBlockError
 from kv_pool.ids import BlockId

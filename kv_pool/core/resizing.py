@@ -4,7 +4,7 @@ from typing import cast
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.evicting import evict
-from kv_pool.core.pool_state import PoolState
+from kv_pool.core.pool_state import PoolState, set_blocks
 from kv_pool.core.taking import notify_watchers_off_queue
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError
 from kv_pool.ids import BlockId
@@ -56,14 +56,3 @@ def remove_last(pool: PoolState, num_blocks: int) -> None:
     for part in pool.parts:
         part.note_removed(removed)
     pool.is_changing = False
-
-
-def set_blocks(pool: PoolState, blocks: tuple[KVCacheBlock, ...]) -> None:
-    """Set the pool's blocks, and what depends on their number."""
-    num_blocks = len(blocks)
-    pool.blocks = blocks
-    pool.num_gpu_blocks = num_blocks
-    if pool._num_guessable:
-        pool._num_guessable = num_blocks
-    for part in pool.parts:
-        part.note_resized(num_blocks)

@@ -8,8 +8,8 @@ from operator import attrgetter
 import msgspec
 
 from kv_pool.contiguous.fragmentation import get_fragmentation_rate
-from kv_pool.contiguous.run_index import EMPTY, IN_USE
-from kv_pool.contiguous.run_pool_core import RunPoolCore
+from kv_pool.contiguous.run_pool import RunBlockPool
+from kv_pool.contiguous.run_search import EMPTY, IN_USE
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
 
@@ -33,7 +33,7 @@ def read_states(pool: BlockPoolCore) -> bytes:
     Free blocks without a hash but with a reuse watcher are CACHED.
     Cost: O(number of blocks); a few nanoseconds per block of a `RunBlockPool`, some tens of a `BlockPool`.
     """
-    if isinstance(pool, RunPoolCore):
+    if isinstance(pool, RunBlockPool):
         states = pool.run_index.ages.translate(_STATES_BY_AGE)
     else:
         states = bytearray(

@@ -11,13 +11,12 @@ from kv_pool import (
     Eviction,
     GPUKVPool,
     InvalidBlockError,
-    LRUEviction,
     PinLimitError,
     PinnedBlockError,
     PoolExhaustedError,
     UnknownSequenceError,
 )
-from kv_pool.ids import BlockMove
+from kv_pool.ids import BlockMove, is_run
 from kv_pool.manager.sequences.evictions import Evictions
 
 TO_MAKE_ROOM = r"sequence 1 was evicted to make room for sequence 4; its 3 blocks may hold other data now"
@@ -39,15 +38,6 @@ def make_evicted(**options):
     return pool, old_ids
 
 
-def test_by_default_the_lru_sequence_is_evicted():
-    pool = make_full()
-    pool.note_access(1)
-    take(pool, 4, 2)
-    assert pool.list_sequences() == [3, 1, 4]
-    assert GPUKVPool(9, 4, eviction_policy=LRUEviction()).get_free_blocks() == 9
-    check(pool)
-
-
 def test_pinned_sequences_and_hopeless_requests_evict_nothing():
     pool = make_full()
     pool.pin(pool.blocks_of(2)[:1])
@@ -58,13 +48,6 @@ def test_pinned_sequences_and_hopeless_requests_evict_nothing():
     assert pool.list_sequences() == [1, 2, 3]
     take(pool, 4, 6)
     assert pool.list_sequences() == [2, 4]
-
-
-def test_without_a_policy_the_refusal_names_the_reason():
-    pool = make_full(eviction_policy=None)
-    with pytest.raises(PoolExhaustedError, match=r"Tried: no eviction \(eviction_policy is None\)"):
-        take(pool, 4, 1)
-    assert pool.list_sequences() == [1, 2, 3]
 
 
 def test_blocks_move_before_a_sequence_is_evicted_for_a_run():
@@ -86,6 +69,16 @@ def test_blocks_move_before_a_sequence_is_evicted_for_a_run():
     pool = make_scattered(eviction_policy=None)
     with pytest.raises(PoolExhaustedError, match=r"no compaction \(ids change .* only with on_moved=\)"):
         take(pool, 5, 4, contiguous="require")
+
+
+def test_few_moves_save_an_eviction_for_a_required_run():
+    pool = GPUKVPool(3, 4, placement="oldest", on_moved=lambda relocation: None)
+    for sequence_id in (1, 2, 1):
+        take(pool, sequence_id, 1, contiguous="no")
+    pool.note_access(2)
+    assert is_run(take(pool, 3, 2, contiguous="require", max_moves=1))
+    assert pool.list_sequences() == [2, 3]
+    check(pool)
 
 
 @pytest.mark.parametrize(

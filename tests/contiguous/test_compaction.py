@@ -11,6 +11,7 @@ from kv_pool import (
 from kv_pool.contiguous import invariants
 from kv_pool.contiguous.compaction import apply_moves, gather, pack, shrink
 from kv_pool.contiguous.run_pool import RunBlockPool
+from kv_pool.core.evicting import find_own_hash
 from kv_pool.core.pool_state import ReuseWatcher
 from kv_pool.ids import BlockMove
 from kv_pool.metrics.residency import KVCacheMetricsCollector
@@ -66,6 +67,17 @@ def test_an_invalid_move_changes_nothing(pairs, error, broken):
         apply_moves(pool, moves(*pairs), engine.copy)
     assert engine.copies == []
     invariants.check_nothing_moved(before, pool)
+
+
+@pytest.mark.parametrize("is_evicted_before", [False, True])
+def test_an_overwritten_block_has_no_hash_of_its_own(is_evicted_before):
+    pool, engine = make_engine("free: 2* | in use: 1")
+    [target] = blocks(pool, 2)
+    if is_evicted_before:
+        pool.evict_blocks([2])
+        assert find_own_hash(target) is not None
+    apply_moves(pool, moves((1, 2)), engine.copy)
+    assert (target.block_id, target.key, find_own_hash(target)) == (1, None, None)
 
 
 # ---- C4 to C10: each broken once ---------------------------------------------------------------------

@@ -7,7 +7,7 @@ import pytest
 from contiguous.slot_engine import make_run_pool
 from drawing import blocks, cache, ids, state
 
-from kv_pool import InvalidArgumentError, InvalidBlockError, InvalidTypeError, OutOfBlocksError
+from kv_pool import InvalidArgumentError, InvalidTypeError, OutOfBlocksError
 from kv_pool.contiguous import invariants
 from kv_pool.contiguous.run_pool import RunBlockPool
 
@@ -45,7 +45,7 @@ def test_the_run_is_the_oldest_of_the_first_16_places(seed):
         pool.free_blocks([block])
     ages = bytes(pool.run_index.ages)
     length = rng.randrange(1, 6)
-    places = list_places(ages, length, pool.run_index._hand)
+    places = list_places(ages, length, pool.run_index.oldest.hand)
     youngest = [max(ages[place : place + length]) for place in places]
     taken = pool.get_new_run(length)
     if taken is None:
@@ -153,17 +153,3 @@ def test_runs_and_fragmentation_use_maximal_free_runs():
     assert pool.get_fragmentation_rate() == 1
     with pytest.raises(InvalidArgumentError):
         pool.get_fragmentation_rate(0)
-
-
-# ---- resizing ------------------------------------------------------------------------------------
-
-
-def test_blocks_in_use_cannot_be_removed():
-    pool = make_run_pool("free: 1* 4* 3 | in use: 2")
-    with pytest.raises(InvalidBlockError, match="block 2 is in use"):
-        pool.shrink(3)
-    assert state(pool) == "free: 1* 4* 3 | in use: 2"
-    for wrong in (-1, 5):
-        with pytest.raises(InvalidArgumentError):
-            pool.shrink(wrong)
-    invariants.check(pool)

@@ -289,7 +289,7 @@ class Life:
 
     def resize(self):
         if self.rng.random() < 0.5:
-            self.pool.grow(self.rng.randrange(4))
+            self.pool.add_blocks(self.rng.randrange(4))
         else:
             count = self.rng.randrange(min(4, self.pool.num_gpu_blocks))
             top = set(range(self.pool.num_gpu_blocks - count, self.pool.num_gpu_blocks))

@@ -6,8 +6,8 @@ from core.banded_pool import PICTURE, ByHash, check, list_bands, make_banded
 from drawing import blocks, ids, make_pool, state
 
 from kv_pool import BlockPool, CorruptedPoolError, InvalidArgumentError, InvalidBlockError, OutOfBlocksError
-from kv_pool.contiguous.run_index import RETAINED
 from kv_pool.contiguous.run_pool import RunBlockPool
+from kv_pool.contiguous.run_search import RETAINED
 from kv_pool.core.eviction_order import EMPTY_BAND, EXPIRED_BAND
 
 
@@ -161,4 +161,13 @@ def test_retained_blocks_are_chosen_last_for_a_run():
     assert sorted(ids(pool.get_new_blocks(2))) == [3, 6]
     assert pool.run_index.find(pool, 2, avoids_retained=True) is None
     assert ids(pool.get_new_run(2)) == [1, 2]
+    check(pool)
+
+
+def test_an_empty_run_is_taken_before_a_retained_chunk():
+    pool = make_run_pool("free: 1 2 4* 5* | in use: 3 6 7", placement="buddy")
+    pool.open_bands(ByHash(pool))
+    pool.move_to_band(blocks(pool, 4, 5), 8)
+    assert ids(pool.get_new_run(2)) == [1, 2]
+    assert ids(pool.get_new_run(2)) == [4, 5]
     check(pool)

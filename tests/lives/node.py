@@ -258,7 +258,7 @@ class Node:
         if self.grown == 0 or (self.grown < NUM_SPARE and self.world.chance(0.3)):
             count = self.rng.randint(1, NUM_SPARE - max(0, self.grown))
             if self.world.chance(0.5):
-                self.pool.grow(count)
+                self.pool.add_blocks(count)
                 self.grown += count
                 return "grow"
         count = self.rng.randint(1, 3)
@@ -280,7 +280,7 @@ class Node:
 
     def restore_size(self):
         if self.grown < 0:
-            self.pool.grow(-self.grown)
+            self.pool.add_blocks(-self.grown)
         elif self.grown > 0:
             if self.watched:  # they would not move
                 assert self.reset_caches()

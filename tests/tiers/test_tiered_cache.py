@@ -338,7 +338,7 @@ def test_shrinking_a_pool_offloads_pending_blocks(make_pool):
     pool.free_blocks(blocks)
     taken = pool.get_new_blocks(8)
     pool.free_blocks(taken)
-    pool.shrink(4) if make_pool is RunBlockPool else pool.remove_last_blocks(4)
+    pool.remove_last_blocks(4)
     assert not cache._pending
     content[5:] = 0  # another owner overwrites them
     cache.flush()

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from mypy_extensions import mypyc_attr
 
-from kv_pool.contiguous.run_pool_core import RunPoolCore
 from kv_pool.core.arguments import as_int, as_list
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.freeing import free_listed
+from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import (
     FrozenSequenceError,
     InvalidArgumentError,
@@ -71,7 +71,7 @@ class Pins:
         limit: how many blocks may be pinned at once, None for all; a block pinned twice counts once.
     """
 
-    def __init__(self, block_pool: RunPoolCore, limit: int | None) -> None:
+    def __init__(self, block_pool: BlockPoolCore, limit: int | None) -> None:
         self.limit = limit
         self._pool = block_pool
         self.owners: dict[KVCacheBlock, dict[Holder | None, int]] = {}
@@ -192,7 +192,7 @@ class Holdings:
 
     def __init__(
         self,
-        block_pool: RunPoolCore,
+        block_pool: BlockPoolCore,
         max_pinned_blocks: int | None,
         clock: Callable[[], float],
         device_id: int,
@@ -207,7 +207,7 @@ class Holdings:
         self.holders_of: dict[KVCacheBlock, Holders] = {}
         self.frozen: dict[SequenceId, str] = {}
         self.evictions = Evictions()
-        self.order = AccessOrder(self)
+        self.order = AccessOrder()
 
     def hold(self, holder: Holder, blocks: list[KVCacheBlock]) -> None:
         """Enter the sequence as a holder of blocks with references, as part of a larger call."""
@@ -317,12 +317,6 @@ class Holdings:
             self.retention = BlockRetention(self.block_pool, self.clock, self.pins.max_pinned_blocks)
         return self.retention
 
-    def will_pin(self, holder: Holder, position: int, block: KVCacheBlock) -> bool:
-        """Return whether retention would pin the block if this sequence, its last holder, released it."""
-        return self.retention is not None and self.retention.will_pin(
-            RequestId(str(holder.sequence_id)), GroupId(0), position, block
-        )
-
     def repair(self) -> list[KVCacheBlock]:
         """Make all records agree with the blocks of each sequence, before the pool counts references again.
 
@@ -344,6 +338,82 @@ class Holdings:
         self.evictions.repair(self.holders)
         self.order.rebuild(self.holders.values())
         return [block for holder in self.holders.values() for block in holder.blocks]
+
+    # ---- choosing sequences to evict -----------------------------------------------------------------
+
+    def choose_victims(
+        self,
+        priority: int,
+        spared: Collection[SequenceId],
+        num_blocks: int,
+        has_run: Callable[[list[BlockId]], bool] | None = None,
+    ) -> list[Holder] | None:
+        """Return the first sequences in the order of eviction that free `num_blocks`; None if all do not.
+
+        Args:
+            priority: sequences of higher priority are not evicted.
+            spared: sequences that are not evicted.
+            has_run: called with the ids that would become free; evict more sequences while it returns False.
+        """
+        chosen = self._choose(priority, spared, num_blocks, has_run)
+        if chosen is None and self.order.has_excluded:
+            self.order.rebuild(self.holders.values())
+            chosen = self._choose(priority, spared, num_blocks, has_run)
+        return chosen
+
+    def _choose(
+        self,
+        priority: int,
+        spared: Collection[SequenceId],
+        num_blocks: int,
+        has_run: Callable[[list[BlockId]], bool] | None,
+    ) -> list[Holder] | None:
+        victims: list[Holder] = []
+        if num_blocks <= 0 and has_run is None:
+            return victims
+        freed_ids: list[BlockId] = []
+        left: dict[KVCacheBlock, int] = {}
+        # Closed here: an error in a generator that Python drops would be lost.
+        with closing(self.iter_candidates(priority, spared)) as candidates:
+            for holder in candidates:
+                victims.append(holder)
+                for position, block in enumerate(holder.blocks):
+                    left[block] = left.get(block, block.ref_cnt) - 1
+                    if left[block] == 0 and not self._will_pin(holder, position, block):
+                        freed_ids.append(block.block_id)
+                if len(freed_ids) >= num_blocks and (has_run is None or has_run(freed_ids)):
+                    return victims
+        return None
+
+    def iter_candidates(self, priority: int, spared: Collection[SequenceId]) -> Generator[Holder, None, None]:
+        """Yield the sequences that may be evicted, in the order of eviction. Change none meanwhile.
+
+        Excludes sequences of higher priority, with a pinned block, spared, or frozen by a migration.
+        """
+        order, pins = self.order, self.pins
+        returned: list[Holder] = []
+        while pins.unpinned:
+            block, _ = pins.unpinned.popitem()
+            holders = self.holders_of.get(block, ())
+            returned += [holder for holder in holders if holder.queue is order.aside]
+        order.bring_back(returned)
+        pinned: list[Holder] = []
+        try:
+            for holder in order.rank(priority):
+                if pins.is_any_pinned(holder.blocks):
+                    pinned.append(holder)
+                elif holder.sequence_id not in spared and holder.sequence_id not in self.frozen:
+                    yield holder
+        finally:
+            order.set_aside(pinned)
+
+    def _will_pin(self, holder: Holder, position: int, block: KVCacheBlock) -> bool:
+        """Return whether retention would pin the block if this sequence, its last holder, released it."""
+        return self.retention is not None and self.retention.will_pin(
+            RequestId(str(holder.sequence_id)), GroupId(0), position, block
+        )
+
+    # ---- checks and look-ups -------------------------------------------------------------------------
 
     def check_usable(self, sequence_id: Any) -> None:
         """Raise FrozenSequenceError if a migration has frozen the sequence."""
@@ -453,24 +523,25 @@ class Holdings:
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class AccessOrder:
-    """The sequences in the order of eviction for an LRU policy; the base of the order for other policies.
+    """The sequences in the order of eviction for an LRU policy. `RankedOrder` keeps that of another policy.
 
         queues    one for each priority, least recently accessed first: all sequences, except those
         aside     that had a pinned block when they were next, until one of their blocks is unpinned
 
     So a search finds the next sequence at once, however many there are, and passes each pinned one once. An
     unpinned one that returns costs the next search O(n log n) for the n sequences accessed before it.
+
+    Attributes:
+        has_excluded: the policy has left out a sequence, which it may rank after `rebuild`.
     """
 
-    def __init__(self, holdings: Holdings) -> None:
-        self._holdings = holdings
+    def __init__(self) -> None:
         self._queues: list[OrderedDict[SequenceId, Holder]] = [OrderedDict() for _ in (NORMAL, HIGH, URGENT)]
-        self._aside: OrderedDict[SequenceId, Holder] = OrderedDict()
-
-    # ---- changes of `Holdings`, O(1) -----------------------------------------------------------------
+        self.aside: OrderedDict[SequenceId, Holder] = OrderedDict()
+        self.has_excluded = False
 
     def note_access(self, holder: Holder) -> None:
-        """Record that a sequence was accessed, or is new."""
+        """Record that a sequence was accessed, or is new. O(1)."""
         queue = self._queues[holder.priority]
         if holder.queue is queue:
             queue.move_to_end(holder.sequence_id)
@@ -478,88 +549,33 @@ class AccessOrder:
             self._move(holder, queue)
 
     def note_change(self, holder: Holder) -> None:
-        """Record that a sequence has other blocks."""
+        """Record that a sequence has other blocks. O(1)."""
 
     def remove(self, holder: Holder) -> None:
-        """Remove a sequence that holds no blocks any more. No-op if it is not there."""
+        """Remove a sequence that holds no blocks any more. No-op if it is not there. O(1)."""
         holder.ticket = 0
         if holder.queue is not None:
             holder.queue.pop(holder.sequence_id, None)
             holder.queue = None
 
-    def _move(self, holder: Holder, queue: OrderedDict[SequenceId, Holder]) -> None:
-        """Move a sequence to the end of a queue."""
-        holder.ticket = 0
-        if holder.queue is not None:
-            holder.queue.pop(holder.sequence_id, None)
-        queue[holder.sequence_id] = holder
-        holder.queue = queue
-
     def rebuild(self, holders: Iterable[Holder]) -> None:
         """Start again with these sequences, least recently accessed first."""
-        for queue in (self._aside, *self._queues):
+        for queue in (self.aside, *self._queues):
             queue.clear()
         for holder in list(holders):
             holder.queue = None
             self.note_access(holder)
 
-    # ---- searching -------------------------------------------------------------------------------
+    def rank(self, priority: int) -> Iterator[Holder]:
+        """Yield the sequences of at most this priority, without those aside, in the order of eviction."""
+        return chain.from_iterable(queue.values() for queue in self._queues[: priority + 1])
 
-    def choose(
-        self,
-        priority: int,
-        spared: Collection[SequenceId],
-        num_blocks: int,
-        has_run: Callable[[list[BlockId]], bool] | None = None,
-    ) -> list[Holder] | None:
-        """Return the first sequences in the policy's order that free `num_blocks`; None if all do not.
+    def set_aside(self, holders: Sequence[Holder]) -> None:
+        """Leave out these sequences until `bring_back`, or until they are accessed."""
+        for holder in holders:
+            self._move(holder, self.aside)
 
-        Args:
-            priority: sequences of higher priority are not evicted.
-            spared: sequences that are not evicted.
-            has_run: called with the ids that would become free; evict more sequences while it returns False.
-        """
-        victims: list[Holder] = []
-        if num_blocks <= 0 and has_run is None:
-            return victims
-        freed_ids: list[BlockId] = []
-        left: dict[KVCacheBlock, int] = {}
-        # Closed here: an error in a generator that Python drops would be lost.
-        with closing(self.rank(priority, spared)) as ranked:
-            for holder in ranked:
-                victims.append(holder)
-                for position, block in enumerate(holder.blocks):
-                    left[block] = left.get(block, block.ref_cnt) - 1
-                    if left[block] == 0 and not self._holdings.will_pin(holder, position, block):
-                        freed_ids.append(block.block_id)
-                if len(freed_ids) >= num_blocks and (has_run is None or has_run(freed_ids)):
-                    return victims
-        return None
-
-    def rank(self, priority: int, spared: Collection[SequenceId]) -> Generator[Holder, None, None]:
-        """Yield the sequences that may be evicted, in the policy's order. Change none meanwhile.
-
-        Excludes sequences of higher priority, with a pinned block, spared, or frozen by a migration.
-        """
-        pins = self._holdings.pins
-        returned: list[Holder] = []
-        while pins.unpinned:
-            block, _ = pins.unpinned.popitem()
-            holders = self._holdings.holders_of.get(block, ())
-            returned += [holder for holder in holders if holder.queue is self._aside]
-        self._return(returned)
-        pinned: list[Holder] = []
-        try:
-            for holder in self._iterate(priority):
-                if pins.is_any_pinned(holder.blocks):
-                    pinned.append(holder)
-                elif holder.sequence_id not in spared and holder.sequence_id not in self._holdings.frozen:
-                    yield holder
-        finally:
-            for holder in pinned:
-                self._move(holder, self._aside)
-
-    def _return(self, returned: list[Holder]) -> None:
+    def bring_back(self, returned: Sequence[Holder]) -> None:
         """Put sequences that were aside back into their places in front of those accessed later."""
         for number in {holder.priority for holder in returned}:
             queue = self._queues[number]
@@ -574,9 +590,11 @@ class AccessOrder:
                 self._move(holder, queue)
                 queue.move_to_end(holder.sequence_id, last=False)
 
-    def _iterate(self, priority: int) -> Iterator[Holder]:
-        """Yield the sequences of at most this priority, without those aside, in the order of eviction."""
-        return chain.from_iterable(queue.values() for queue in self._queues[: priority + 1])
+    def _move(self, holder: Holder, queue: OrderedDict[SequenceId, Holder]) -> None:
+        """Move a sequence to the end of a queue."""
+        self.remove(holder)
+        queue[holder.sequence_id] = holder
+        holder.queue = queue
 
 
 def import_retention() -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Protocol
 
-from kv_pool.ids import BlockId, SequenceId
+from kv_pool.ids import SequenceId
 from kv_pool.manager.sequences.holdings import AccessOrder, Holder, Holdings
 
 Run = list[tuple[Holder, int]]
@@ -71,42 +71,27 @@ class RankedOrder(AccessOrder):
     """
 
     def __init__(self, holdings: Holdings, policy: EvictionPolicy) -> None:
-        super().__init__(holdings)
+        super().__init__()
+        self._holdings = holdings
         self._policy = policy
         self._ranks_each_time = bool(getattr(policy, "ranks_each_time", False))
         self._runs: list[list[Run]] = [[] for _ in self._queues]
         self._num_tickets = 0
-        # Whether the policy has left out a sequence, which another ranking may include.
-        self._has_excluded = False
 
     def note_change(self, holder: Holder) -> None:
         self.note_access(holder)
 
-    def choose(
-        self,
-        priority: int,
-        spared: Collection[SequenceId],
-        num_blocks: int,
-        has_run: Callable[[list[BlockId]], bool] | None = None,
-    ) -> list[Holder] | None:
-        """As `AccessOrder.choose`; if the sequences that the policy ranks do not suffice, rank all again."""
-        chosen = super().choose(priority, spared, num_blocks, has_run)
-        if chosen is None and self._has_excluded:
-            self.rebuild(self._holdings.holders.values())
-            chosen = super().choose(priority, spared, num_blocks, has_run)
-        return chosen
-
     def rebuild(self, holders: Iterable[Holder]) -> None:
-        self._has_excluded = False
+        self.has_excluded = False
         for runs in self._runs:
             runs.clear()
         super().rebuild(holders)
 
-    def _return(self, returned: list[Holder]) -> None:
+    def bring_back(self, returned: Sequence[Holder]) -> None:
         for holder in returned:
             self.note_access(holder)
 
-    def _iterate(self, priority: int) -> Iterator[Holder]:
+    def rank(self, priority: int) -> Iterator[Holder]:
         if self._ranks_each_time:
             self.rebuild(self._holdings.holders.values())
         for number, changed in enumerate(self._queues):
@@ -162,6 +147,6 @@ class RankedOrder(AccessOrder):
         for holder in reversed(ranked):
             holder.ticket = self._num_tickets
             run.append((holder, holder.ticket))
-        self._has_excluded = self._has_excluded or len(run) < len(together)
+        self.has_excluded = self.has_excluded or len(run) < len(together)
         if run:
             runs.append(run)
