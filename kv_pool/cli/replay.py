@@ -99,9 +99,9 @@ def replay(
 
 _SWEEP_ORDER = """
 trace blocks memory model num_layers num_kv_heads head_size dtype_bytes block_size policy convention clock
-prefill_rate decode_rate max_running speedup groups states chunk_tokens watermark host_tier disk_tier
-copy_rate disk_rate tier_write limit trace_block_size timestamp_unit skip_broken seed json csv png overlay
-jobs
+prefill_rate decode_rate max_running speedup groups states chunk_tokens watermark keep_sessions keep_prefix
+host_tier disk_tier copy_rate disk_rate tier_write limit trace_block_size timestamp_unit skip_broken seed json
+csv png overlay jobs
 """
 
 
