@@ -244,7 +244,7 @@ class PrefixMirror:
             raise InvalidArgumentError("to look up tokens, create the mirror with learns_tokens=True")
         lookups = [table.find_token_publishers for table in self._choose_tables(group, medium)]
         found: dict[str, int] = {}
-        for block_size in self._tables.block_sizes if lookups else ():
+        for block_size in list(self._tables.num_by_block_size) if lookups else ():
             keys = chain_keys(root_key(lora_name), token_ids, block_size, extra_keys, lora_name)
             for publisher_id, num_blocks in self._count_leading(lookups, keys).items():
                 found[publisher_id] = max(found.get(publisher_id, 0), num_blocks * block_size)

@@ -124,7 +124,7 @@ class PublisherTables:
 
     Attributes:
         tables: by group and medium; replaced, never modified, since lookups iterate over it without a lock.
-        block_sizes: the block sizes of all publishers that can be found by tokens.
+        num_by_block_size: the block sizes that can be found by tokens, and the number of publishers of each.
     """
 
     def __init__(self, learns_tokens: bool, max_places: int, max_block_sizes: int, max_blocks: int) -> None:
@@ -133,8 +133,7 @@ class PublisherTables:
         self.max_block_sizes = max_block_sizes
         self.max_blocks = max_blocks
         self.tables: dict[tuple[GroupId, str], PublisherTable] = {}
-        self.block_sizes: tuple[int, ...] = ()
-        self._num_by_block_size: Counter[int] = Counter()
+        self.num_by_block_size: Counter[int] = Counter()
         # Interned sets of publishers: equal sets are one object.
         self._bit_sets: dict[Any, Any] = {}
 
@@ -234,10 +233,9 @@ class PublisherTables:
 
     def release_block_sizes(self, publisher: TrackedPublisher) -> None:
         """Remove the block sizes of this publisher."""
-        self._num_by_block_size.subtract(publisher.block_sizes)
-        self._num_by_block_size = +self._num_by_block_size  # without those that are left with 0
+        self.num_by_block_size.subtract(publisher.block_sizes)
+        self.num_by_block_size = +self.num_by_block_size  # without those that are left with 0
         publisher.block_sizes.clear()
-        self.block_sizes = tuple(self._num_by_block_size)
 
     # ---- inside ----------------------------------------------------------------------------------
 
@@ -338,8 +336,7 @@ class PublisherTables:
                 counts.num_refused_sizes += len(hashes)
                 return None
             publisher.block_sizes.add(block_size)
-            self._num_by_block_size[block_size] += 1
-            self.block_sizes = tuple(self._num_by_block_size)
+            self.num_by_block_size[block_size] += 1
         parent: Any
         if event.parent_block_hash is None:
             parent = root_key(lora_name)

@@ -219,16 +219,16 @@ def test_publisher_with_8000_block_sizes_does_not_slow_lookups():
         honest=[stored(1, 2, tokens=range(100, 108))],
         hostile=[stored(n, tokens=[1] * n, block_size=n) for n in range(1, 8001) if n != 4],
     )
-    assert len(mirror._tables.block_sizes) == 9
+    assert len(mirror._tables.num_by_block_size) == 9
     assert mirror.get_counts("hostile").num_refused_sizes == 7999 - 8
     assert mirror.count_blocks("hostile") == 7999
     assert mirror.find_prefix_of_tokens(range(100, 108)) == {"honest": 8}
     mirror.clear_publisher("hostile")
-    assert mirror._tables.block_sizes == (4,)
+    assert list(mirror._tables.num_by_block_size) == [4]
     mirror.apply("hostile", [stored(1, tokens=[9] * 16, block_size=16)])
     assert mirror.find_prefix_of_tokens([9] * 16) == {"hostile": 16}
     mirror.remove_publisher("hostile")
-    assert mirror._tables.block_sizes == (4,)
+    assert list(mirror._tables.num_by_block_size) == [4]
 
 
 @pytest.mark.parametrize("learns_tokens", [False, True])
