@@ -21,12 +21,12 @@ from kv_pool.migration.messages import (
     NodeDescription,
     NodeList,
     NodeLocation,
+    OpenBulk,
     call_local,
 )
-from kv_pool.migration.transfer_backend import BlockReader, TransferBackend
+from kv_pool.migration.transfer_backend import BlockReader, Bulk, TransferBackend
 
 if TYPE_CHECKING:
-    from kv_pool.migration.channel import Channel
     from kv_pool.migration.remote_calls import RemoteCalls
 
 _SHOWN_NAMES = 10
@@ -271,14 +271,14 @@ class PeerLinks:
             )
         return reply
 
-    def connect_bulk(self, name: NodeName, backend: str, timeout_s: float) -> Channel:
-        """Open a connection to a node's backend of this name. The caller closes it.
+    def connect_bulk(self, name: NodeName, message: OpenBulk, timeout_s: float) -> Bulk:
+        """Open a connection to a node's backend. The caller closes it.
 
         Raises:
             PeerUnavailableError: as for `call`.
             Other errors of `RemoteCalls.connect_bulk`.
         """
-        return self._find_remote(name).connect_bulk(backend, timeout_s)
+        return self._find_remote(name).connect_bulk(message, timeout_s)
 
     def _find_remote(self, name: NodeName) -> RemoteCalls:
         with self._lock:
