@@ -78,6 +78,16 @@ class Channel:
 
         self._transfer(views, deadline, socket.SO_RCVTIMEO, receive)
 
+    def is_quiet(self) -> bool:
+        """Return True if the connection appears to be open and has no unread bytes."""
+        try:
+            self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass
+        return False
+
     def close(self) -> None:
         """Close the connection. Safe to repeat."""
         self.connection.close()
@@ -148,6 +158,13 @@ class _Reader:
     channel: Channel | None = None
     is_reading: bool = False
 
+    def close(self) -> None:
+        """Shut its connection down, and close it unless a thread sends over it, which then does so."""
+        if self.channel is not None:
+            self.channel.abort()
+            if not self.is_reading:
+                self.channel.close()
+
 
 class BulkListener:
     """The connections over which backends send bytes of blocks: plain TCP, admitted by encrypted calls.
@@ -162,8 +179,8 @@ class BulkListener:
     At most `MAX_READERS` readers are admitted. A connection without a ticket is closed after `TICKET_S`, and
     the oldest one when there are more than `MAX_STRANGERS`; one without reads is closed after `IDLE_S`.
 
-    `CallServer` watches the sockets and calls `go_on` in its thread, the only one that closes them. The
-    threads that answer calls `admit` readers and `send` blocks.
+    `CallServer` watches the sockets and calls `go_on` in its thread. The threads that answer calls `admit`
+    readers and `send` blocks; the one that sends over a connection is the only one that closes it then.
 
     Attributes:
         port: the port that readers are told; set it if they reach this node through a forwarded port.
@@ -186,17 +203,12 @@ class BulkListener:
 
     def stop(self) -> None:
         """Close all connections; reads in progress end with an error. Called after the last `go_on`."""
-        for connection in self._strangers:
+        for connection in self.list_sockets():
             connection.close()
-        if self._listener is not None:
-            self._listener.close()
         self._listener, self._strangers = None, {}
         with self._changed:
             for reader in self._readers.values():
-                if reader.channel is not None and reader.is_reading:
-                    reader.channel.abort()  # its thread closes it
-                elif reader.channel is not None:
-                    reader.channel.close()
+                reader.close()
             self._readers.clear()
             self._changed.notify_all()
 
@@ -241,52 +253,45 @@ class BulkListener:
             if reader.is_reading:
                 raise MigrationError("another read uses this connection")
             reader.is_reading = True
-            self._changed.wait_for(lambda: self._may_go_on(message.ticket, reader), TICKET_S)
-            channel = reader.channel
-        deadline = 0.0
+            self._changed.wait_for(lambda: reader.channel or message.ticket not in self._readers, TICKET_S)
+        is_sent = False
         try:
-            if channel is None:
+            if reader.channel is None:
                 raise PeerUnavailableError("the connection with this ticket has not arrived")
-            reader.send(channel, message.transfer_id, message.block_ids)
-            deadline = time.monotonic() + IDLE_S
+            reader.send(reader.channel, message.transfer_id, message.block_ids)
+            is_sent = True
         finally:
             with self._changed:
-                reader.deadline, reader.is_reading = deadline, False
-                if channel is not None and not deadline:
-                    channel.abort()
-                if channel is not None and message.ticket not in self._readers:  # stopped meanwhile
-                    channel.close()
+                reader.is_reading, reader.deadline = False, time.monotonic() + IDLE_S
+                if not is_sent:
+                    self._readers.pop(message.ticket, None)
+                if message.ticket not in self._readers:  # the listener may have been stopped meanwhile
+                    reader.close()
         return Acknowledged()
-
-    def _may_go_on(self, ticket: bytes, reader: _Reader) -> bool:
-        return reader.channel is not None or ticket not in self._readers
 
     # ---- in the thread of the server -------------------------------------------------------------
 
+    def is_used(self) -> bool:
+        """Return True while there are readers, or connections without a ticket."""
+        return bool(self._readers or self._strangers)
+
     def list_sockets(self) -> list[socket.socket]:
-        """Return the sockets to watch: the listening one, strangers', and those of readers between reads."""
-        with self._changed:
-            idle = [
-                reader.channel.connection
-                for reader in self._readers.values()
-                if reader.channel is not None and not reader.is_reading
-            ]
-        return [*([] if self._listener is None else [self._listener]), *self._strangers, *idle]
+        """Return the sockets to watch: the listening one, and those of connections without a ticket."""
+        return [*self._strangers] if self._listener is None else [self._listener, *self._strangers]
 
     def go_on(self, readable: Sequence[socket.socket]) -> None:
         """Accept connections, read tickets, and close what has ended, is late, or is too much.
 
         Args:
-            readable: those of `list_sockets` with something to read. Call it each second, also with [].
+            readable: those of `list_sockets` with something to read. Call it each second, also with [], while
+                `is_used`.
         """
-        ended = []  # a reader that has sent its ticket sends nothing more
         for one in readable:
             if one is self._listener:
                 self._accept(one)
-            elif self._strangers.pop(one, None) is not None:
-                self._use_ticket(one)
             else:
-                ended.append(one)
+                del self._strangers[one]
+                self._use_ticket(one)
         now = time.monotonic()
         while self._strangers:
             oldest, deadline = next(iter(self._strangers.items()))
@@ -296,11 +301,12 @@ class BulkListener:
             oldest.close()
         with self._changed:
             for ticket, reader in list(self._readers.items()):
-                has_ended = reader.channel is not None and reader.channel.connection in ended
-                if not reader.is_reading and (has_ended or reader.deadline <= now):
+                if reader.is_reading:
+                    continue
+                # A reader sends nothing after its ticket: its connection is quiet until its end.
+                if reader.deadline <= now or (reader.channel is not None and not reader.channel.is_quiet()):
                     del self._readers[ticket]
-                    if reader.channel is not None:
-                        reader.channel.close()
+                    reader.close()
 
     def _accept(self, listener: socket.socket) -> None:
         try:
@@ -315,16 +321,15 @@ class BulkListener:
 
     def _use_ticket(self, connection: socket.socket) -> None:
         """Connect the reader whose ticket has arrived; close any other connection."""
-        ticket, place = b"", "a stranger"
+        ticket = b""
         with suppress(OSError):  # the connection is broken
             ticket = connection.recv(_TICKET_BYTES, socket.MSG_DONTWAIT)
-            place = format_address(*connection.getpeername()[:2])
         with self._changed:
             reader = self._readers.get(ticket)
             if reader is not None and reader.channel is None and reader.deadline > time.monotonic():
-                reader.channel = Channel(connection, place)
+                reader.channel = Channel(connection, f"node {reader.caller!r}")
                 reader.deadline = time.monotonic() + IDLE_S
                 self._changed.notify_all()
                 return
         connection.close()
-        _logger.info("closed a connection from %s: it has no valid ticket", place)
+        _logger.info("closed a connection to port %d without a valid ticket", self.port)

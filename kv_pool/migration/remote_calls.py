@@ -241,9 +241,8 @@ class CallServer(Running):
     Raises:
         MissingDependencyError: pyzmq is not installed.
 
-    One thread receives and sends; up to 64 threads answer, besides one for each read of blocks, and further
-    calls wait. If the system cannot start
-    a thread, the caller gets an error, and the server continues.
+    One thread receives and sends. Up to 64 threads answer, besides one for each read of blocks, and further
+    calls wait. If the system cannot start a thread, the caller gets an error, and the server continues.
 
     Attributes:
         address: the listening address, host:port with the actual port; "" while stopped.
@@ -342,7 +341,7 @@ class CallServer(Running):
             poller = zmq.Poller()
             for one in (self._router, self._admitting, self._ends, self._answers, *bulk):
                 poller.register(one, zmq.POLLIN)
-            ready = dict(poller.poll(_TICK_MS if len(bulk) > 1 or self._gone else None))
+            ready = dict(poller.poll(_TICK_MS if self.bulk.is_used() or self._gone else None))
             try:
                 if self._admitting in ready:
                     self._admit()

@@ -9,7 +9,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from socket import MSG_DONTWAIT, MSG_PEEK
 from typing import ClassVar
 
 import numpy as np
@@ -226,13 +225,7 @@ class BulkReader(BlockReader):
         return True
 
     def is_usable(self) -> bool:
-        try:
-            self._bulk.channel.connection.recv(1, MSG_PEEK | MSG_DONTWAIT)
-        except BlockingIOError:
-            return True
-        except OSError:
-            pass
-        return False
+        return self._bulk.channel.is_quiet()
 
     def close(self) -> None:
         self._bulk.channel.close()
