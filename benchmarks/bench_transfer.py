@@ -33,10 +33,11 @@ from kv_pool.ids import BlockId, NodeName, TransferId
 from kv_pool.migration.addresses import bind_listener, connect_to, format_address, tune
 from kv_pool.migration.backends.in_process import InProcessBackend
 from kv_pool.migration.backends.tcp import TcpBackend
-from kv_pool.migration.channel import BulkListener
+from kv_pool.migration.bulk_listener import BulkListener
+from kv_pool.migration.channel import Bulk
 from kv_pool.migration.messages import Cancelled, OpenBulk
 from kv_pool.migration.remote_calls import CallServer, RemoteCalls
-from kv_pool.migration.transfer_backend import BlockReader, Bulk, BulkBackend, ConnectBulk, TransferBackend
+from kv_pool.migration.transfer_backend import BlockReader, BulkBackend, ConnectBulk, TransferBackend
 from kv_pool.storage import KVStorage
 from kv_pool.storage.checksums import checksum_blocks
 from kv_pool.storage.segments import split_alike

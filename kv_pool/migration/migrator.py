@@ -20,7 +20,7 @@ from kv_pool.errors import (
 )
 from kv_pool.ids import NodeName, TransferId
 from kv_pool.migration import invariants, messages
-from kv_pool.migration.channel import BulkListener
+from kv_pool.migration.bulk_listener import BulkListener
 from kv_pool.migration.messages import MigrationStatus, PrefixSubject, Subject
 from kv_pool.migration.migration import Migration
 from kv_pool.migration.migration_book import Housekeeping, MigrationBook

@@ -13,6 +13,7 @@ import msgspec
 from kv_pool.errors import InvalidArgumentError, MissingDependencyError, PeerUnavailableError
 from kv_pool.ids import NodeName
 from kv_pool.migration.addresses import parse_address
+from kv_pool.migration.channel import Bulk
 from kv_pool.migration.messages import (
     AnnounceNode,
     Answer,
@@ -24,7 +25,7 @@ from kv_pool.migration.messages import (
     OpenBulk,
     call_local,
 )
-from kv_pool.migration.transfer_backend import BlockReader, Bulk, TransferBackend
+from kv_pool.migration.transfer_backend import BlockReader, TransferBackend
 
 if TYPE_CHECKING:
     from kv_pool.migration.remote_calls import RemoteCalls

@@ -22,9 +22,9 @@ from kv_pool.errors import (
 from kv_pool.events.zmq_module import zmq
 from kv_pool.ids import NodeName
 from kv_pool.migration import addresses, messages
-from kv_pool.migration.channel import MAX_READERS, BulkListener, Channel
+from kv_pool.migration.bulk_listener import MAX_READERS, BulkListener
+from kv_pool.migration.channel import Bulk, Channel
 from kv_pool.migration.secret import derive_curve_pair
-from kv_pool.migration.transfer_backend import Bulk
 from kv_pool.threads import Workers, start_thread
 
 _logger = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ from kv_pool.errors import (
     TransferFailedError,
 )
 from kv_pool.ids import BlockId, NodeName, TransferId
-from kv_pool.migration.channel import Channel, SendBlocks
-from kv_pool.migration.messages import Acknowledged, Message, OpenBulk, ReadBlocks, as_reply
+from kv_pool.migration.channel import Bulk, Channel, SendBlocks
+from kv_pool.migration.messages import Acknowledged, OpenBulk, ReadBlocks, as_reply
 from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.storage.segments import IntArray, find_runs, make_block_ids
 
@@ -30,20 +30,6 @@ _REASON_S = 1.0
 
 CheckLeased = Callable[[TransferId, Sequence[BlockId]], object]
 """Raises StaleTransferError unless the transfer of this id leases all these blocks, as they were offered."""
-
-
-@dataclass(frozen=True)
-class Bulk:
-    """The reader's end of an open connection for bytes of blocks.
-
-    Attributes:
-        begin: sends a call to the source and returns a function that waits for its reply until a deadline:
-            `RemoteCalls.begin`.
-    """
-
-    channel: Channel
-    ticket: bytes
-    begin: Callable[[Message], Callable[[float], Message]]
 
 
 ConnectBulk = Callable[[NodeName, OpenBulk, float], Bulk]

@@ -9,9 +9,9 @@ from made_threads import no_new_threads
 from migration.made_channels import LONG, beside, count_node_threads, has_ended, soon, wait_until
 
 from kv_pool.errors import EndpointError, MigrationError, PeerUnavailableError, StaleTransferError
-from kv_pool.migration import channel as channel_module
+from kv_pool.migration import bulk_listener
 from kv_pool.migration.addresses import bind_listener, connect_to
-from kv_pool.migration.channel import BulkListener
+from kv_pool.migration.bulk_listener import BulkListener
 from kv_pool.migration.messages import Acknowledged, DescribeNode, OpenBulk, ReadBlocks
 from kv_pool.migration.remote_calls import CallServer, RemoteCalls
 
@@ -38,7 +38,7 @@ def listen(port=0, **limits):
     bulk = BulkListener({"numbers": make_sender}, port)
     with pytest.MonkeyPatch.context() as patch:
         for name, limit in limits.items():
-            patch.setattr(channel_module, name, limit)
+            patch.setattr(bulk_listener, name, limit)
         server = CallServer("127.0.0.1:0", SECRET, lambda *_: DescribeNode(), bulk=bulk)
         with server, closing(RemoteCalls(server.address, SECRET, "caller")) as calls:
             yield bulk, calls

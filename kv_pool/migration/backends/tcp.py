@@ -13,8 +13,8 @@ import numpy as np
 from kv_pool.errors import InvalidArgumentError, MigrationError, PeerUnavailableError, StaleTransferError
 from kv_pool.foreign_bytes import UNDECODABLE
 from kv_pool.ids import BlockId, NodeName, TransferId
-from kv_pool.migration.channel import Channel, SendBlocks
-from kv_pool.migration.transfer_backend import BlockReader, Bulk, BulkBackend, BulkReader
+from kv_pool.migration.channel import Bulk, Channel, SendBlocks
+from kv_pool.migration.transfer_backend import BlockReader, BulkBackend, BulkReader
 from kv_pool.storage.block_storage import BlockStorage, make_host_buffer
 from kv_pool.storage.segments import HostSpans, IntArray, SegmentTable, make_block_ids, split_alike
 

@@ -11,7 +11,7 @@ from kv_pool.errors import StaleTransferError
 from kv_pool.migration.backends.in_process import InProcessBackend
 from kv_pool.migration.backends.nixl import NixlBackend
 from kv_pool.migration.backends.tcp import TcpBackend
-from kv_pool.migration.channel import BulkListener
+from kv_pool.migration.bulk_listener import BulkListener
 from kv_pool.migration.messages import DescribeNode
 from kv_pool.migration.remote_calls import CallServer, RemoteCalls
 from kv_pool.migration.transfer_backend import BulkBackend

@@ -26,7 +26,7 @@ from kv_pool.errors import (
     TransferFailedError,
 )
 from kv_pool.migration.backends.tcp import Rows, TcpBackend
-from kv_pool.migration.channel import BulkListener
+from kv_pool.migration.bulk_listener import BulkListener
 from kv_pool.migration.messages import Acknowledged, OpenBulk, ReadBlocks
 from kv_pool.migration.remote_calls import CallServer, RemoteCalls
 
