@@ -44,7 +44,7 @@ _HANDSHAKE_FAILED = (
 _MAX_THREADS = MAX_READERS + 64  # each reader may have a read in progress
 _TICK_MS = 250
 _GONE_S = 3.0
-_MAX_IDLE = 16
+_MAX_IDLE = 8
 _MAX_SOCKETS = 16_384
 _CLOSED_CHECK_S = 0.1  # how soon a call in progress notices `close`
 
