@@ -33,10 +33,11 @@ from kv_pool.ids import BlockId, NodeName, TransferId
 from kv_pool.migration.addresses import bind_listener, connect_to, format_address, tune
 from kv_pool.migration.backends.in_process import InProcessBackend
 from kv_pool.migration.backends.tcp import TcpBackend
-from kv_pool.migration.channel import BulkListener, Channel
-from kv_pool.migration.messages import Cancelled
+from kv_pool.migration.bulk_listener import BulkListener
+from kv_pool.migration.channel import Bulk
+from kv_pool.migration.messages import Cancelled, OpenBulk
 from kv_pool.migration.remote_calls import CallServer, RemoteCalls
-from kv_pool.migration.transfer_backend import BlockReader, ConnectBulk, TransferBackend
+from kv_pool.migration.transfer_backend import BlockReader, BulkBackend, ConnectBulk, TransferBackend
 from kv_pool.storage import KVStorage
 from kv_pool.storage.checksums import checksum_blocks
 from kv_pool.storage.segments import split_alike
@@ -78,9 +79,12 @@ def make_backends(storage: KVStorage) -> dict[str, TransferBackend]:
 def make_connect(address: str, secret: bytes) -> ConnectBulk:
     """Return a function that connects to the node at this address, whatever its name."""
 
-    def connect(name: NodeName, backend: str, timeout_s: float) -> Channel:
-        with contextlib.closing(RemoteCalls(address, secret, TARGET)) as calls:
-            return calls.connect_bulk(backend, timeout_s)
+    calls: list[RemoteCalls] = []
+
+    def connect(name: NodeName, message: OpenBulk, timeout_s: float) -> Bulk:
+        if not calls:
+            calls.append(RemoteCalls(address, secret, TARGET))
+        return calls[0].connect_bulk(message, timeout_s)
 
     return connect
 
@@ -96,7 +100,9 @@ def serve(block_bytes: int, num_blocks: int, layout: str, secret: bytes) -> None
     """Serve a storage by every backend, and raw, until standard input ends."""
     storage = make_storage(block_bytes, num_blocks, layout, SEED)
     backends = make_backends(storage)
-    bulk = BulkListener({name: backend.get_bulk_handler() for name, backend in backends.items()})
+    bulk = BulkListener(
+        {name: one.make_sender for name, one in backends.items() if isinstance(one, BulkBackend)}
+    )
     for backend in backends.values():
         backend.attach(allow_all, make_connect("", secret))
     with (

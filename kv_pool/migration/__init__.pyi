@@ -21,6 +21,8 @@ from kv_pool.migration.secret import write_secret_file as write_secret_file
 from kv_pool.migration.transfer_backend import TransferBackend as TransferBackend
 from kv_pool.migration.transfer_backend import BlockReader as BlockReader
 from kv_pool.migration.transfer_backend import ReadCount as ReadCount
+from kv_pool.migration.transfer_backend import BulkBackend as BulkBackend
+from kv_pool.migration.transfer_backend import BulkReader as BulkReader
 from kv_pool.migration.channel import Channel as Channel
 from kv_pool.migration.remote_calls import RemoteCalls as RemoteCalls
 from kv_pool.migration.backends.in_process import InProcessBackend as InProcessBackend

@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.freeing import free_listed
 from kv_pool.core.taking import take
 from kv_pool.errors import FrozenSequenceError, InvalidArgumentError, UnknownSequenceError
 from kv_pool.ids import BlockHash, BlockId, GroupId, RequestId, SequenceId
+from kv_pool.manager.allocating import release_blocks
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec
 from kv_pool.manager.kv_cache_manager import KVCacheManager
@@ -188,14 +188,15 @@ class ManagerSequences(Sequences):
         return self._has_row(sequence_id, tables[0].blocks)
 
     def free(self, sequence_id: RequestId, rows: list[list[KVCacheBlock]]) -> None:
+        manager = self.manager
+        is_attached = self._has_row(sequence_id, rows[0])
+        tables = self.list_tables(sequence_id) if is_attached else manager.detached_tables.get(sequence_id)
         self.forget(sequence_id, rows)
-        retention = self.manager.retention
-        if retention is not None and retention.is_active:
-            for group_id, row in enumerate(rows):
-                retention.note_leaving(sequence_id, GroupId(group_id), 0, row)
-            if not self.manager.holds_blocks(sequence_id):
-                retention.forget_request(sequence_id)
-        free_listed(self.pool, [block for row in rows for block in reversed(row) if not block.is_null])
+        for group_id, row in enumerate(rows):
+            release_blocks(manager, sequence_id, GroupId(group_id), 0, row.copy())
+        if tables is not None and not manager.holds_blocks(sequence_id):
+            for listener in manager.listeners:
+                listener.note_ended(sequence_id, tables)
 
     def forget(self, sequence_id: RequestId, rows: list[list[KVCacheBlock]]) -> None:
         if self._has_row(sequence_id, rows[0]):

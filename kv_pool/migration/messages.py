@@ -12,6 +12,7 @@
 | `AskPull` | the target | `PullOutcome`: status and result |
 | `AnnounceNode` | a registry | `NodeList` |
 | `OpenBulk` | a source | `BulkOpened`: admission to the port for bytes of blocks |
+| `ReadBlocks` | a source | `Acknowledged`, after the bytes were sent over the connection with the ticket |
 
 An error of the called node is returned as `CallFailed` and raised at the caller with its original type.
 """
@@ -345,9 +346,14 @@ class NodeList(Message, frozen=True):
 
 
 class OpenBulk(Message, frozen=True):
-    """A request for a connection to the backend of this name, for bytes of blocks."""
+    """A request for a connection to the backend of this name, for bytes of blocks.
+
+    Attributes:
+        description: of the reader's backend, `TransferBackend.describe()`.
+    """
 
     backend: str
+    description: bytes
 
 
 class BulkOpened(Message, frozen=True):
@@ -355,13 +361,23 @@ class BulkOpened(Message, frozen=True):
 
     Attributes:
         port: at the host that the request was sent to.
-        ticket: 16 random bytes, the first ones that the reader sends over the connection.
-        key: 32 random bytes, from which both sides derive the keys of their `Channel`.
+        ticket: 16 random bytes, all that the reader ever sends over the connection.
     """
 
     port: int
     ticket: bytes
-    key: bytes
+
+
+class ReadBlocks(Message, frozen=True):
+    """A request for the bytes of leased blocks, over the connection with this ticket.
+
+    Attributes:
+        block_ids: at the source, at most as many as its storage has.
+    """
+
+    ticket: bytes
+    transfer_id: TransferId
+    block_ids: list[BlockId]
 
 
 class CallFailed(Message, frozen=True):

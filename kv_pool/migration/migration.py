@@ -25,6 +25,7 @@ class Migration(ABC):
     Attributes:
         transfer_id: 16 bytes, the same at both nodes; `migration_id` is its hex form, 32 digits.
         peer: the name of the other node.
+        begun_s: when it was made, by `time.monotonic()`.
         status: updated in place; `get_status` returns copies.
         error: the error that it failed with or is in doubt for; None otherwise.
         old_ids: the blocks' ids at the source, in the order of the subject; known there once they are leased.
@@ -62,7 +63,7 @@ class Migration(ABC):
         self.old_ids: list[BlockId] = []
         self.new_ids: list[BlockId] = []
         self._on_change = on_change
-        self._begun_s = time.monotonic()
+        self.begun_s = time.monotonic()
         self._elapsed_s: float | None = None
         self._doubted_s = 0.0  # when it was first in doubt
         self._changed = threading.Condition()
@@ -83,10 +84,14 @@ class Migration(ABC):
         If called before the blocks have arrived, they will not be held.
         """
 
+    def is_holding(self) -> bool:
+        """Return True while the arrived blocks are held. False at the source."""
+        return False
+
     def get_status(self) -> MigrationStatus:
         """Return a copy of the current status."""
         status = copy(self.status)
-        elapsed_s = time.monotonic() - self._begun_s if self._elapsed_s is None else self._elapsed_s
+        elapsed_s = time.monotonic() - self.begun_s if self._elapsed_s is None else self._elapsed_s
         status.elapsed_s = elapsed_s
         status.bytes_per_s = status.num_bytes / elapsed_s if elapsed_s > 0 else 0.0
         return status
@@ -121,7 +126,7 @@ class Migration(ABC):
         """Wake the waiting threads. Called by the migrator."""
         with self._changed:
             if self.phase.is_ended and self._elapsed_s is None:
-                self._elapsed_s = time.monotonic() - self._begun_s
+                self._elapsed_s = time.monotonic() - self.begun_s
             if self.phase is MigrationPhase.IN_DOUBT and not self._doubted_s:
                 self._doubted_s = time.monotonic()
             self._changed.notify_all()

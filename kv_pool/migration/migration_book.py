@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final
 
@@ -38,9 +38,8 @@ class MigrationBook:
         self._name = name
         self._on_phase = on_phase
         self._lock = threading.Lock()
+        # A migration moves behind all others when it ends.
         self._migrations: OrderedDict[TransferId, Migration] = OrderedDict()
-        self._ended: deque[Migration] = deque()
-        self._older: list[Migration] = []  # that ended before those, and may hold blocks
 
     # ---- looking ---------------------------------------------------------------------------------
 
@@ -52,7 +51,7 @@ class MigrationBook:
     def list_all(self) -> list[Migration]:
         """Return all migrations, oldest first."""
         with self._lock:
-            return list(self._migrations.values())
+            return sorted(self._migrations.values(), key=lambda migration: migration.begun_s)
 
     def list_running(self) -> list[Migration]:
         """Return the migrations that have not ended, oldest first."""
@@ -115,16 +114,11 @@ class MigrationBook:
     def _forget_oldest(self, ended: Migration) -> None:
         """Forget the migrations before the last `MAX_ENDED` that ended, except those that hold blocks."""
         with self._lock:
-            self._ended.append(ended)
-            while len(self._ended) > MAX_ENDED:
-                self._older.append(self._ended.popleft())
-            holding: list[Migration] = []
-            for one in self._older:
-                if isinstance(one, Pull) and one.is_holding():
-                    holding.append(one)
-                else:
-                    self._migrations.pop(one.transfer_id, None)
-            self._older = holding
+            if ended.transfer_id in self._migrations:
+                self._migrations.move_to_end(ended.transfer_id)
+            over = [one for one in self._migrations.values() if one.phase.is_ended and not one.is_holding()]
+            for one in over[:-MAX_ENDED]:
+                del self._migrations[one.transfer_id]
 
 
 class Housekeeping:

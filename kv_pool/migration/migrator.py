@@ -20,6 +20,7 @@ from kv_pool.errors import (
 )
 from kv_pool.ids import NodeName, TransferId
 from kv_pool.migration import invariants, messages
+from kv_pool.migration.bulk_listener import BulkListener
 from kv_pool.migration.messages import MigrationStatus, PrefixSubject, Subject
 from kv_pool.migration.migration import Migration
 from kv_pool.migration.migration_book import Housekeeping, MigrationBook
@@ -28,7 +29,7 @@ from kv_pool.migration.peers import PeerLinks, Peers, check_name
 from kv_pool.migration.pool_site import PoolSite
 from kv_pool.migration.source import SourceTransfers, make_incarnation
 from kv_pool.migration.target import Pull
-from kv_pool.migration.transfer_backend import TransferBackend
+from kv_pool.migration.transfer_backend import BulkBackend, TransferBackend
 from kv_pool.migration.verified_reads import PullSettings, RateLimit
 from kv_pool.threads import Workers
 
@@ -145,11 +146,10 @@ class Migrator(Running):
         for backend in backends:
             backend.attach(self._source.check_leased, self._links.connect_bulk)
         if listen is not None and secret is not None:
-            from kv_pool.migration.channel import BulkListener
             from kv_pool.migration.remote_calls import CallServer
 
-            handlers = {backend.name: backend.get_bulk_handler() for backend in backends}
-            bulk = BulkListener(handlers, bulk_port)
+            senders = {one.name: one.make_sender for one in backends if isinstance(one, BulkBackend)}
+            bulk = BulkListener(senders, bulk_port)
             on_gone = self._source.expire_target
             self._server = CallServer(listen, secret, self.answer, bulk=bulk, on_gone=on_gone)
         self._is_running = False

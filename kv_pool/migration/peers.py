@@ -13,6 +13,7 @@ import msgspec
 from kv_pool.errors import InvalidArgumentError, MissingDependencyError, PeerUnavailableError
 from kv_pool.ids import NodeName
 from kv_pool.migration.addresses import parse_address
+from kv_pool.migration.channel import Bulk
 from kv_pool.migration.messages import (
     AnnounceNode,
     Answer,
@@ -21,12 +22,12 @@ from kv_pool.migration.messages import (
     NodeDescription,
     NodeList,
     NodeLocation,
+    OpenBulk,
     call_local,
 )
 from kv_pool.migration.transfer_backend import BlockReader, TransferBackend
 
 if TYPE_CHECKING:
-    from kv_pool.migration.channel import Channel
     from kv_pool.migration.remote_calls import RemoteCalls
 
 _SHOWN_NAMES = 10
@@ -271,14 +272,14 @@ class PeerLinks:
             )
         return reply
 
-    def connect_bulk(self, name: NodeName, backend: str, timeout_s: float) -> Channel:
-        """Open a connection to a node's backend of this name. The caller closes it.
+    def connect_bulk(self, name: NodeName, message: OpenBulk, timeout_s: float) -> Bulk:
+        """Open a connection to a node's backend. The caller closes it.
 
         Raises:
             PeerUnavailableError: as for `call`.
             Other errors of `RemoteCalls.connect_bulk`.
         """
-        return self._find_remote(name).connect_bulk(backend, timeout_s)
+        return self._find_remote(name).connect_bulk(message, timeout_s)
 
     def _find_remote(self, name: NodeName) -> RemoteCalls:
         with self._lock:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 
-from kv_pool.closing import Closing, Running
+from kv_pool.closing import Running
 from kv_pool.errors import (
     InvalidArgumentError,
     KVPoolError,
@@ -21,21 +21,16 @@ from kv_pool.errors import (
 )
 from kv_pool.events.sockets import zmq
 from kv_pool.ids import NodeName
-from kv_pool.migration import messages
-from kv_pool.migration.addresses import (
-    bind_listener,
-    connect_to,
-    format_address,
-    is_loopback,
-    parse_address,
-    resolve,
-)
-from kv_pool.migration.channel import MAX_MESSAGE_BYTES, BulkListener, Channel
+from kv_pool.migration import addresses, messages
+from kv_pool.migration.bulk_listener import MAX_READERS, BulkListener
+from kv_pool.migration.channel import Bulk, Channel
 from kv_pool.migration.secret import derive_curve_pair
 from kv_pool.threads import Workers, start_thread
 
 _logger = logging.getLogger(__name__)
 
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+"""The maximum size of one message."""
 HANDSHAKE_S = 5.0
 """The time limit of a client's handshake."""
 
@@ -46,10 +41,10 @@ _HANDSHAKE_FAILED = (
 )
 """The events of a socket monitor that report another secret or protocol at the other end."""
 
-_MAX_THREADS = 64
+_MAX_THREADS = MAX_READERS + 64  # each reader may have a read in progress
 _TICK_MS = 250
 _GONE_S = 3.0
-_MAX_IDLE = 4
+_MAX_IDLE = 8
 _MAX_SOCKETS = 16_384
 _CLOSED_CHECK_S = 0.1  # how soon a call in progress notices `close`
 
@@ -85,34 +80,34 @@ class RemoteCalls:
             KVPoolError: the error that the node raised, with its type; MigrationError for errors of other
                 libraries.
         """
-        deadline = time.monotonic() + timeout_s
-        data = messages.encode_message(message)
-        with ExitStack() as on_failure:
-            connection = on_failure.enter_context(self._take_connection())
-            connection.send([self._caller, data])
-            reply = messages.decode_message(self._wait_for_reply(connection, deadline))
-            with self._lock:
-                if not self._is_closed and len(self._idle) < _MAX_IDLE:
-                    self._idle.append(connection)
-                    on_failure.pop_all()
-        return messages.check_reply(reply, self.address)
+        return self.begin(message)(time.monotonic() + timeout_s)
 
-    def connect_bulk(self, backend: str, timeout_s: float) -> Channel:
-        """Open a new connection to the node's backend of this name. The caller closes it.
+    def begin(self, message: messages.Message) -> Callable[[float], messages.Message]:
+        """Send a message. Return a function that waits for the reply until a `time.monotonic()` deadline.
+
+        Both raise the errors of `call`. The call is abandoned if the function is not called.
+        """
+        data = messages.encode_message(message)
+        connection = self._take_connection()
+        connection.send([self._caller, data])
+        return partial(self._finish, connection)
+
+    def connect_bulk(self, message: messages.OpenBulk, timeout_s: float) -> Bulk:
+        """Open a new connection to one of the node's backends. The caller closes it.
 
         Raises:
             PeerUnavailableError, PeerAuthenticationError: as for `call`.
-            MigrationError: the node does not have this backend.
+            MigrationError: the node does not have this backend, or it cannot send blocks to this node.
         """
         deadline = time.monotonic() + timeout_s
-        opened = messages.as_reply(
-            self.call(messages.OpenBulk(backend), timeout_s), messages.BulkOpened, self.address
-        )
-        address = format_address(parse_address(self.address)[0], opened.port)
-        connection = connect_to(address, deadline - time.monotonic())
-        channel = Channel(connection, opened.key, True, address)
-        channel.send_raw([memoryview(opened.ticket)], deadline)
-        return channel
+        opened = messages.as_reply(self.call(message, timeout_s), messages.BulkOpened, self.address)
+        address = addresses.format_address(addresses.parse_address(self.address)[0], opened.port)
+        channel = Channel(addresses.connect_to(address, deadline - time.monotonic()), address)
+        with ExitStack() as on_failure:
+            on_failure.callback(channel.close)
+            channel.send([memoryview(opened.ticket)], deadline)
+            on_failure.pop_all()
+        return Bulk(channel, opened.ticket, self.begin)
 
     def close(self) -> None:
         """Close all connections. Calls in progress and later calls fail with PeerUnavailableError."""
@@ -135,6 +130,16 @@ class RemoteCalls:
         except zmq.ZMQError as error:  # out of file handles
             raise PeerUnavailableError(f"{self.address}: cannot connect: {error}") from error
 
+    def _finish(self, connection: _Connection, deadline: float) -> messages.Message:
+        with ExitStack() as on_failure:
+            on_failure.callback(connection.close)
+            reply = messages.decode_message(self._wait_for_reply(connection, deadline))
+            with self._lock:
+                if not self._is_closed and len(self._idle) < _MAX_IDLE:
+                    self._idle.append(connection)
+                    on_failure.pop_all()
+        return messages.check_reply(reply, self.address)
+
     def _wait_for_reply(self, connection: _Connection, deadline: float) -> bytes:
         while (rest_s := deadline - time.monotonic()) > 0:
             self._check_open()
@@ -148,14 +153,14 @@ class RemoteCalls:
             raise PeerUnavailableError(f"{self.address}: these calls were closed")
 
 
-class _Connection(Closing):
+class _Connection:
     """One encrypted connection with one request at a time. It is not opened again once it is broken."""
 
     def __init__(self, address: str, keys: tuple[bytes, bytes]) -> None:
         self._opened = ExitStack()
         self._process_id = os.getpid()
         self._address = address
-        place = resolve(address)
+        place = addresses.resolve(address)
         self._socket = socket = _get_context(self._process_id).socket(zmq.DEALER)
         self._opened.callback(socket.close)
         socket.linger = 0
@@ -236,8 +241,8 @@ class CallServer(Running):
     Raises:
         MissingDependencyError: pyzmq is not installed.
 
-    One thread receives and sends; up to 64 threads answer, and further calls wait. If the system cannot start
-    a thread, the caller gets an error, and the server continues.
+    One thread receives and sends. Up to 64 threads answer, besides one for each read of blocks, and further
+    calls wait. If the system cannot start a thread, the caller gets an error, and the server continues.
 
     Attributes:
         address: the listening address, host:port with the actual port; "" while stopped.
@@ -275,10 +280,10 @@ class CallServer(Running):
         if self.address:
             raise InvalidArgumentError(f"this server is already listening at {self.address}")
         with ExitStack() as on_failure:
-            listener = on_failure.enter_context(bind_listener(self.listen))
+            listener = on_failure.enter_context(addresses.bind_listener(self.listen))
             place = listener.getsockname()
             on_failure.callback(self.bulk.stop)
-            self.bulk.start(parse_address(self.listen)[0])
+            self.bulk.start(addresses.parse_address(self.listen)[0])
             context = zmq.Context()
             on_failure.callback(context.destroy, linger=0)
             self._admitting = context.socket(zmq.REP)
@@ -299,12 +304,12 @@ class CallServer(Running):
             self._ends = router.get_monitor_socket(zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILED)
             on_failure.callback(router.disable_monitor)
             router.use_fd = listener.detach()
-            router.bind(f"tcp://{format_address(*place[:2])}")
+            router.bind(f"tcp://{addresses.format_address(*place[:2])}")
             self._workers = Workers("kv_pool node answers", _MAX_THREADS)
             self._receiving = start_thread("kv_pool node", self._run)
             self._open = on_failure.pop_all()
-        self.address = format_address(*place[:2])
-        if not is_loopback(place[0]):
+        self.address = addresses.format_address(*place[:2])
+        if not addresses.is_loopback(place[0]):
             _logger.warning(
                 "listening at %s, which other machines may reach: every client that knows the shared secret "
                 "is served. Blocks are sent over the network unencrypted",
@@ -336,7 +341,7 @@ class CallServer(Running):
             poller = zmq.Poller()
             for one in (self._router, self._admitting, self._ends, self._answers, *bulk):
                 poller.register(one, zmq.POLLIN)
-            ready = dict(poller.poll(_TICK_MS if len(bulk) > 1 or self._gone else None))
+            ready = dict(poller.poll(_TICK_MS if self.bulk.is_used() or self._gone else None))
             try:
                 if self._admitting in ready:
                     self._admit()
@@ -396,7 +401,9 @@ class CallServer(Running):
         try:
             message = messages.decode_message(data)
             if isinstance(message, messages.OpenBulk):
-                reply: messages.Message = self.bulk.admit(message.backend, caller)
+                reply: messages.Message = self.bulk.admit(message, caller)
+            elif isinstance(message, messages.ReadBlocks):
+                reply = self.bulk.send(message, caller)
             else:
                 reply = self._answer(message, caller)
             encoded = messages.encode_message(reply)

@@ -35,20 +35,17 @@ def load_secret(path: str | Path) -> bytes:
         raise InvalidArgumentError(
             f"{place}: the shared secret is longer than the maximum of {_MAX_SECRET_BYTES} bytes"
         )
-    secret = content.strip()
-    try:
-        check_secret(secret)
-    except InvalidArgumentError as error:
-        raise InvalidArgumentError(f"{place}: {error}") from None
-    return secret
+    return check_secret(content.strip(), f"{place}: ")
 
 
-def check_secret(secret: bytes) -> None:
-    """Raise InvalidArgumentError for a secret of fewer than 16 bytes."""
+def check_secret(secret: bytes, where: str = "") -> bytes:
+    """Return the secret. Raises InvalidArgumentError for fewer than 16 bytes."""
     if len(secret) < MIN_SECRET_BYTES:
         raise InvalidArgumentError(
-            f"the shared secret has {len(secret)} bytes; it needs at least {MIN_SECRET_BYTES} random bytes"
+            f"{where}the shared secret has {len(secret)} bytes; it needs at least {MIN_SECRET_BYTES} random "
+            "bytes"
         )
+    return secret
 
 
 def derive_curve_pair(secret: bytes) -> tuple[bytes, bytes]:

@@ -96,7 +96,6 @@ class Pull(Migration):
                 held.release()
 
     def is_holding(self) -> bool:
-        """Return True while the arrived blocks are held."""
         held = self.held
         return held is not None and held.state is LeaseState.ACTIVE
 

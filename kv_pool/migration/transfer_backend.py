@@ -1,22 +1,39 @@
-"""`TransferBackend`: the contract of backends, which copy blocks of another node's storage to this node's."""
+"""`TransferBackend`: the contract of backends, which copy blocks of another node's storage to this node's.
+
+`BulkBackend` and `BulkReader` are the base classes of backends that send bytes over the node's own port.
+"""
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kv_pool.errors import PeerUnavailableError, StaleTransferError
+import numpy as np
+
+from kv_pool.errors import (
+    CopyFailedError,
+    MigrationError,
+    PeerUnavailableError,
+    StaleTransferError,
+    TransferFailedError,
+)
 from kv_pool.ids import BlockId, NodeName, TransferId
-from kv_pool.migration.channel import Channel
+from kv_pool.migration.channel import Bulk, Channel, SendBlocks
+from kv_pool.migration.messages import Acknowledged, OpenBulk, ReadBlocks, as_reply
 from kv_pool.storage.block_storage import BlockStorage
+from kv_pool.storage.segments import IntArray, find_runs, make_block_ids
+
+_REASON_S = 1.0
 
 CheckLeased = Callable[[TransferId, Sequence[BlockId]], object]
 """Raises StaleTransferError unless the transfer of this id leases all these blocks, as they were offered."""
 
-ConnectBulk = Callable[[NodeName, str, float], Channel]
-"""Opens a connection to the backend of this name at a node, within some seconds: `PeerLinks.connect_bulk`."""
+
+ConnectBulk = Callable[[NodeName, OpenBulk, float], Bulk]
+"""Opens a connection to a backend of a node, within some seconds: `PeerLinks.connect_bulk`."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +67,8 @@ class BlockReader(ABC):
             TransferFailedError: not all bytes arrived by the deadline, or the connection broke. The content
                 of the local blocks is undefined; if the error's `is_settled` is False, they may still be
                 written until `is_settled()` returns True.
-            StaleTransferError: the transfer does not lease these blocks. Nothing more is written.
+            StaleTransferError: the transfer does not lease these blocks. Nothing more is written; `is_usable`
+                tells whether the reader can be used again.
         """
 
     @abstractmethod
@@ -89,14 +107,10 @@ class TransferBackend(ABC):
 
         Args:
             check_leased: a backend that serves bytes calls it before and after each piece. Thread-safe.
-            connect_bulk: for backends that serve readers over the node's own port.
+            connect_bulk: for backends that read over the other node's port, see `BulkBackend`.
         """
         self.check_leased = check_leased
         self.connect_bulk = connect_bulk
-
-    def get_bulk_handler(self) -> Callable[[Channel, NodeName], None] | None:
-        """Return the function that serves readers over the node's own port; None if they do not use it."""
-        return None
 
     @abstractmethod
     def describe(self) -> bytes:
@@ -117,11 +131,97 @@ class TransferBackend(ABC):
         """Stop serving reads and free all resources. The caller closes the readers before."""
 
 
+class BulkBackend(TransferBackend):
+    """A backend whose bytes are sent over the source node's own port for them.
+
+    Each read is an encrypted call that a thread of the source answers: its sender sends the bytes over the
+    reader's connection, which carries nothing else.
+    """
+
+    @abstractmethod
+    def make_sender(self, description: bytes) -> SendBlocks:
+        """Return a function that sends blocks over the connection of one reader, which may keep state.
+
+        It calls `check_leased` before and after each piece of a read. If it raises, the connection is closed
+        and the reader raises the same error.
+
+        Args:
+            description: the result of `describe` of the reader's backend.
+        Raises:
+            MigrationError: no blocks can be sent to this reader.
+        """
+
+    def connect(self, peer_name: NodeName, timeout_s: float) -> Bulk:
+        """Connect to the backend of this name at a peer. Raises PeerUnavailableError."""
+        return self.connect_bulk(peer_name, OpenBulk(self.name, self.describe()), timeout_s)
+
+
+class BulkReader(BlockReader):
+    """A reader of a `BulkBackend`. Only `read` writes to blocks, so it is always settled.
+
+    A read that fails closes the connection, unless a local id is wrong.
+    """
+
+    def __init__(self, bulk: Bulk, storage: BlockStorage, peer_name: NodeName) -> None:
+        self._bulk = bulk
+        self.storage = storage
+        self._peer_name = peer_name
+
+    @abstractmethod
+    def receive(self, channel: Channel, targets: IntArray, deadline: float) -> None:
+        """Receive all bytes that the source's backend sends for one read into these local blocks.
+
+        Raises the errors of `Channel.receive`.
+        """
+
+    def read(
+        self,
+        transfer_id: TransferId,
+        remote_ids: Sequence[BlockId],
+        local_ids: Sequence[BlockId],
+        deadline: float,
+    ) -> ReadCount:
+        targets = make_block_ids(local_ids, self.storage.num_blocks)
+        starts, _ = find_runs(np.asarray(remote_ids, np.int64), targets)
+        try:
+            self._read(ReadBlocks(self._bulk.ticket, transfer_id, list(remote_ids)), targets, deadline)
+        except BaseException as error:
+            self.close()
+            is_stale = isinstance(error, StaleTransferError)
+            if is_stale or not isinstance(error, MigrationError | CopyFailedError):
+                raise
+            raise TransferFailedError(
+                f"reading {len(targets)} blocks of {self._peer_name}: {error}"
+            ) from error
+        return ReadCount(len(targets) * self.storage.block_bytes, len(starts))
+
+    def _read(self, message: ReadBlocks, targets: IntArray, deadline: float) -> None:
+        if not self.is_usable():
+            raise PeerUnavailableError("the connection is closed")
+        finish = self._bulk.begin(message)
+        try:
+            self.receive(self._bulk.channel, targets, deadline)
+        except PeerUnavailableError:
+            # A source that fails shuts the connection down, and its reply has the reason.
+            finish(min(deadline, time.monotonic() + _REASON_S))
+            raise
+        as_reply(finish(deadline), Acknowledged, self._peer_name)
+
+    def is_settled(self) -> bool:
+        return True
+
+    def is_usable(self) -> bool:
+        return self._bulk.channel.is_quiet()
+
+    def close(self) -> None:
+        self._bulk.channel.close()
+
+
 def _refuse_transfer(transfer_id: TransferId, block_ids: Sequence[BlockId]) -> None:
     raise StaleTransferError("this backend is not attached to a node; see TransferBackend.attach")
 
 
-def _refuse_peer(peer_name: NodeName, backend: str, timeout_s: float) -> Channel:
+def _refuse_peer(peer_name: NodeName, message: OpenBulk, timeout_s: float) -> Bulk:
     raise PeerUnavailableError(
         f"cannot connect to {peer_name!r}: this backend is not attached to a node; see TransferBackend.attach"
     )

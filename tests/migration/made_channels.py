@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from kv_pool.migration.channel import Channel
 
 _executor = ThreadPoolExecutor()
-KEY = b"k" * 32
 LONG = 60.0
 
 
@@ -22,28 +21,7 @@ def make_pair():
     """Two connected channels."""
     left, right = socket.socketpair()
     with left, right:
-        yield Channel(left, KEY, True, "the right"), Channel(right, KEY, False, "the left")
-
-
-@contextmanager
-def make_end():
-    """A channel connected to a raw socket."""
-    left, right = socket.socketpair()
-    with left, right:
-        right.settimeout(LONG)
-        yield Channel(left, KEY, True, "the other"), right
-
-
-def make_frame(*payloads):
-    """Return the frames that a channel would send to the channel of `make_end` for these messages."""
-    left, right = socket.socketpair()
-    with left, right:
-        sender = Channel(left, KEY, False, "nobody")
-        frames = []
-        for payload in payloads:
-            sender.send(payload, soon())
-            frames.append(right.recv(1 << 16))
-        return frames
+        yield Channel(left, "the right"), Channel(right, "the left")
 
 
 def has_ended(connection):

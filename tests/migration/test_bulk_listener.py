@@ -6,114 +6,172 @@ from contextlib import closing, contextmanager
 
 import pytest
 from made_threads import no_new_threads
-from migration.made_channels import LONG, count_node_threads, has_ended, soon
+from migration.made_channels import LONG, beside, count_node_threads, has_ended, soon, wait_until
 
-from kv_pool.errors import EndpointError, MigrationError, PeerUnavailableError
-from kv_pool.migration import channel as channel_module
+from kv_pool.errors import EndpointError, MigrationError, PeerUnavailableError, StaleTransferError
+from kv_pool.migration import bulk_listener
 from kv_pool.migration.addresses import bind_listener, connect_to
-from kv_pool.migration.channel import BulkListener, Channel
-from kv_pool.migration.messages import DescribeNode
+from kv_pool.migration.bulk_listener import BulkListener
+from kv_pool.migration.messages import Acknowledged, DescribeNode, OpenBulk, ReadBlocks
 from kv_pool.migration.remote_calls import CallServer, RemoteCalls
 
 SECRET = b"the secret of all nodes"
+OPEN = OpenBulk("numbers", b"0123456789")
+MANY = 1 << 24
 
 
-def send_back(channel, caller):
-    """A handler: the caller's name and the reversed bytes of each message."""
-    while channel.wait_for_more(LONG):
-        channel.send(caller.encode() + channel.receive(soon())[::-1], soon())
+def make_sender(description):
+    """A backend that sends bytes of the reader's description, and `MANY` zeros for -1."""
+
+    def send(channel, transfer_id, block_ids):
+        if transfer_id == b"stale":
+            raise StaleTransferError("it has ended")
+        for number in block_ids:
+            data = bytes(MANY) if number < 0 else description[number : number + 1]
+            channel.send([memoryview(data)], soon())
+
+    return send
 
 
 @contextmanager
-def listen(handler=send_back, port=0, **limits):
-    bulk = BulkListener({"backwards": handler}, port)
+def listen(port=0, **limits):
+    bulk = BulkListener({"numbers": make_sender}, port)
     with pytest.MonkeyPatch.context() as patch:
         for name, limit in limits.items():
-            patch.setattr(channel_module, name, limit)
-        with CallServer("127.0.0.1:0", SECRET, lambda *_: DescribeNode(), bulk=bulk):
-            yield bulk
+            patch.setattr(bulk_listener, name, limit)
+        server = CallServer("127.0.0.1:0", SECRET, lambda *_: DescribeNode(), bulk=bulk)
+        with server, closing(RemoteCalls(server.address, SECRET, "caller")) as calls:
+            yield bulk, calls
 
 
 def connect(listener):
     return connect_to(f"127.0.0.1:{listener.port}", LONG)
 
 
-def open_channel(listener, opened=None):
-    opened = opened or listener.admit("backwards", "caller")
-    channel = Channel(connect(listener), opened.key, True, "the source")
-    channel.send_raw([memoryview(opened.ticket)], soon())
-    return channel
+def read(calls, bulk, block_ids=(3, 5), transfer_id=b"t"):
+    """Read some numbers: the reply, and the bytes if it is one."""
+    reply = calls.call(ReadBlocks(bulk.ticket, transfer_id, list(block_ids)), LONG)
+    data = bytearray(len(block_ids))
+    bulk.channel.receive([memoryview(data)], soon())
+    return reply, data
 
 
-def check_works(channel):
-    channel.send(b"abcd", soon())
-    assert channel.receive(soon()) == b"callerdcba"
+def check_works(calls, bulk):
+    assert read(calls, bulk) == (Acknowledged(), b"35")
 
 
-def check_serves(listener):
-    channel = open_channel(listener)
-    check_works(channel)
-    channel.close()
+def check_serves(calls):
+    bulk = calls.connect_bulk(OPEN, LONG)
+    check_works(calls, bulk)
+    bulk.channel.close()
 
 
 def test_a_reader_is_admitted_by_a_call():
-    bulk = BulkListener({"backwards": send_back})
-    server = CallServer("127.0.0.1:0", SECRET, lambda *_: DescribeNode(), bulk=bulk)
-    with server, closing(RemoteCalls(server.address, SECRET, "caller")) as calls:
-        channel = calls.connect_bulk("backwards", LONG)
-        check_works(channel)
-        channel.close()
+    with listen() as (_, calls):
+        bulk = calls.connect_bulk(OPEN, LONG)
+        for _ in range(3):
+            check_works(calls, bulk)
+        bulk.channel.close()
         with pytest.raises(
-            MigrationError, match="no backend 'sideways' that serves bulk data; it has backwards"
+            MigrationError, match="no backend 'sideways' that serves bulk data; it has numbers"
         ):
-            calls.connect_bulk("sideways", LONG)
+            calls.connect_bulk(OpenBulk("sideways", b""), LONG)
     with pytest.raises(PeerUnavailableError):
-        calls.connect_bulk("backwards", LONG)
+        calls.connect_bulk(OPEN, LONG)
 
 
 def test_the_port_can_be_chosen():
     with bind_listener("127.0.0.1:0") as free:
         port = free.getsockname()[1]
-    with listen(port=port) as listener:
+    with listen(port=port) as (listener, calls):
         assert listener.port == port
         with pytest.raises(EndpointError, match="cannot listen"), listen(port=port):
             pass
-        check_serves(listener)
+        check_serves(calls)
 
 
 def test_a_ticket_admits_one_connection_in_time():
-    with listen(TICKET_S=0.2) as listener:
-        opened, late = (listener.admit("backwards", "caller") for _ in range(2))
-        first = open_channel(listener, opened)
-        check_works(first)
+    with listen(TICKET_S=0.2) as (listener, calls):
+        used, late = calls.connect_bulk(OPEN, LONG), calls.call(OPEN, LONG)
+        check_works(calls, used)
         time.sleep(0.21)
-        for used in (opened, late):
-            with pytest.raises(PeerUnavailableError):
-                check_works(open_channel(listener, used))
-        check_works(first)
-        first.close()
+        for opened in (used, late):
+            with connect(listener) as connection:
+                connection.sendall(opened.ticket)
+                assert has_ended(connection)
+        with pytest.raises(PeerUnavailableError, match="no connection"):
+            calls.call(ReadBlocks(late.ticket, b"t", [1]), LONG)
+        check_works(calls, used)
+        used.channel.close()
 
 
-def test_a_ticket_without_its_key_is_of_no_use(caplog):
-    asked = []
-
-    def answer(channel, caller):
-        asked.append(channel.receive(soon()))
-
-    with listen(answer) as listener:
-        opened = listener.admit("backwards", "caller")
-        forged = Channel(connect(listener), bytes(32), True, "the source")
-        forged.send_raw([memoryview(opened.ticket)], soon())
+def test_a_read_waits_for_its_connection():
+    with listen() as (listener, calls):
+        opened = calls.call(OPEN, LONG)
+        waiting = beside(calls.call, ReadBlocks(opened.ticket, b"t", [7]), LONG)
+        with connect(listener) as connection:
+            wait_until(lambda: any(reader.is_reading for reader in listener._readers.values()))
+            with pytest.raises(MigrationError, match="another read"):
+                calls.call(ReadBlocks(opened.ticket, b"t", [1]), LONG)
+            connection.sendall(opened.ticket)
+            assert connection.recv(1) == b"7"
+            assert waiting.result(LONG) == Acknowledged()
+    with listen(TICKET_S=0.05) as (_, calls):
+        opened = calls.call(OPEN, LONG)
         with pytest.raises(PeerUnavailableError):
-            check_works(forged)
-    assert not asked
-    assert "without a valid MAC" in caplog.text
+            calls.call(ReadBlocks(opened.ticket, b"t", [7]), LONG)
+
+
+def test_a_ticket_of_another_node_is_of_no_use():
+    with listen() as (_, calls):
+        bulk = calls.connect_bulk(OPEN, LONG)
+        others = RemoteCalls(calls.address, SECRET, "other")
+        with closing(others), pytest.raises(PeerUnavailableError, match="no connection of node 'other'"):
+            read(others, bulk)
+        check_works(calls, bulk)
+        bulk.channel.close()
+
+
+def test_a_failed_read_ends_its_connection():
+    with listen() as (listener, calls):
+        bulk = calls.connect_bulk(OPEN, LONG)
+        with pytest.raises(StaleTransferError, match="it has ended"):
+            read(calls, bulk, transfer_id=b"stale")
+        assert has_ended(bulk.channel.connection)
+        bulk.channel.close()
+        wait_until(lambda: not listener._readers)
+        check_serves(calls)
+
+
+def test_unused_connections_are_closed_at_both_ends():
+    with listen(IDLE_S=0.2) as (listener, calls):
+        left, idle = calls.connect_bulk(OPEN, LONG), calls.connect_bulk(OPEN, LONG)
+        check_works(calls, left)
+        left.channel.close()
+        assert has_ended(idle.channel.connection)
+        wait_until(lambda: not listener._readers)
+        idle.channel.close()
+
+
+def test_stopped_readers_delay_no_other_call():
+    with listen(MAX_READERS=80) as (_, calls):
+        readers = [calls.connect_bulk(OPEN, LONG) for _ in range(70)]
+        under_way = []
+        for bulk in readers:
+            under_way.append(calls.begin(ReadBlocks(bulk.ticket, b"t", [-1])))
+            bulk.channel.receive([memoryview(bytearray(1))], soon())
+        assert calls.call(DescribeNode(), LONG) == DescribeNode()
+        check_serves(calls)
+        for bulk, finish in zip(readers, under_way, strict=True):
+            bulk.channel.close()
+            with pytest.raises(PeerUnavailableError):
+                finish(soon())
 
 
 @pytest.mark.parametrize("sent", [b"x", bytes(16), b"GET / HTTP/1.1\r\n\r\n" * 20, bytes(100_000)])
 def test_a_stranger_is_disconnected(sent):
-    with listen() as listener:
-        channel = open_channel(listener)
+    with listen() as (listener, calls):
+        bulk = calls.connect_bulk(OPEN, LONG)
         for _ in range(5):
             with connect(listener) as stranger:
                 try:
@@ -121,47 +179,54 @@ def test_a_stranger_is_disconnected(sent):
                 except ConnectionError:
                     continue
                 assert has_ended(stranger)
-        check_works(channel)
-        channel.close()
+        check_works(calls, bulk)
+        bulk.channel.close()
 
 
 def test_silent_strangers_take_no_threads_and_are_replaced():
-    with listen(MAX_STRANGERS=3, TICKET_S=LONG) as listener:
+    with listen(MAX_STRANGERS=3, TICKET_S=LONG) as (listener, calls):
         strangers = [connect(listener) for _ in range(8)]
         assert all(map(has_ended, strangers[:5]))
         assert count_node_threads() == 1
-        check_serves(listener)
+        check_serves(calls)
         for stranger in strangers:
             stranger.close()
-    with listen(TICKET_S=0.05) as listener, connect(listener) as stranger:
+    with listen(TICKET_S=0.05) as (listener, _), connect(listener) as stranger:
         assert has_ended(stranger)
 
 
 def test_readers_above_the_limit_get_an_error():
-    with listen(MAX_READERS=1) as listener:
-        channel = open_channel(listener)
-        check_works(channel)
+    with listen(MAX_READERS=1) as (_, calls):
+        bulk = calls.connect_bulk(OPEN, LONG)
         with pytest.raises(PeerUnavailableError, match="1 connections are open, which is the maximum"):
-            listener.admit("backwards", "caller")
-        channel.close()
+            calls.call(OPEN, LONG)
+        check_works(calls, bulk)
+        bulk.channel.close()
 
 
-def test_a_reader_without_a_thread_is_disconnected(caplog):
-    with listen() as listener:
-        with no_new_threads(), pytest.raises(PeerUnavailableError):
-            check_works(open_channel(listener))
-        assert "the connection of a reader is closed" in caplog.text
-        check_serves(listener)
+def test_a_read_without_a_thread_gets_an_error():
+    bulk = BulkListener({"numbers": make_sender})
+    server = CallServer("127.0.0.1:0", SECRET, lambda *_: DescribeNode(), bulk=bulk)
+    with server, closing(RemoteCalls(server.address, SECRET, "caller")) as calls:
+        with no_new_threads(), pytest.raises(PeerUnavailableError, match="limit of threads"):
+            calls.connect_bulk(OPEN, LONG)
+        check_serves(calls)
 
 
-def test_stop_ends_connections_and_threads():
+def test_stop_ends_connections_reads_and_threads():
     before = threading.active_count()
-    with listen() as listener:
-        channel = open_channel(listener)
-        check_works(channel)
+    with listen() as (listener, calls):
+        idle, reading = calls.connect_bulk(OPEN, LONG), calls.connect_bulk(OPEN, LONG)
+        check_works(calls, idle)
+        finish = calls.begin(ReadBlocks(reading.ticket, b"t", [-1]))
+        reading.channel.receive([memoryview(bytearray(1))], soon())
         stranger = connect(listener)
     assert threading.active_count() == before
+    for connection in (idle.channel.connection, stranger):
+        assert has_ended(connection)
+        connection.close()
     with pytest.raises(PeerUnavailableError):
-        check_works(channel)
-    assert has_ended(stranger)
-    stranger.close()
+        reading.channel.receive([memoryview(bytearray(MANY))], soon())
+    with pytest.raises(PeerUnavailableError):
+        finish(soon())
+    reading.channel.close()

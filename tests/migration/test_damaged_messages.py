@@ -6,13 +6,13 @@ from contextlib import closing, suppress
 import msgspec
 import pytest
 from damage import craft_or_damage
-from migration.made_channels import LONG, soon
+from migration.made_channels import LONG
 from migration.made_nodes import MadeEngine
 
 from kv_pool import KVPoolError
 from kv_pool.errors import InvalidArgumentError, TransferFailedError
 from kv_pool.migration import messages
-from kv_pool.migration.backends.tcp import ReadBlocks, Rows, TcpBackend, list_rows
+from kv_pool.migration.backends.tcp import Rows, TcpBackend, list_rows
 from kv_pool.migration.messages import BlocksSubject, PrefixSubject, SequenceSubject
 from kv_pool.migration.migrator import Migrator
 from kv_pool.migration.remote_calls import RemoteCalls
@@ -62,19 +62,18 @@ def test_a_node_answers_damaged_messages_with_typed_errors(seed):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_backend_ends_connections_with_damaged_messages(seed, caplog):
+def test_damaged_descriptions_and_reads_get_typed_errors(seed, caplog):
     rng = random.Random(seed)
     engine, node = make_node()
     rows = msgspec.msgpack.encode(Rows(list_rows(engine.storage)))
-    blocks = msgspec.msgpack.encode(ReadBlocks(ID, [1, 2, 5]))
     with node, closing(RemoteCalls(node.address, SECRET, "m")) as calls:
         for _ in range(5):
-            channel = calls.connect_bulk("tcp", LONG)
             with suppress(KVPoolError):
-                channel.send(craft_or_damage(rng, rows) if rng.random() < 0.5 else rows, soon())
-                channel.send(craft_or_damage(rng, blocks), soon())
-                channel.receive(soon())
-            channel.close()
+                told = craft_or_damage(rng, rows) if rng.random() < 0.5 else rows
+                bulk = calls.connect_bulk(messages.OpenBulk("tcp", told), LONG)
+                with closing(bulk.channel):
+                    data = messages.encode_message(messages.ReadBlocks(bulk.ticket, ID, [1, 2, 5]))
+                    calls.call(messages.decode_message(craft_or_damage(rng, data)), LONG)
         node.check_invariants()
     assert "failed to" not in caplog.text  # logged for errors that are not a KVPoolError
 

@@ -11,7 +11,7 @@ from kv_pool import (
     KVCacheManager,
     Request,
 )
-from kv_pool.migration import BlocksSubject
+from kv_pool.migration import BlocksSubject, SequenceSubject
 from kv_pool.migration.manager_sequences import ManagerSequences
 from kv_pool.migration.pool_site import PoolSite
 
@@ -63,3 +63,14 @@ def test_the_watermark_is_kept_from_requests_only():
     other.allocate_slots(Request("b", range(16), HASHER), 16)
     assert (other.get_num_free_blocks(), other.watermark_blocks) == (4, 2)
     assert len(reserve(target, source, subject).blocks) == 4
+
+
+def test_all_that_follows_tables_sees_a_request_leave():
+    """Only the retention did: the tokens of an owner's request stayed here after it had moved away."""
+    manager, site = make_manager(tracks_owners=True)
+    subject = SequenceSubject("moved")
+    assert manager.allocate_slots(Request("moved", range(9), HASHER, cache_salt="tenant"), 9) is not None
+    site.freeze(subject, site.select(subject, for_move=True).rows)
+    site.release(subject, "target")
+    assert not manager._owners._running
+    assert manager.evict_owned(cache_salt="tenant") == 2

@@ -3,37 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from typing import ClassVar, TypeVar
+from collections.abc import Sequence
+from functools import partial
+from typing import ClassVar
 
 import msgspec
 import numpy as np
 
-from kv_pool.errors import (
-    CopyFailedError,
-    InvalidArgumentError,
-    InvalidBlockError,
-    MigrationError,
-    PeerUnavailableError,
-    StaleTransferError,
-    TransferFailedError,
-)
+from kv_pool.errors import InvalidArgumentError, MigrationError, PeerUnavailableError, StaleTransferError
 from kv_pool.foreign_bytes import UNDECODABLE
 from kv_pool.ids import BlockId, NodeName, TransferId
-from kv_pool.migration.channel import Channel
-from kv_pool.migration.messages import (
-    Acknowledged,
-    Message,
-    as_reply,
-    check_reply,
-    decode_message,
-    describe_failure,
-    encode_message,
-)
-from kv_pool.migration.transfer_backend import BlockReader, ReadCount, TransferBackend
+from kv_pool.migration.channel import Bulk, Channel, SendBlocks
+from kv_pool.migration.transfer_backend import BlockReader, BulkBackend, BulkReader
 from kv_pool.storage.block_storage import BlockStorage, make_host_buffer
-from kv_pool.storage.segments import HostSpans, IntArray, SegmentTable, find_runs, make_block_ids, split_alike
+from kv_pool.storage.segments import HostSpans, IntArray, SegmentTable, make_block_ids, split_alike
 
 # The source checks the lease between two pieces, about every ten milliseconds. Smaller pieces cost
 # throughput: no bytes are copied during the check.
@@ -41,7 +24,6 @@ PIECE_BYTES = 32 * 1024 * 1024
 
 _CONNECT_S = 10.0
 _SEND_S = 30.0  # a reader that accepts no bytes for this time has stopped; its lease expires
-_IDLE_S = 600.0
 
 # Below this span size, passing each span to the kernel costs more than a copy of the block to a buffer.
 _SPAN_BYTES = 8 * 1024
@@ -49,28 +31,18 @@ _MAX_ROWS = 65_536
 
 
 class Rows(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The first message of a reader: the spans of its blocks, in bytes."""
+    """The description of a side's memory: the spans of its blocks, in bytes."""
 
     spans: list[int]
 
 
-class ReadBlocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A request for blocks, at most as many as the storage has."""
-
-    transfer_id: TransferId
-    block_ids: list[BlockId]
-
-
-class TcpBackend(TransferBackend):
+class TcpBackend(BulkBackend):
     """The reference backend, and the fallback if no faster one is available.
 
-    A reader requests blocks over a connection to the node's own port. The source sends them in pieces of 32
-    MiB from the storage's memory, and checks before and after each piece that they are leased (M6); the
-    reader receives them into its storage's memory. The bytes are neither encrypted nor authenticated; a
-    migration compares checksums, which it gets over an encrypted connection.
-
-        reader   Rows      ReadBlocks                                        ReadBlocks ...
-        source                         Acknowledged bytes Acknowledged bytes ... Acknowledged or CallFailed
+    The source sends the blocks of a read in pieces of 32 MiB from the storage's memory, and checks before and
+    after each piece that they are leased (M6); the reader receives them into its storage's memory. The bytes
+    are neither encrypted nor authenticated; a migration compares checksums, which it gets over an encrypted
+    connection.
 
     Args:
         connect_s: time limit for connecting to a peer.
@@ -88,59 +60,40 @@ class TcpBackend(TransferBackend):
 
     def open(self, peer_name: NodeName, description: bytes) -> BlockReader:
         try:
-            theirs = _decode(description, Rows).spans
+            window = self._make_window(description)
         except MigrationError as error:
             raise PeerUnavailableError(f"{peer_name}: {error}") from error
-        channel = self.connect_bulk(peer_name, self.name, self._connect_s)
-        with ExitStack() as on_failure:
-            on_failure.callback(channel.close)
-            window = self._make_window(theirs)
-            channel.send(self.describe(), time.monotonic() + self._connect_s)
-            on_failure.pop_all()
-        return TcpReader(channel, self.storage, window, peer_name)
+        return TcpReader(self.connect(peer_name, self._connect_s), self.storage, window, peer_name)
 
-    def get_bulk_handler(self) -> Callable[[Channel, NodeName], None] | None:
-        return self.serve
-
-    def serve(self, channel: Channel, caller: NodeName) -> None:
-        """Serve one reader until it closes the connection or is idle for ten minutes.
-
-        Raises:
-            PeerUnavailableError: the connection is broken.
-            KVPoolError: the reader violates the protocol.
-        """
-        theirs = _decode(channel.receive(time.monotonic() + _SEND_S), Rows).spans
-        window = self._make_window(theirs)
-        while channel.wait_for_more(_IDLE_S):
-            asked = _decode(channel.receive(time.monotonic() + _SEND_S), ReadBlocks)
-            over: Message = Acknowledged()
-            try:
-                self._send_blocks(channel, window, asked)
-            except (StaleTransferError, InvalidBlockError) as error:
-                over = describe_failure(error)
-            channel.send(encode_message(over), time.monotonic() + _SEND_S)
+    def make_sender(self, description: bytes) -> SendBlocks:
+        return partial(self._send_blocks, self._make_window(description))
 
     def close(self) -> None:
         self._is_closed = True
 
-    def _make_window(self, theirs: Sequence[int]) -> BlockWindow:
-        rows = choose_rows(list_rows(self.storage), theirs)
-        return BlockWindow(self.storage, rows)
+    def _make_window(self, description: bytes) -> BlockWindow:
+        """Return a window for a peer with this description."""
+        try:
+            theirs = msgspec.msgpack.decode(description, type=Rows).spans
+        except UNDECODABLE as error:
+            raise MigrationError(f"cannot decode the description of its blocks: {error}") from error
+        return BlockWindow(self.storage, choose_rows(list_rows(self.storage), theirs))
 
-    def _send_blocks(self, channel: Channel, window: BlockWindow, asked: ReadBlocks) -> None:
+    def _send_blocks(
+        self, window: BlockWindow, channel: Channel, transfer_id: TransferId, block_ids: Sequence[BlockId]
+    ) -> None:
         num_blocks = self.storage.num_blocks
-        ids = make_block_ids(asked.block_ids, num_blocks)
+        ids = make_block_ids(block_ids, num_blocks)
         if len(ids) > num_blocks:
             raise MigrationError(f"{len(ids)} blocks were requested; the storage has {num_blocks}")
         size = count_piece_blocks(self.storage)
         for start in range(0, len(ids), size):
             some = ids[start : start + size]
             named = some.tolist()
-            self._check_leased(asked.transfer_id, named)
-            header = encode_message(Acknowledged())
-            channel.send(header, time.monotonic() + _SEND_S, raw=window.read_out(some))
+            self._check_leased(transfer_id, named)
+            channel.send(window.read_out(some), time.monotonic() + _SEND_S)
             # The second check confirms that the lease did not end while the bytes were sent.
-            self._check_leased(asked.transfer_id, named)
+            self._check_leased(transfer_id, named)
 
     def _check_leased(self, transfer_id: TransferId, block_ids: list[BlockId]) -> None:
         if self._is_closed:
@@ -148,75 +101,24 @@ class TcpBackend(TransferBackend):
         self.check_leased(transfer_id, block_ids)
 
 
-class TcpReader(BlockReader):
-    """A reader made by `TcpBackend.open`. Only `read` writes to blocks, so the reader is always settled."""
+class TcpReader(BulkReader):
+    """A reader made by `TcpBackend.open`."""
 
-    def __init__(
-        self, channel: Channel, storage: BlockStorage, window: BlockWindow, peer_name: NodeName
-    ) -> None:
-        self._channel = channel
-        self._storage = storage
+    def __init__(self, bulk: Bulk, storage: BlockStorage, window: BlockWindow, peer_name: NodeName) -> None:
+        super().__init__(bulk, storage, peer_name)
         self._window = window
-        self._peer_name = peer_name
 
-    def read(
-        self,
-        transfer_id: TransferId,
-        remote_ids: Sequence[BlockId],
-        local_ids: Sequence[BlockId],
-        deadline: float,
-    ) -> ReadCount:
-        targets = make_block_ids(local_ids, self._storage.num_blocks)
-        starts, _ = find_runs(np.asarray(remote_ids, np.int64), targets)
-        try:
-            self._channel.send(msgspec.msgpack.encode(ReadBlocks(transfer_id, list(remote_ids))), deadline)
-            self._receive_blocks(targets, deadline)
-        except StaleTransferError:
-            raise  # the connection is between two pieces, so it can be reused
-        except (MigrationError, CopyFailedError) as error:
-            self._channel.close()
-            raise TransferFailedError(
-                f"reading {len(targets)} blocks of {self._peer_name}: {error}"
-            ) from error
-        return ReadCount(len(targets) * self._storage.block_bytes, len(starts))
-
-    def is_settled(self) -> bool:
-        return True
-
-    def is_usable(self) -> bool:
-        return self._channel.is_quiet()
-
-    def close(self) -> None:
-        self._channel.close()
-
-    def _receive_blocks(self, targets: IntArray, deadline: float) -> None:
-        size = count_piece_blocks(self._storage)
+    def receive(self, channel: Channel, targets: IntArray, deadline: float) -> None:
+        size = count_piece_blocks(self.storage)
         for start in range(0, len(targets), size):
-            self._receive_reply(deadline)
             some = targets[start : start + size]
-            self._channel.receive_raw(self._window.list_target_views(some), deadline)
+            channel.receive(self._window.list_target_views(some), deadline)
             self._window.write_in(some)
-        self._receive_reply(deadline)
-
-    def _receive_reply(self, deadline: float) -> None:
-        """Receive the message before a piece, or the one that ends the read."""
-        reply = decode_message(self._channel.receive(deadline))
-        as_reply(check_reply(reply, self._peer_name), Acknowledged, self._peer_name)
 
 
 def count_piece_blocks(storage: BlockStorage) -> int:
     """Return the maximum number of blocks of a piece; the same on both sides."""
     return max(1, PIECE_BYTES // storage.block_bytes)
-
-
-_Struct = TypeVar("_Struct", bound=msgspec.Struct)
-
-
-def _decode(data: bytes, kind: type[_Struct]) -> _Struct:
-    try:
-        return msgspec.msgpack.decode(data, type=kind)
-    except UNDECODABLE as error:
-        raise MigrationError(f"cannot decode a {kind.__name__} message: {error}") from error
 
 
 # ---- the order of block bytes on a connection, independent of the memory layouts on its two sides ----

@@ -1,7 +1,7 @@
 """A target that reads from a source, over each backend; storages of one format in many layouts."""
 
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,9 +11,10 @@ from kv_pool.errors import StaleTransferError
 from kv_pool.migration.backends.in_process import InProcessBackend
 from kv_pool.migration.backends.nixl import NixlBackend
 from kv_pool.migration.backends.tcp import TcpBackend
-from kv_pool.migration.channel import BulkListener
+from kv_pool.migration.bulk_listener import BulkListener
 from kv_pool.migration.messages import DescribeNode
 from kv_pool.migration.remote_calls import CallServer, RemoteCalls
+from kv_pool.migration.transfer_backend import BulkBackend
 from kv_pool.storage import BlockStorage, KVStorage, Segment, SegmentTable
 
 SECRET = b"sixteen bytes or more"
@@ -115,10 +116,7 @@ def make_link():
 
         def make(kind, source, target):
             link = Link(source, target, BACKENDS[kind](source), BACKENDS[kind](target))
-            bulk = BulkListener({kind: link.source_backend.get_bulk_handler()})
-            server = stack.enter_context(
-                CallServer("127.0.0.1:0", SECRET, lambda *_: DescribeNode(), bulk=bulk)
-            )
+            server = stack.enter_context(serve_bulk(link.source_backend))
             link.source_backend.attach(link._check_leased, refuse)
             link.target_backend.attach(refuse, make_connect(lambda: server.address))
             stack.callback(link.close)
@@ -127,12 +125,17 @@ def make_link():
         yield make
 
 
+def serve_bulk(*backends):
+    """Return the server of a node with these backends, which only sends blocks."""
+    senders = {one.name: one.make_sender for one in backends if isinstance(one, BulkBackend)}
+    return CallServer("127.0.0.1:0", SECRET, lambda *_: DescribeNode(), bulk=BulkListener(senders))
+
+
 def make_connect(find_address, secret=SECRET):
     """Return the `connect_bulk` of a node whose one peer has this address."""
 
-    def connect_bulk(name, backend, timeout_s):
-        with closing(RemoteCalls(find_address(), secret, "target")) as calls:
-            return calls.connect_bulk(backend, timeout_s)
+    def connect_bulk(name, message, timeout_s):
+        return RemoteCalls(find_address(), secret, "target").connect_bulk(message, timeout_s)
 
     return connect_bulk
 

@@ -55,18 +55,13 @@ def main():
     kind, *numbers = sys.argv[1:]
     num_blocks, block_bytes, seed = map(int, numbers)
     sys.path.insert(0, str(Path(__file__).parents[2]))
-    from migration.backends.made_links import BACKENDS, SECRET, make_rows
-
-    from kv_pool.migration.channel import BulkListener
-    from kv_pool.migration.messages import DescribeNode
-    from kv_pool.migration.remote_calls import CallServer
+    from migration.backends.made_links import BACKENDS, make_rows, serve_bulk
 
     storage = make_rows(num_blocks, [block_bytes], 0, "x")
     storage.segments.owners[0][:] = make_bytes(num_blocks, block_bytes, seed).reshape(-1)
     backend = BACKENDS[kind](storage)
     backend.attach(lambda transfer_id, block_ids: None, None)
-    bulk = BulkListener({kind: backend.get_bulk_handler()})
-    with CallServer("127.0.0.1:0", SECRET, lambda *_: DescribeNode(), bulk=bulk) as server:
+    with serve_bulk(backend) as server:
         print("kv_pool", server.address.encode().hex())
         print("kv_pool", backend.describe().hex(), flush=True)
         sys.stdin.read()
