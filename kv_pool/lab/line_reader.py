@@ -207,7 +207,7 @@ class LineReader:
         with decompress(raw, self.path) as lines:
             while True:
                 try:
-                    text = lines.read(limit) if is_whole else lines.readline(limit)
+                    text = _read_up_to(lines, limit) if is_whole else lines.readline(limit)
                 except Exception as error:  # each decompressor has its own exceptions
                     damage = self.make_error(number, f"cannot decompress: {error}")
                     if not is_whole:
@@ -232,6 +232,14 @@ class LineReader:
                     yield self.make_error(number, why)
                 is_inside = not is_at_end
                 number += is_at_end
+
+
+def _read_up_to(content: IO[bytes], max_bytes: int) -> bytes:
+    """Return the first bytes of some content. `read` would reserve memory for the maximum at once."""
+    found = bytearray()
+    while len(found) < max_bytes and (piece := content.read(min(_BUFFER, max_bytes - len(found)))):
+        found += piece
+    return bytes(found)
 
 
 def _describe_csv(text: bytes) -> str | None:
