@@ -3,7 +3,8 @@
 import gzip
 import lzma
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from functools import partial
 from io import BufferedReader, RawIOBase
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -22,49 +23,40 @@ _CHUNK = 1 << 16
 _BUFFER = 1 << 20
 
 
-class _XzContent:
-    """The content of a .xz file, decompressed like `lzma.open`, with a memory limit.
+def _unpack_xz(raw: IO[bytes]) -> Iterator[bytes]:
+    """Yield the content of a .xz file as `lzma.open` reads it, with a memory limit.
 
     Raises:
         lzma.LZMAError: the data is damaged, or needs more memory than `XZ_MEMORY_LIMIT`.
         EOFError: the data ends inside a stream.
     """
-
-    def __init__(self, raw: IO[bytes]) -> None:
-        self._raw = raw
-        self._decoder = lzma.LZMADecompressor(lzma.FORMAT_XZ, XZ_MEMORY_LIMIT)
-
-    def read1(self, max_bytes: int) -> bytes:
-        """Return the bytes of at most one decoder step; b"" at the end."""
-        while True:
+    data = raw.read(_CHUNK)
+    while data:
+        decoder = lzma.LZMADecompressor(lzma.FORMAT_XZ, XZ_MEMORY_LIMIT)
+        while not decoder.eof:
+            if not data and decoder.needs_input and not (data := raw.read(_CHUNK)):
+                raise EOFError("Compressed file ended before the end-of-stream marker was reached")
+            yield decoder.decompress(data, _BUFFER)
             data = b""
-            if self._decoder.eof:
-                # Another stream may follow, after zeros that pad to four bytes.
-                data = self._decoder.unused_data.lstrip(b"\0")
-                while not data:
-                    if not (chunk := self._raw.read(_CHUNK)):
-                        return b""
-                    data = chunk.lstrip(b"\0")
-                self._decoder = lzma.LZMADecompressor(lzma.FORMAT_XZ, XZ_MEMORY_LIMIT)
-            elif self._decoder.needs_input:
-                data = self._raw.read(_CHUNK)
-                if not data:
-                    raise EOFError("Compressed file ended before the end-of-stream marker was reached")
-            if found := self._decoder.decompress(data, max_bytes):
-                return found
+        # Another stream may follow, after zeros that pad to four bytes.
+        data = decoder.unused_data.lstrip(b"\0")
+        while not data and (chunk := raw.read(_CHUNK)):
+            data = chunk.lstrip(b"\0")
 
 
 class _Pieces(RawIOBase):
-    """The content of a decompressor, as far as each of its steps gives: what comes before damage is read."""
+    """The content that a decompressor yields in pieces: what comes before damage is read."""
 
-    def __init__(self, read_once: Callable[[int], bytes]) -> None:
-        self._read_once = read_once
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self._pieces = filter(None, pieces)
+        self._rest = b""
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: "bytearray | memoryview") -> int:  # type: ignore[override]  # typeshed: Buffer
-        found = self._read_once(len(buffer))
+        data = self._rest or next(self._pieces, b"")
+        found, self._rest = data[: len(buffer)], data[len(buffer) :]
         buffer[: len(found)] = found
         return len(found)
 
@@ -78,17 +70,18 @@ def decompress(raw: IO[bytes], path: Path) -> Iterator[IO[bytes]]:
     """
     magic = raw.read(6)
     raw.seek(0)
+    if magic == b"\xfd7zXZ\x00":
+        yield BufferedReader(_Pieces(_unpack_xz(raw)), _BUFFER)
+        return
     if magic[:2] == b"\x1f\x8b":
         content: Any = gzip.open(raw)  # noqa: SIM115, closed below
-    elif magic == b"\xfd7zXZ\x00":
-        content = nullcontext(_XzContent(raw))
     elif magic[:4] == b"\x28\xb5\x2f\xfd":
         content = import_zstd(path, "reading").open(raw)
     else:
         yield raw
         return
-    with content as decompressed:
-        yield BufferedReader(_Pieces(decompressed.read1), _BUFFER)
+    with content:
+        yield BufferedReader(_Pieces(iter(partial(content.read1, _BUFFER), b"")), _BUFFER)
 
 
 MAX_LINE_BYTES = 64 << 20
@@ -214,7 +207,7 @@ class LineReader:
         with decompress(raw, self.path) as lines:
             while True:
                 try:
-                    text = lines.read(limit) if is_whole else lines.readline(limit)
+                    text = _read_up_to(lines, limit) if is_whole else lines.readline(limit)
                 except Exception as error:  # each decompressor has its own exceptions
                     damage = self.make_error(number, f"cannot decompress: {error}")
                     if not is_whole:
@@ -239,6 +232,14 @@ class LineReader:
                     yield self.make_error(number, why)
                 is_inside = not is_at_end
                 number += is_at_end
+
+
+def _read_up_to(content: IO[bytes], max_bytes: int) -> bytes:
+    """Return the first bytes of some content. `read` would reserve memory for the maximum at once."""
+    found = bytearray()
+    while len(found) < max_bytes and (piece := content.read(min(_BUFFER, max_bytes - len(found)))):
+        found += piece
+    return bytes(found)
 
 
 def _describe_csv(text: bytes) -> str | None:

@@ -171,6 +171,9 @@ class Trace(LineReader):
             check_ids(token_ids, "token id")
         if input_length is None:
             raise ValueError("a request with hash_ids needs its input_length")
+        session_id, tenant = (None if one is None else str(one) for one in (record.session_id, record.tenant))
+        if session_id is not None and tenant is not None:
+            session_id = f"{tenant}/{session_id}"  # conversations of different tenants are different
         request = TraceRequest(
             line,
             (record.timestamp or 0.0) * self._ms_per_unit,
@@ -178,8 +181,8 @@ class Trace(LineReader):
             record.output_length or 0,
             hash_ids,
             token_ids,
-            _name_session(record),
-            None if record.tenant is None else str(record.tenant),
+            session_id,
+            tenant,
         )
         if hash_ids is not None:
             check_ids(hash_ids, "hash id")
@@ -226,13 +229,6 @@ class Trace(LineReader):
                 f"requests ({found} would fit); give --trace-block-size"
             )
         return candidates[0]
-
-
-def _name_session(record: _Record) -> str | None:
-    """Return the conversation; conversations of different tenants are different."""
-    if record.session_id is None or record.tenant is None:
-        return None if record.session_id is None else str(record.session_id)
-    return f"{record.tenant}/{record.session_id}"
 
 
 def _fits(num_tokens: int, num_ids: int, block_size: int) -> bool:

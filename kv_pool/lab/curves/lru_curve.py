@@ -45,7 +45,7 @@ class LruCurve:
     def __init__(self, reuse: Reuse, rate: float = 1.0) -> None:
         self._reuse = reuse
         self._rate = rate
-        self._sizes = np.unique([size.num_blocks for size in reuse.sizes])
+        self._sizes = np.unique([0, *(size.num_blocks for size in reuse.sizes)])
         self._passes: dict[int, _StepFunctions] = {}
 
     def count_hits(self, capacity: int) -> tuple[int, int]:
@@ -61,8 +61,7 @@ class LruCurve:
         return max(largest, self._pass_for(largest).last_bend)
 
     def _pass_for(self, capacity: int) -> "_StepFunctions":
-        index = int(np.searchsorted(self._sizes, capacity, "right")) - 1
-        admitted = int(self._sizes[index]) if index >= 0 else 0
+        admitted = int(self._sizes[np.searchsorted(self._sizes, capacity, "right") - 1])
         if admitted not in self._passes:
             self._passes[admitted] = _StepFunctions(admit(self._reuse, admitted), self._rate)
         return self._passes[admitted]
@@ -77,21 +76,22 @@ class _StepFunctions:
             stack.access(number, size, pieces)
         self._block_size = reuse.block_size
         self._bends, changes = _sort(stack.slopes)
-        self.last_bend = int(self._bends[-1]) - 1 if len(changes) else 1
+        self.last_bend = max(1, int(self._bends[-1]) - 1)
         self._slopes = np.cumsum(changes)
         self._offsets = np.cumsum(changes * (self._bends - 1))
         self._steps, missing = _sort(stack.missing_tokens)
         self._missing = np.cumsum(missing)
 
     def count(self, capacity: int) -> tuple[int, int]:
-        bend = int(np.searchsorted(self._bends, capacity, "right")) - 1
-        step = int(np.searchsorted(self._steps, capacity, "right")) - 1
-        num_blocks = int(capacity * self._slopes[bend] - self._offsets[bend]) if bend >= 0 else 0
-        return num_blocks, num_blocks * self._block_size - (int(self._missing[step]) if step >= 0 else 0)
+        bend = np.searchsorted(self._bends, capacity, "right") - 1
+        step = np.searchsorted(self._steps, capacity, "right") - 1
+        num_blocks = int(capacity * self._slopes[bend] - self._offsets[bend])
+        return num_blocks, num_blocks * self._block_size - int(self._missing[step])
 
 
 def _sort(by_capacity: dict[int, int]) -> tuple["np.ndarray", "np.ndarray"]:
-    items = np.array(sorted(by_capacity.items()), dtype=np.int64).reshape(-1, 2)
+    """Return the capacities in ascending order, from 0, and their values."""
+    items = np.array(sorted({0: 0, **by_capacity}.items()), dtype=np.int64)
     return items[:, 0], items[:, 1]
 
 
@@ -176,10 +176,8 @@ class LruStack:
     def _count_hits(self, start: int, end: int, rank: int, thresholds: list[int], input_length: int) -> None:
         """Count hits of the blocks `start` to `end` of a prompt, which have consecutive ranks from `rank`."""
         first, stop = rank, rank + end - start
-        for shift in range(len(thresholds) + 1):
-            stop_here = stop
-            if shift < len(thresholds):
-                stop_here = min(stop, thresholds[shift] - shift)
+        for shift, threshold in enumerate([*thresholds, _NEVER]):
+            stop_here = min(stop, threshold - shift)
             if first < stop_here:
                 self.slopes[first + shift] = self.slopes.get(first + shift, 0) + 1
                 self.slopes[stop_here + shift] = self.slopes.get(stop_here + shift, 0) - 1

@@ -38,7 +38,10 @@ class UnitFinder:
         self.unit = "session" if all(prompt.session_id is not None for prompt in first) else "root"
         # The root comes after the blocks that all these prompts begin with.
         num_common = len(commonprefix([prompt.keys for prompt in first])) // KEY_BYTES  # noqa: RUF071, no paths
-        self._root = slice(num_common * KEY_BYTES, (num_common + 1) * KEY_BYTES)
+        # Without the zeros behind an id: samples depend on these bytes, and are to stay as they are.
+        is_id = trace.block_size is not None and block_size % trace.block_size == 0
+        width = KEY_BYTES // 2 if is_id else KEY_BYTES
+        self._root = slice(num_common * KEY_BYTES, num_common * KEY_BYTES + width)
 
     def find(self, prompt: PromptKeys) -> bytes:
         """Return the session or the root of a prompt; empty if it has none."""

@@ -109,10 +109,18 @@ class KVCacheTesterReader(ForeignReader):
         name = str(session.id) if session.id is not None else unnamed
         scope = None if session.hash_id_scope == "global" else number
         start_ms = number * self._gap_s * 1000
-        requests = [
-            _make_request(one, line, start_ms + t * self._ms_per_unit, name, scope, block_size)
-            for one, t in _flatten(session.requests, 0.0)
-        ]
+        requests = []
+        for one, t in _flatten(session.requests, 0.0):
+            num_in = one.input_length if one.num_in is None else one.num_in
+            num_out = one.output_length if one.out is None else one.out
+            if num_in is None:
+                raise ValueError("a request has no `in`")
+            hash_ids = [(scope, hash_id) for hash_id in one.hash_ids or ()]  # short prompts may have none
+            check_blocks(num_in, len(hash_ids), block_size)
+            arrival_ms = start_ms + t * self._ms_per_unit
+            requests.append(
+                TraceRequest(line, arrival_ms, num_in, num_out or 0, hash_ids=hash_ids, session_id=name)
+            )
         if any(request.arrival_ms < start_ms for request in requests):
             raise ValueError("a request has a time below 0")
         self.block_size = block_size
@@ -153,25 +161,6 @@ def _flatten(requests: list[_Request], offset_s: float) -> Iterator[tuple[_Reque
         inner = request.requests or []
         is_relative = any(offset_s + (one.t or 0.0) < t for one in inner)
         yield from _flatten(inner, t if is_relative else offset_s)
-
-
-def _make_request(
-    request: _Request, line: int, arrival_ms: float, name: str, scope: int | None, block_size: int
-) -> TraceRequest:
-    num_in = request.input_length if request.num_in is None else request.num_in
-    num_out = (request.output_length if request.out is None else request.out) or 0
-    if num_in is None:
-        raise ValueError("a request has no `in`")
-    hash_ids = request.hash_ids or []  # short prompts may have none
-    check_blocks(num_in, len(hash_ids), block_size)
-    return TraceRequest(
-        line,
-        arrival_ms,
-        num_in,
-        num_out,
-        hash_ids=[(scope, hash_id) for hash_id in hash_ids],
-        session_id=name,
-    )
 
 
 def begin_session(session_id: str, block_size: int) -> bytes:

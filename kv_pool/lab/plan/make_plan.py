@@ -1,7 +1,7 @@
 """`plan_capacity`: recommends a capacity for a trace, and replays each recommendation."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 
 from kv_pool.lab.capacity import ModelKV, count_blocks
 from kv_pool.lab.curves.measure import USED
@@ -63,29 +63,25 @@ def plan_capacity(
     return planner.plan(host_bytes, disk_bytes, block_sizes)
 
 
+@dataclass
 class _Planner:
     """The parts of one plan."""
 
-    def __init__(
-        self,
-        settings: ReplaySettings,
-        model: ModelKV,
-        goal: PlanGoal,
-        on_progress: OnProgress,
-    ) -> None:
-        self._settings = settings
-        self._model = model
-        self._goal = goal
-        self._notify = on_progress
-        self._trace = settings.open_trace()
-        self._block_size = find_block_size(settings.block_size, self._trace)
+    settings: ReplaySettings
+    model: ModelKV
+    goal: PlanGoal
+    notify: OnProgress
+
+    def __post_init__(self) -> None:
+        self._trace = self.settings.open_trace()
+        self._block_size = find_block_size(self.settings.block_size, self._trace)
         self._curve = self._read(self._trace, self._block_size)
         self._checks: list[PlanCheck] = []
 
     def plan(
         self, host_bytes: int | None, disk_bytes: int | None, block_sizes: Sequence[int]
     ) -> CapacityPlan:
-        curve, goal = self._curve, self._goal
+        curve, goal = self._curve, self.goal
         goal_blocks = curve.find_goal(goal)
         demand = self._measure_demand()
         of_demand, self._checks = self._checks, []
@@ -107,7 +103,7 @@ class _Planner:
             prices=prices,
             block_size=self._block_size,
             block_bytes=curve.block_bytes,
-            clock=self._settings.clock,
+            clock=self.settings.clock,
             requests=curve.requests,
             tokens_in=curve.tokens_in,
             largest_request=curve.largest_request,
@@ -131,19 +127,19 @@ class _Planner:
             checks=checks,
             broken_lines=self._trace.num_broken,
             first_broken=self._trace.first_broken,
-            settings=self._settings.describe(),
-            provenance=make_provenance(self._trace, self._trace.digest(), self._settings.seed),
+            settings=self.settings.describe(),
+            provenance=make_provenance(self._trace, self._trace.digest(), self.settings.seed),
         )
 
     def _read(self, trace: Trace, block_size: int) -> PlanCurve:
         doing = f"reading, blocks of {block_size} tokens"
         return PlanCurve(
-            self._settings, trace, block_size, self._model, lambda share: self._notify(doing, share)
+            self.settings, trace, block_size, self.model, lambda share: self.notify(doing, share)
         )
 
     def _measure_demand(self) -> PlanDemand | None:
         """Replay the trace in a pool for all its blocks, up to a limit. None with the instant clock."""
-        if self._settings.clock != "trace":
+        if self.settings.clock != "trace":
             return None
         curve = self._curve
         num_blocks = max(min(curve.num_distinct, _MOST_DEMAND_BLOCKS), curve.largest_request)
@@ -159,7 +155,7 @@ class _Planner:
 
     def _plan_tiers(self, num_blocks: int, host_bytes: int | None, disk_bytes: int | None) -> list[PlanTier]:
         """Return the tiers, after a replay of each."""
-        curve, prices = self._curve, self._goal.prices
+        curve, prices = self._curve, self.goal.prices
         wanted = (
             ("host", host_bytes, _HOST_MULTIPLE, None if prices is None else prices.host),
             ("disk", disk_bytes, _DISK_MULTIPLE, None if prices is None else prices.disk),
@@ -195,11 +191,11 @@ class _Planner:
         found: list[PlanBlockSize] = []
         curves: dict[int, PlanCurve] = {self._block_size: self._curve}
         for size in sorted(usable | {self._block_size}):
-            if memory_bytes < 2 * self._model.count_block_bytes(size):
+            if memory_bytes < 2 * self.model.count_block_bytes(size):
                 continue
-            curve = curves.get(size) or self._read(self._settings.open_trace(), size)
+            curve = curves.get(size) or self._read(self.settings.open_trace(), size)
             curves[size] = curve
-            capacity = count_blocks(memory_bytes, size, self._model)
+            capacity = count_blocks(memory_bytes, size, self.model)
             refuses = capacity < curve.largest_request
             found.append(PlanBlockSize(size, capacity, curve.find_rate(capacity), refuses))
         best = max(found, key=lambda one: (not one.refuses, one.token_hit_rate, one.block_size))
@@ -215,11 +211,11 @@ class _Planner:
 
         def note(outcome: RequestOutcome) -> None:
             nonlocal num_flops, num_saved
-            num_flops += self._model.count_flops(outcome.input_length)
-            num_saved += self._model.count_flops(outcome.tokens_hit)
+            num_flops += self.model.count_flops(outcome.input_length)
+            num_saved += self.model.count_flops(outcome.tokens_hit)
 
         settings = replace(
-            self._settings,
+            self.settings,
             num_blocks=num_blocks,
             block_size=curve.block_size,
             host_tier=host,
@@ -227,7 +223,7 @@ class _Planner:
             block_bytes=curve.block_bytes,
         )
         doing = f"replaying: {name}"
-        report = run_replay(settings, lambda _, share: self._notify(doing, share), on_outcome=note)
+        report = run_replay(settings, lambda _, share: self.notify(doing, share), on_outcome=note)
         predicted = curve.count_tokens(curve.combine(num_blocks, [size for size in (host, disk) if size]))
         tolerance = 0.0 if report.clock == "instant" and not host + disk else TOLERANCE
         check = PlanCheck(

@@ -1,5 +1,7 @@
 """`report_plan`: a plan in sentences and tables."""
 
+from collections.abc import Iterator
+
 from kv_pool.lab.curves.curve_report import choose_in_steps, describe_choice
 from kv_pool.lab.plan.plan_report import CapacityPlan, PlanBlockSize, PlanCheck, PlanPoint
 from kv_pool.lab.tables import (
@@ -54,35 +56,30 @@ def format_bytes(num_bytes: float) -> str:
     return f"{num_bytes / _GIB:,.1f} GiB" if num_bytes >= _GIB else f"{num_bytes / _MIB:,.1f} MiB"
 
 
-def _describe_goal(plan: CapacityPlan) -> list[str]:
+def _describe_goal(plan: CapacityPlan) -> Iterator[str]:
     size = _describe_pool(plan, plan.goal_blocks)
     found = plan.recommended
-    has = "has" if plan.goal_blocks == found.num_blocks else "would have"
-    if plan.goal == "target":
-        lines = [f"{size} is the least capacity with a hit rate of {plan.target_hit_rate:.2%}."]
-    elif plan.goal == "memory":
-        lines = [f"{size} {has} a hit rate of {found.token_hit_rate:.2%}."]
-    elif plan.goal == "price":
-        where = "" if plan.demand is None else ", among those that hold running requests 99% of the time"
-        lines = [f"{size} is where savings minus costs are largest{where}."]
-    elif plan.knee is None:
-        lines = [f"The curve has no knee; {size} is the least capacity with all hits."]
+    most = f"; the most is {plan.ceiling:.2%}, from {_describe_pool(plan, plan.full_blocks)} on."
+    if plan.goal == "memory":
+        yield f"{size} has a hit rate of {found.token_hit_rate:.2%}{most}"
     else:
-        lines = [f"The knee of the curve is at {size}."]
-    if found.num_blocks > plan.goal_blocks:
-        lines.append(
-            f"Running requests need more: recommended is {_describe_pool(plan, found.num_blocks)}, which "
-            "holds them during 99% of the time."
-        )
-    if plan.goal != "memory":
-        lines.append(f"Its hit rate is {found.token_hit_rate:.2%} of the prompt tokens.")
-    full = _describe_pool(plan, plan.full_blocks)
-    lines[-1] = f"{lines[-1][:-1]}; the most is {plan.ceiling:.2%}, from {full} on."
+        if plan.goal == "target":
+            yield f"{size} is the least capacity with a hit rate of {plan.target_hit_rate:.2%}."
+        elif plan.goal == "price":
+            where = "" if plan.demand is None else ", among those that hold running requests 99% of the time"
+            yield f"{size} is where savings minus costs are largest{where}."
+        elif plan.knee is None:
+            yield f"The curve has no knee; {size} is the least capacity with all hits."
+        else:
+            yield f"The knee of the curve is at {size}."
+        if found.num_blocks > plan.goal_blocks:
+            yield (
+                f"Running requests need more: recommended is {_describe_pool(plan, found.num_blocks)}, which "
+                "holds them during 99% of the time."
+            )
+        yield f"Its hit rate is {found.token_hit_rate:.2%} of the prompt tokens{most}"
     if plan.cost_per_hour is not None and plan.saved_per_hour is not None:
-        lines.append(
-            f"It costs {plan.cost_per_hour:,.4g} an hour, and its hits save {plan.saved_per_hour:,.4g}."
-        )
-    return lines
+        yield f"It costs {plan.cost_per_hour:,.4g} an hour, and its hits save {plan.saved_per_hour:,.4g}."
 
 
 def _describe_more(plan: CapacityPlan) -> str:
@@ -92,57 +89,53 @@ def _describe_more(plan: CapacityPlan) -> str:
     )
 
 
-def _describe_demand(plan: CapacityPlan) -> list[str]:
+def _describe_demand(plan: CapacityPlan) -> Iterator[str]:
     demand = plan.demand
     if demand is None:
-        return ["One request at a time: the demand of running requests is not part of this plan."]
-    parts = (
-        f"{format_bytes(num_blocks * plan.block_bytes)} {when}"
-        for num_blocks, when in (
-            (demand.mean_blocks, "on average"),
-            (demand.p99_blocks, "during 99% of the time"),
-            (demand.peak_blocks, "at the peak"),
-        )
+        yield "One request at a time: the demand of running requests is not part of this plan."
+        return
+    mean, p99, peak = (
+        format_bytes(num_blocks * plan.block_bytes)
+        for num_blocks in (demand.mean_blocks, demand.p99_blocks, demand.peak_blocks)
     )
-    lines = [
-        f"Running requests hold {', '.join(parts)}; {demand.mean_running:,.1f} run on average, "
-        f"{demand.peak_running:,} at the peak."
-    ]
+    yield (
+        f"Running requests hold {mean} on average, {p99} during 99% of the time, {peak} at the peak; "
+        f"{demand.mean_running:,.1f} run on average, {demand.peak_running:,} at the peak."
+    )
     if plan.recommended.num_blocks < demand.p99_blocks:
-        lines.append(
-            "The recommended pool has less than that: requests wait, and the curve does not model it."
+        yield "The recommended pool has less than that: requests wait, and the curve does not model it."
+
+
+def _describe_tiers(plan: CapacityPlan) -> Iterator[str]:
+    for tier in plan.tiers:
+        yield (
+            f"A {tier.name} tier of {format_bytes(tier.memory_bytes)} adds {tier.points:.2f} points "
+            f"({tier.points_per_gib:.4g} per GiB)."
         )
-    return lines
-
-
-def _describe_tiers(plan: CapacityPlan) -> list[str]:
-    lines = [
-        f"A {tier.name} tier of {format_bytes(tier.memory_bytes)} adds {tier.points:.2f} points "
-        f"({tier.points_per_gib:.4g} per GiB)."
-        for tier in plan.tiers
-    ]
     if not plan.tiers and plan.recommended.num_blocks >= plan.full_blocks:
-        lines.append("Lower tiers add nothing: the pool has all hits.")
-    return lines
+        yield "Lower tiers add nothing: the pool has all hits."
 
 
-def _describe_block_sizes(plan: CapacityPlan) -> list[str]:
+def _describe_block_sizes(plan: CapacityPlan) -> Iterator[str]:
     tokens_per_id = plan.provenance.trace_block_size
-    if plan.best_block_size is None:
-        return [
+    best = next((one for one in plan.block_sizes if one.block_size == plan.best_block_size), None)
+    if best is not None:
+        near = _find_larger(plan.block_sizes, best)
+        others = ""
+        if near is not None:
+            others = (
+                f"; blocks of {near.block_size} have {near.token_hit_rate:.2%} with "
+                f"{near.num_blocks / best.num_blocks:.2g} times as many blocks to manage"
+            )
+        yield (
+            f"In the same memory, blocks of {best.block_size} tokens hit most: "
+            f"{best.token_hit_rate:.2%}{others}."
+        )
+    elif tokens_per_id is not None:
+        yield (
             f"No other block size is compared: hash ids for {tokens_per_id} tokens allow multiples of "
             f"{tokens_per_id} only."
-        ] * (tokens_per_id is not None)
-    by_size = {one.block_size: one for one in plan.block_sizes}
-    best = by_size[plan.best_block_size]
-    line = f"In the same memory, blocks of {best.block_size} tokens hit most: {best.token_hit_rate:.2%}"
-    near = _find_larger(plan.block_sizes, best)
-    if near is not None:
-        line += (
-            f"; blocks of {near.block_size} have {near.token_hit_rate:.2%} with "
-            f"{near.num_blocks / best.num_blocks:.2g} times as many blocks to manage"
         )
-    return [line + "."]
 
 
 def _find_larger(sizes: list[PlanBlockSize], best: PlanBlockSize) -> PlanBlockSize | None:
@@ -170,32 +163,27 @@ def _describe_speedup(plan: CapacityPlan) -> str:
     )
 
 
-def _describe_checks(plan: CapacityPlan) -> list[str]:
-    lines = []
-    for check in plan.checks:
-        if check.agrees:
-            continue
+def _describe_checks(plan: CapacityPlan) -> Iterator[str]:
+    differing = [check for check in plan.checks if not check.agrees]
+    for check in differing:
         why = ""
         if check.waited_ms or check.refused:
             why = (
                 f" Requests waited {check.waited_ms / 1000:,.1f} s on average, {check.preempted:,} were "
                 f"preempted and {check.refused:,} refused, which the curve does not model."
             )
-        lines.append(
+        yield (
             f"The prediction for the {check.name} differs from its replay by "
             f"{100 * abs(check.predicted - check.replayed):.2f} points, more than "
             f"{100 * check.tolerance:.2f}: use the replayed rate.{why}"
         )
-    if plan.goal == "target" and plan.target_hit_rate is not None:
+    if plan.target_hit_rate is not None:
         replayed = plan.checks[0].replayed
         reaches = "reaches" if replayed >= plan.target_hit_rate else "does not reach"
-        lines.append(f"The replay has {replayed:.2%} and {reaches} {plan.target_hit_rate:.2%}.")
-    if not lines or all(check.agrees for check in plan.checks):
+        yield f"The replay has {replayed:.2%} and {reaches} {plan.target_hit_rate:.2%}."
+    if not differing:
         most = max(abs(check.predicted - check.replayed) for check in plan.checks)
-        lines.append(
-            f"All predictions agree with their replays: the largest difference is {100 * most:.2f} points."
-        )
-    return lines
+        yield f"All predictions agree with their replays: the largest difference is {100 * most:.2f} points."
 
 
 def _describe_pool(plan: CapacityPlan, num_blocks: int) -> str:
