@@ -80,9 +80,7 @@ class KVStorage(BlockStorage):
             (*find_memory(tensor, owners), split_axes(layout, sizes, find_strides_bytes(tensor)))
             for tensor in tensors
         ]
-        segments, order = find_segments(
-            [(address, axes, owner) for address, owner, axes in described], layout.lists, sizes, itemsize
-        )
+        segments, order = find_segments(described, layout.lists, sizes, itemsize)
         device = find_device(tensors[0])
         block_format = f"{dtype} " + " ".join(f"{letter}={sizes[letter]}" for letter in order)
         super().__init__(SegmentTable.from_segments(segments, sizes["B"]), device, block_format, copy)

@@ -163,7 +163,7 @@ def split_axes(layout: TensorLayout, sizes: Mapping[str, int], strides_bytes: Se
 
 
 def find_segments(
-    tensors: Sequence[tuple[int, Sequence[Axis], Any]], lists: str, sizes: Mapping[str, int], itemsize: int
+    tensors: Sequence[tuple[int, Any, Sequence[Axis]]], lists: str, sizes: Mapping[str, int], itemsize: int
 ) -> tuple[list[Segment], str]:
     """Return the spans of a block, and the order of its bytes as axis letters, outermost first.
 
@@ -172,14 +172,14 @@ def find_segments(
     bytes of their blocks correspond.
 
     Args:
-        tensors: address, axes and owner of each tensor; all have the same axes.
+        tensors: address, owner and axes of each tensor; all have the same axes.
         lists: the axes that the list of tensors runs over, the last one fastest.
         itemsize: bytes of one element.
     Raises:
         InvalidArgumentError: blocks overlap or are in descending order, or the elements of a head are not
             contiguous.
     """
-    axes = tensors[0][1]
+    axes = tensors[0][2]
     block_stride = next(axis.stride_bytes for axis in axes if axis.letter == "B")
     if block_stride < itemsize:
         raise InvalidArgumentError(f"the stride between blocks is {block_stride} bytes: {list(axes)}")
@@ -205,7 +205,7 @@ def find_segments(
     segments = []
     for steps in product(*(list_steps.get(letter, range(sizes[letter])) for letter in far)):
         at = dict(zip(far, steps, strict=True))
-        address, _, owner = tensors[find_tensor(lists, sizes, at)]
+        address, owner, _ = tensors[find_tensor(lists, sizes, at)]
         address += sum(at[letter] * stride for letter, stride in strides.items())
         for places in product(*(range(axis.size) for axis in inside)):
             near = sum(place * axis.stride_bytes for place, axis in zip(places, inside, strict=True))

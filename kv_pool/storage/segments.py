@@ -1,10 +1,11 @@
-"""`SegmentTable`: where every block's bytes are, as spans, for all layouts; `HostSpans`: views of them."""
+"""`SegmentTable`: where every block's bytes are, as spans, for all layouts, and views of them."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -106,12 +107,53 @@ class SegmentTable:
             )
         ]
 
+    # ---- views in host memory --------------------------------------------------------------------
+
+    @cached_property
+    def _host_rows(self) -> list[tuple[memoryview, int, int]]:
+        """For each row the memory of all blocks, their stride and the span."""
+        last = self.num_blocks - 1
+        return [
+            (_view_memory(address, last * stride + span, owner), stride, span)
+            for address, stride, span, owner in self.to_segments()
+        ]
+
     def view_row(self, row: int) -> npt.NDArray[np.void]:
         """Return a view of one span of every block in host memory: (num_blocks,) elements of its bytes."""
-        stride, span = int(self.strides[row]), int(self.spans[row])
-        memory = (ctypes.c_ubyte * ((self.num_blocks - 1) * stride + span)).from_address(int(self.bases[row]))
-        element = np.dtype((np.void, span))
-        return np.ndarray((self.num_blocks,), element, memoryview(memory), strides=(stride,))
+        memory, stride, span = self._host_rows[row]
+        return np.ndarray((self.num_blocks,), np.dtype((np.void, span)), memory, strides=(stride,))
+
+    def list_views(self, block_ids: IntArray) -> list[memoryview]:
+        """Return writable, non-empty views of format B, row by row of the table, in each row block by block.
+
+            row 0 of block a | row 0 of block b | ... | row 1 of block a | row 1 of block b | ...
+
+        Blocks that are consecutive both in `block_ids` and in memory share a view, in rows without padding.
+        Views keep the memory alive, as the table does.
+
+        Args:
+            block_ids: (n,), int64, in any order.
+        Raises:
+            InvalidBlockError: an id is out of range.
+        """
+        check_block_ids(block_ids, self.num_blocks)
+        starts, lengths = find_runs(block_ids)
+        views = []
+        for row, stride, span in self._host_rows:
+            if stride == span:
+                begins = block_ids[starts] * stride
+                ends = begins + lengths * span
+            else:
+                begins = block_ids * stride
+                ends = begins + span
+            views += [row[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
+        return views
+
+    def list_block_views(self, block_id: BlockId) -> list[memoryview]:
+        """Return views of the bytes of one block, in their order. The id is not checked."""
+        return [row[block_id * stride : block_id * stride + span] for row, stride, span in self._host_rows]
+
+    # ---- sizes -----------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         return len(self.bases)
@@ -232,53 +274,7 @@ def _check_no_overlap(table: SegmentTable) -> None:
             )
 
 
-# ---- views in host memory, and runs of ids -----------------------------------------------------------
-
-
-class HostSpans:
-    """A segment table in host memory as memoryviews that read and write its bytes in place.
-
-    Views keep the memory alive, as the table does. Construction costs microseconds per row, whatever the
-    number of blocks.
-    """
-
-    def __init__(self, table: SegmentTable) -> None:
-        self.table = table
-        last = table.num_blocks - 1
-        # For each row the memory of all blocks, their stride and the span.
-        self._rows = [
-            (_view_memory(address, last * stride + span, owner), stride, span)
-            for address, stride, span, owner in table.to_segments()
-        ]
-
-    def list_views(self, block_ids: IntArray) -> list[memoryview]:
-        """Return writable, non-empty views of format B, row by row of the table, in each row block by block.
-
-            row 0 of block a | row 0 of block b | ... | row 1 of block a | row 1 of block b | ...
-
-        Blocks that are consecutive both in `block_ids` and in memory share a view, in rows without padding.
-
-        Args:
-            block_ids: (n,), int64, in any order.
-        Raises:
-            InvalidBlockError: an id is out of range.
-        """
-        check_block_ids(block_ids, self.table.num_blocks)
-        starts, lengths = find_runs(block_ids)
-        views = []
-        for row, stride, span in self._rows:
-            if stride == span:
-                begins = block_ids[starts] * stride
-                ends = begins + lengths * span
-            else:
-                begins = block_ids * stride
-                ends = begins + span
-            views += [row[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
-        return views
-
-    def list_block_views(self, block_id: BlockId) -> list[memoryview]:
-        """Return views of the bytes of one block, in their order. The id is not checked."""
-        return [row[block_id * stride : block_id * stride + span] for row, stride, span in self._rows]
+# ---- runs of ids -------------------------------------------------------------------------------------
 
 
 def find_runs(*ids: IntArray) -> tuple[IntArray, IntArray]:

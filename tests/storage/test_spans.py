@@ -7,7 +7,7 @@ from storage.made_storage import BLOCK_AXES
 
 from kv_pool.errors import InvalidBlockError
 from kv_pool.storage import KVStorage, Segment, SegmentTable
-from kv_pool.storage.segments import HostSpans, count_pieces, find_runs, make_block_ids, split_alike
+from kv_pool.storage.segments import count_pieces, find_runs, make_block_ids, split_alike
 
 
 def make_table(num_blocks, *rows):
@@ -39,7 +39,7 @@ def test_runs_are_found_where_all_lists_increase_by_one(lists, runs):
 
 
 def test_views_go_row_by_row_and_join_adjacent_blocks():
-    spans = HostSpans(make_table(10, (4, 4), (4, 6)))
+    spans = make_table(10, (4, 4), (4, 6))
     views = spans.list_views(ids(2, 3, 4, 8))
     assert [bytes(view) for view in views] == [
         bytes(range(8, 20)),
@@ -53,7 +53,7 @@ def test_views_go_row_by_row_and_join_adjacent_blocks():
 
 def test_views_write_in_place():
     table = make_table(4, (4, 4))
-    (view,) = HostSpans(table).list_views(ids(1, 2))
+    (view,) = table.list_views(ids(1, 2))
     view[:] = b"abcdefgh"
     assert table.owners[0][4:12].tobytes() == b"abcdefgh"
 
@@ -61,7 +61,7 @@ def test_views_write_in_place():
 def test_views_keep_the_memory_alive():
     table = make_table(4, (4, 4))
     alive = weakref.ref(table.owners[0])
-    views = HostSpans(table).list_views(ids(1))
+    views = table.list_views(ids(1))
     del table
     assert alive() is not None
     assert bytes(views[0]) == bytes([4, 5, 6, 7])
@@ -70,12 +70,12 @@ def test_views_keep_the_memory_alive():
 
 
 def test_an_empty_id_list_has_no_views():
-    assert HostSpans(make_table(4, (4, 4), (2, 2))).list_views(ids()) == []
+    assert make_table(4, (4, 4), (2, 2)).list_views(ids()) == []
 
 
 @pytest.mark.parametrize("block_id", [-1, 4, 2**40])
 def test_unknown_block_ids_are_refused(block_id):
-    spans = HostSpans(make_table(4, (4, 4)))
+    spans = make_table(4, (4, 4))
     with pytest.raises(InvalidBlockError, match=f"block {block_id} is not one of 0 to 3"):
         spans.list_views(ids(0, block_id))
     with pytest.raises(InvalidBlockError):
@@ -90,7 +90,7 @@ def test_views_of_a_block_are_its_bytes_in_order(layout):
     for tensor in storage.tensors:
         flat = tensor.reshape(-1).view(np.uint8)
         flat[:] = rng.integers(0, 256, len(flat), np.uint8)
-    spans = HostSpans(storage.segments)
+    spans = storage.segments
     for block_id in range(6):
         expected = storage.read_block(block_id)
         assert b"".join(spans.list_block_views(block_id)) == expected

@@ -16,7 +16,7 @@ from kv_pool.ids import BlockId, NodeName, TransferId
 from kv_pool.migration.channel import Bulk, Channel, SendBlocks
 from kv_pool.migration.transfer_backend import BlockReader, BulkBackend, BulkReader
 from kv_pool.storage.block_storage import BlockStorage, make_host_buffer
-from kv_pool.storage.segments import HostSpans, IntArray, SegmentTable, make_block_ids, split_alike
+from kv_pool.storage.segments import IntArray, SegmentTable, make_block_ids, split_alike
 
 # The source checks the lease between two pieces, about every ten milliseconds. Smaller pieces cost
 # throughput: no bytes are copied during the check.
@@ -173,7 +173,7 @@ class BlockWindow:
             table = self._buffer.segments
         sizes = np.array(rows, np.int64)
         split = SegmentTable(1, np.zeros_like(sizes), sizes, sizes, (None,) * len(rows))  # without memory
-        self._spans = HostSpans(split_alike(table, split)[0])
+        self._spans = split_alike(table, split)[0]
 
     def read_out(self, block_ids: IntArray) -> list[memoryview]:
         """Return views of the bytes of these blocks, in wire order."""

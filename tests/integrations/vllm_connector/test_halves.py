@@ -7,7 +7,7 @@ from integrations.vllm_connector.made_halves import BLOCK_SIZE, TIMEOUT_S, Halve
 from made_threads import no_new_threads
 
 from kv_pool.errors import CopyFailedError, TierError
-from kv_pool.integrations.vllm.connector.orders import StepOrders, StoreOrder
+from kv_pool.integrations.vllm.connector.tier_index import StepOrders, StoreOrder
 
 
 @pytest.fixture

@@ -6,18 +6,19 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kv_pool.core.holds import Hold
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.ids import BlockHashWithGroupId, BlockId, RequestId
-from kv_pool.integrations.vllm.connector.orders import LoadOrder, StepOrders, StoreOrder, WorkerReport
-from kv_pool.integrations.vllm.connector.tier_index import TierIndex
+from kv_pool.integrations.vllm.connector.tier_index import (
+    LoadOrder,
+    StepOrders,
+    StoreOrder,
+    TierIndex,
+    WorkerReport,
+)
 from kv_pool.tiers.tier import GroupKeys, Rows, TierPrefixes
-
-if TYPE_CHECKING:  # it imports vLLM
-    from kv_pool.integrations.vllm.connector.event_log import TierEventLog
-
 
 _logger = logging.getLogger("vllm.kv_pool")
 
@@ -99,7 +100,7 @@ class TierScheduler:
         num_ranks: a store is finished when all ranks have reported it.
         drops_last_block: do not load the last block of a hit, which EAGLE and MTP draft models recompute.
         lease_s: see `ConnectorSettings`.
-        listener: learns which keys enter and leave a tier, for events.
+        listener: a `TierEventLog`, which learns which keys enter and leave a tier; None for no events.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class TierScheduler:
         num_ranks: int = 1,
         drops_last_block: bool = False,
         lease_s: float = 300.0,
-        listener: TierEventLog | None = None,
+        listener: Any = None,
     ) -> None:
         self.index = index
         index.listener = listener

@@ -12,7 +12,7 @@ from typing import Any
 
 from kv_pool.errors import OutOfThreadsError, TierError
 from kv_pool.ids import BlockHashWithGroupId, BlockId, RequestId
-from kv_pool.integrations.vllm.connector.orders import LoadOrder, StepOrders, StoreOrder, WorkerReport
+from kv_pool.integrations.vllm.connector.tier_index import LoadOrder, StepOrders, StoreOrder, WorkerReport
 from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.threads import Workers
 from kv_pool.tiers.disk_tier import DiskTier

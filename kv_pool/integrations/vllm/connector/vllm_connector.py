@@ -6,11 +6,12 @@ Loaded by vLLM through `kv_connector_module_path`; see the package.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
 
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -22,9 +23,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.v1.core.kv_cache_utils import (
+    generate_block_hash_extra_keys,
+    maybe_convert_block_hash,
+    to_event_extra_keys,
+)
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kv_pool.ids import BlockId
+from kv_pool.core.block_keys import get_block_hash, get_group_id
+from kv_pool.ids import BlockHashWithGroupId, BlockId
 from kv_pool.integrations.vllm.connector.engine_config import (
     count_block_bytes,
     describe_blocks,
@@ -33,14 +41,13 @@ from kv_pool.integrations.vllm.connector.engine_config import (
     open_disk_tier,
     wrap_caches,
 )
-from kv_pool.integrations.vllm.connector.event_log import TierEventLog
-from kv_pool.integrations.vllm.connector.orders import StepOrders, WorkerReport
 from kv_pool.integrations.vllm.connector.settings import ConnectorSettings, count_blocks
-from kv_pool.integrations.vllm.connector.tier_index import TierIndex
+from kv_pool.integrations.vllm.connector.tier_index import StepOrders, TierIndex, WorkerReport
 from kv_pool.integrations.vllm.connector.tier_scheduler import COUNTS, TierScheduler
 from kv_pool.integrations.vllm.connector.tier_worker import TierWorker
 from kv_pool.integrations.vllm.request_options.handler import note_arrival, report_end
 from kv_pool.integrations.vllm_warnings import warn_if_unused
+from kv_pool.tiers.tier import GroupKeys
 
 logger = logging.getLogger("vllm.kv_pool")
 
@@ -92,6 +99,83 @@ class ConnectorStatistics(KVConnectorStats):  # type: ignore[misc]
 
     def is_empty(self) -> bool:
         return not any(self.data.get(name) for name in COUNTS)
+
+
+_UNKNOWN: dict[str, Any] = dict.fromkeys(("parent_block_hash", "lora_id", "lora_name"))
+_UNKNOWN |= {"token_ids": (), "block_size": 0}
+
+
+class TierEventLog:
+    """Collects a BlockStored or BlockRemoved for each block that enters or leaves a tier.
+
+    A block that was found on disk at the start is published with its hash only: no tokens, and a
+    `block_size` of 0.
+
+    Args:
+        kv_cache_config: the engine's configuration, for the kinds of its groups.
+        index: what the tiers hold.
+    """
+
+    def __init__(self, kv_cache_config: Any, index: TierIndex) -> None:
+        self._specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        self._index = index
+        self._num_to_sweep_at = 2 * sum(tier.capacity for tier in index.tiers)
+        self._events: list[Any] = []
+        # The events' fields about the block's content.
+        self._labels: dict[BlockHashWithGroupId, dict[str, Any]] = {}
+
+    def take_events(self) -> list[Any]:
+        """Return the events since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def on_planned(self, request: Any, group: GroupKeys, position: int, key: BlockHashWithGroupId) -> None:
+        """Note the content of a block whose store is planned; `position` is that in the block table."""
+        if len(self._labels) > self._num_to_sweep_at:
+            self._labels = {key: label for key, label in self._labels.items() if self._index.knows(key)}
+        start = position * group.block_size
+        end = start + group.block_size
+        parent = group.list_keys(request, position - 1, position)[0] if position else None
+        adapter = request.lora_request
+        extra_keys, _ = generate_block_hash_extra_keys(request, start, end, 0)
+        self._labels[key] = {
+            "parent_block_hash": None if parent is None else maybe_convert_block_hash(get_block_hash(parent)),
+            "token_ids": tuple(request.all_token_ids[start:end]),
+            "block_size": group.block_size,
+            "lora_id": None if adapter is None else adapter.adapter_id,
+            "lora_name": None if adapter is None else adapter.name,
+            "extra_keys": to_event_extra_keys(extra_keys and [extra_keys]),
+        }
+
+    def announce_stored(self, medium: str, keys: Sequence[BlockHashWithGroupId]) -> None:
+        """See `TierListener`."""
+        for key in keys:
+            group_id = get_group_id(key)
+            spec = self._specs[group_id]
+            label = self._labels.get(key, _UNKNOWN)
+            # Each event has a list of tokens of its own: a reader may change it.
+            own = {**label, "token_ids": list(label["token_ids"])}
+            self._events.append(
+                BlockStored(
+                    block_hashes=[maybe_convert_block_hash(get_block_hash(key))],
+                    medium=medium,
+                    group_idx=group_id,
+                    kv_cache_spec_kind=get_kv_cache_spec_kind(spec).value,
+                    kv_cache_spec_sliding_window=get_kv_cache_spec_sliding_window(spec),
+                    **own,
+                )
+            )
+
+    def announce_removed(self, medium: str, keys: Sequence[BlockHashWithGroupId]) -> None:
+        """See `TierListener`."""
+        for key in keys:
+            self._events.append(
+                BlockRemoved(
+                    block_hashes=[maybe_convert_block_hash(get_block_hash(key))],
+                    medium=medium,
+                    group_idx=get_group_id(key),
+                )
+            )
 
 
 class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
