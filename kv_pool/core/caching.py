@@ -39,16 +39,18 @@ def cache_full(
     if block_mask is not None and len(block_mask) != num_blocks:
         raise InvalidArgumentError(f"block_mask has {len(block_mask)} flags for {num_blocks} blocks")
     hashes = hashes_of(pool, request, num_cached_blocks, num_full_blocks, block_size)
+    table_blocks = range_blocks
     owner = pool.block_owner
     num_tokens: i32 = num_cached_blocks * block_size
     step: i32 = block_size
     num_skipped: i64 = 0
-    index: i64 = -1
     try:
+        if block_mask is not None:
+            null = pool.blocks[0]
+            range_blocks = [table_blocks[place] if block_mask[place] else null for place in range(num_blocks)]
         for block, block_hash in zip(range_blocks, hashes):  # noqa: B905 (mypyc makes a loop of this only)
             num_tokens += step
-            index += 1
-            if block.is_null or (block_mask is not None and not block_mask[index]):
+            if block.is_null:
                 num_skipped += 1
                 continue
             if block.owner is not owner:
@@ -63,13 +65,7 @@ def cache_full(
             if not isinstance(block_hash, bytes):
                 raise InvalidTypeError(f"a block hash is a {type(block_hash).__name__}; hashes are bytes")
     except Exception as error:
-        raise_typed(error, range_blocks, "cache_full_blocks()")
-    table_blocks = range_blocks
-    if num_skipped:
-        range_blocks = [
-            pool.blocks[0] if block_mask is not None and not block_mask[position] else block
-            for position, block in enumerate(range_blocks)
-        ]
+        raise_typed(error, table_blocks, "cache_full_blocks()")
 
     # Build the events before anything changes, since that reads the request; append them after the
     # removals.

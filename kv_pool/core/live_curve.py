@@ -79,19 +79,6 @@ class LiveCurve(PoolPart):
         self._clock: Callable[[], float] = clock
         self._half_life: int | None = half_life
         self._salt: i64 = salt * _SALT_FACTOR & 0xFFFFFFFFFFFF
-        self.rate: float = 1.0
-        self.weight: float = 1.0
-        self.counts: list[float] = []
-        self.looked_up_blocks: float = 0.0
-        self.hit_blocks: float = 0.0
-        self.looked_up_tokens: float = 0.0
-        self.hit_tokens: float = 0.0
-        self.period_starts: list[float] = []
-        self.stack: SampledStack = SampledStack(1)
-        self.is_stale: bool = True
-        self._bound: i64 = 0
-        self._max_above: i64 = 0
-        self._until_next_period: int = 0
         self.restart()
 
     @property
@@ -107,18 +94,20 @@ class LiveCurve(PoolPart):
     def restart(self) -> None:
         """Start with an empty stack and without counts."""
         capacity = max(1, self.capacity)
-        self.rate = min(self.max_rate, self.max_samples / (MAX_MULTIPLE * capacity))
-        self._bound = int(self.rate * 4294967296)
+        self.rate: float = min(self.max_rate, self.max_samples / (MAX_MULTIPLE * capacity))
+        self._bound: i64 = int(self.rate * 4294967296)
         limit = ceil(MAX_MULTIPLE * capacity * self.rate)
-        self._max_above = limit // _OPEN_SHARE
-        self.stack = SampledStack(limit)
-        self.counts = [0.0] * (NUM_REPLICAS * ROW)
-        self.weight = 1.0
-        self.looked_up_blocks = self.hit_blocks = 0.0
-        self.looked_up_tokens = self.hit_tokens = 0.0
-        self._until_next_period = self.period
-        self.period_starts = [self._clock()]
-        self.is_stale = False
+        self._max_above: i64 = limit // _OPEN_SHARE
+        self.stack: SampledStack = SampledStack(limit)
+        self.counts: list[float] = [0.0] * (NUM_REPLICAS * ROW)
+        self.weight: float = 1.0
+        self.looked_up_blocks: float = 0.0
+        self.hit_blocks: float = 0.0
+        self.looked_up_tokens: float = 0.0
+        self.hit_tokens: float = 0.0
+        self._until_next_period: int = self.period
+        self.period_starts: list[float] = [self._clock()]
+        self.is_stale: bool = False
 
     def measure_half_life(self) -> float | None:
         """Return the time of a half-life of look-ups at their present rate, in seconds; None if unknown."""

@@ -9,7 +9,7 @@ import numpy.typing as npt
 from kv_pool.core.arguments import as_count, as_int
 from kv_pool.errors import InvalidArgumentError, InvalidTypeError
 from kv_pool.ids import BlockId
-from kv_pool.manager.batch_block_table import BatchBlockTable
+from kv_pool.manager.batch_block_table import NULL_BLOCK_ID, BatchBlockTable
 
 BlockIds = Sequence[BlockId] | npt.NDArray[np.integer]
 """One sequence's block table: ids in token order; entries after its last token are not read."""
@@ -102,7 +102,6 @@ class SlotMapping:
         self._row_starts = np.arange(num_rows, dtype=np.int64) * self._slots_per_row
         # Zero-dimensional arrays: a ufunc takes half as long over them as over an int.
         self._block_size = np.array(batch.block_size, np.int64)
-        self._null_block_id = np.array(batch.null_block_id, batch.block_ids.dtype)
         self._row_end = np.array(self._slots_per_row, np.uint64)
         self._counting = np.arange(max_num_tokens, dtype=np.int64)
         self._places = np.empty(max_num_tokens, np.int64)
@@ -195,7 +194,7 @@ class SlotMapping:
         cells, found, slots = self._cells[:num_tokens], self._found[:num_tokens], self.slots[:num_tokens]
         np.floor_divide(places, self._block_size, out=cells)
         self._block_ids.take(cells, out=found, mode="clip")  # in range; "raise" would make a copy
-        if np.count_nonzero(found == self._null_block_id):
+        if np.count_nonzero(found) < num_tokens:
             rows, positions = np.divmod(places, self._slots_per_row)
             self._raise_for(positions, rows)
         # block_id * block_size + offset, since offset is place - cell * block_size.
@@ -214,8 +213,8 @@ class SlotMapping:
         for position, row in zip(positions.tolist(), rows.tolist(), strict=True):
             column = position // batch.block_size
             row_ids = batch.block_ids[row]
-            if not 0 <= column < len(row_ids) or row_ids[column] == batch.null_block_id:
-                num_blocks = int(np.count_nonzero(row_ids != batch.null_block_id))
+            if not 0 <= column < len(row_ids) or row_ids[column] == NULL_BLOCK_ID:
+                num_blocks = int(np.count_nonzero(row_ids))
                 raise InvalidArgumentError(
                     f"request {batch.list_request_ids()[row]!r}, row {row}: no slot at position {position}, "
                     f"{num_blocks} blocks of {batch.block_size} tokens are in its row; call allocate_slots() "
