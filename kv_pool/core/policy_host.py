@@ -160,7 +160,7 @@ class PolicyHost(PoolPart):
             if last < len(listed):
                 part = self.table.split(run, last)
                 if self.elsewhere and run.blocks[0] in self.elsewhere:
-                    self._detach(run)
+                    self._set_parent(run, None)
             if first > 0:
                 self.table.split(part, first)
             self._note_use(part, is_access)
@@ -192,8 +192,11 @@ class PolicyHost(PoolPart):
                 if block not in self.elsewhere:
                     self.num_above += band > DEFAULT_BAND
                 self.elsewhere[block] = band > DEFAULT_BAND
-                if block.run_id > 0:
-                    self._detach(self.table.runs[block.run_id])
+                run = self.table.find(block)
+                if run is not None:
+                    self._set_parent(
+                        run, None
+                    )  # it may be evicted before this one, until a request hits both
 
     def place(self, freed: list[KVCacheBlock]) -> None:
         """Put the runs of the free blocks of the default band in this list into queues; split runs for it."""
@@ -326,13 +329,15 @@ class PolicyHost(PoolPart):
             if block in self.elsewhere:
                 self.num_above -= self.elsewhere.pop(block)
 
-    def _detach(self, run: CachedRun | None) -> None:
-        """Let a run have no parent, until a request hits both again: its parent may be evicted before it."""
-        if run is not None and run.parent is not None:
-            parent = run.parent
-            run.parent = None
-            parent.num_children -= 1
-            self._unpark(parent)
+    def _set_parent(self, run: CachedRun, parent: CachedRun | None) -> None:
+        """Replace the parent of a run. The old one returns to its queue if this was its last child."""
+        old = run.parent
+        run.parent = parent
+        if parent is not None:
+            parent.num_children += 1
+        if old is not None:
+            old.num_children -= 1
+            self._unpark(old)
 
     def _leave_runs(self, blocks: list[KVCacheBlock]) -> None:
         """Remove blocks without content from the runs of free blocks."""
@@ -355,12 +360,7 @@ class PolicyHost(PoolPart):
         """
         before = self._before
         if is_access and before is not None and run.parent is not before and self._follows(run, before):
-            parent = run.parent
-            run.parent = before
-            before.num_children += 1
-            if parent is not None:
-                parent.num_children -= 1
-                self._unpark(parent)
+            self._set_parent(run, before)
         self._before = run
         if run.is_free:
             run.is_free = False
@@ -427,8 +427,7 @@ class PolicyHost(PoolPart):
         run.session_id = session_id
         run.hints = hints
         if parent is not None:
-            run.parent = parent
-            parent.num_children += 1
+            self._set_parent(run, parent)
             parent.is_open = False
             while parent is not None and parent.request_id is not request_id:
                 parent.request_id = request_id
@@ -481,10 +480,8 @@ class PolicyHost(PoolPart):
             num_blocks -= 1
         if blocks:
             return
-        parent = run.parent
+        self._set_parent(run, None)
         self.table.end(run)
-        if parent is not None:
-            self._unpark(parent)
 
     def _move_to_front(self, run: CachedRun, num_blocks: i64, band: int) -> None:
         """Move the last blocks of a run in front of the default band, last one first.
@@ -618,9 +615,7 @@ class PolicyHost(PoolPart):
                 continue
             for child in self.table.list_runs():
                 if child.parent is run:
-                    child.parent = other
-            other.num_children += run.num_children
-            run.num_children = 0
+                    self._set_parent(child, other)
             return True
         return False
 

@@ -123,14 +123,12 @@ class SlotMapping:
         positions = _to_int64("positions", positions)
         num_tokens = len(positions)
         num_slots = self._check_lengths(num_tokens, num_tokens, num_slots)
-        if num_tokens:
-            places = self._places[:num_tokens]
-            # As unsigned numbers, negative positions are large, so one comparison checks both bounds.
-            if np.count_nonzero(positions.view(np.uint64) >= self._row_end):
-                self._raise_for(positions, np.arange(num_tokens))
-            np.add(positions, self._row_starts[:num_tokens], out=places)
-            self._fill(places)
-        return self._pad(num_tokens, num_slots)
+        places = self._places[:num_tokens]
+        # As unsigned numbers, negative positions are large, so one comparison checks both bounds.
+        if np.count_nonzero(positions.view(np.uint64) >= self._row_end):
+            self._raise_for(positions, np.arange(num_tokens))
+        np.add(positions, self._row_starts[:num_tokens], out=places)
+        return self._fill(places, num_slots)
 
     def fill_chunks(
         self, query_start_loc: Integers, first_positions: Integers, *, num_slots: int | None = None
@@ -163,16 +161,14 @@ class SlotMapping:
             raise InvalidArgumentError("query_start_loc does not start at 0, or decreases")
         num_tokens = int(query_start_loc[-1])
         num_slots = self._check_lengths(num_rows, num_tokens, num_slots)
-        if num_tokens:
-            ends = first_positions + counts
-            if ((counts > 0) & ((first_positions < 0) | (ends > self._slots_per_row))).any():
-                positions = np.repeat(first_positions - starts, counts) + self._counting[:num_tokens]
-                self._raise_for(positions, np.repeat(np.arange(num_rows), counts))
-            places = self._places[:num_tokens]
-            first_places = first_positions - starts + self._row_starts[:num_rows]
-            np.add(np.repeat(first_places, counts), self._counting[:num_tokens], out=places)
-            self._fill(places)
-        return self._pad(num_tokens, num_slots)
+        ends = first_positions + counts
+        if ((counts > 0) & ((first_positions < 0) | (ends > self._slots_per_row))).any():
+            positions = np.repeat(first_positions - starts, counts) + self._counting[:num_tokens]
+            self._raise_for(positions, np.repeat(np.arange(num_rows), counts))
+        places = self._places[:num_tokens]
+        first_places = first_positions - starts + self._row_starts[:num_rows]
+        np.add(np.repeat(first_places, counts), self._counting[:num_tokens], out=places)
+        return self._fill(places, num_slots)
 
     def _check_lengths(self, num_rows: int, num_tokens: int, num_slots: int | None) -> int:
         """Return the length of the result."""
@@ -188,8 +184,8 @@ class SlotMapping:
             )
         return length
 
-    def _fill(self, places: npt.NDArray[np.int64]) -> None:
-        """Fill `slots` for places within their rows. Each line is one pass, without a copy."""
+    def _fill(self, places: npt.NDArray[np.int64], num_slots: int) -> npt.NDArray[np.int64]:
+        """Fill `slots` for places within their rows, and pad it. Each line is one pass, without a copy."""
         num_tokens = len(places)
         cells, found, slots = self._cells[:num_tokens], self._found[:num_tokens], self.slots[:num_tokens]
         np.floor_divide(places, self._block_size, out=cells)
@@ -201,8 +197,6 @@ class SlotMapping:
         np.subtract(found, cells, out=slots)
         slots *= self._block_size
         slots += places
-
-    def _pad(self, num_tokens: int, num_slots: int) -> npt.NDArray[np.int64]:
         if num_slots > num_tokens:
             self.slots[num_tokens:num_slots] = PAD_SLOT_ID
         return self.slots[:num_slots]

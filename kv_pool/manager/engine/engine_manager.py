@@ -138,11 +138,11 @@ class EngineManager:
         With full attention and states, the prefix is that of full attention; the last value is True if a
         group has a shorter one.
         """
-        full_group = self.rules.full_group_beside_states
-        if full_group >= 0 and self.prefix_cache_lookup_enabled(request):
+        full = self.rules.lookup.full
+        if full is not None and self.rules.has_states and self.prefix_cache_lookup_enabled(request):
             limit: int = request.num_tokens - 1 if max_cache_hit_length is None else max_cache_hit_length
             found, lengths = self.rules.lookup.find_by_group(list_hashes(request), limit)
-            num_full = lengths[full_group]
+            num_full = lengths[full.group_ids[0]]
             if max(lengths) == num_full:
                 return self.create_kv_cache_blocks(tuple(found)), num_full, 0, min(lengths) < num_full
         blocks, num_tokens, junction = self.get_computed_blocks(request, max_cache_hit_length)
