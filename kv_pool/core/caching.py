@@ -118,8 +118,7 @@ def cache_partial(
     """Implement `BlockPool.cache_partial_block`."""
     if block.is_null:
         return None
-    if block.owner is not pool.block_owner:
-        check_ours(block, pool.block_owner, "cache_partial_block()")
+    check_ours(block, pool.block_owner, "cache_partial_block()")
     if block.ref_cnt <= 0 and block.owner is not None:
         raise InvalidBlockError(f"block {block.block_id} is free; only blocks in use can be cached")
     unit = pool.hash_block_size
@@ -164,10 +163,8 @@ def cache_partial(
 
 def move_keys(pool: PoolState, source: KVCacheBlock, target: KVCacheBlock) -> None:
     """Implement `BlockPool.move_block_hashes`."""
-    if source.owner is not pool.block_owner:
-        check_ours(source, pool.block_owner, "move_block_hashes()")
-    if target.owner is not pool.block_owner:
-        check_ours(target, pool.block_owner, "move_block_hashes()")
+    check_ours(source, pool.block_owner, "move_block_hashes()")
+    check_ours(target, pool.block_owner, "move_block_hashes()")
     if target.is_null:
         raise InvalidBlockError("the null block is never cached")
     secondary = pool.cached_block_hashes_by_block
@@ -210,8 +207,7 @@ def add_key(
     Args:
         parent: see `KVCacheBlock.parent`; used for the primary key only.
     """
-    if block.owner is not pool.block_owner:
-        check_ours(block, pool.block_owner, "_insert_block_hash()")
+    check_ours(block, pool.block_owner, "_insert_block_hash()")
     if block.is_null:
         raise InvalidBlockError("the null block is never cached")
     if block.key == key or pool.cached_block_hash_to_block.contain(key, block.block_id):
