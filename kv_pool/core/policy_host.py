@@ -149,7 +149,7 @@ class PolicyHost(PoolPart):
             run = self.table.runs[number]
             assert run is not None
             listed = run.blocks
-            first: i64 = 0 if listed[0] is block else self.table.find_position(run, block)
+            first: i64 = 0 if listed and listed[0] is block else self.table.find_position(run, block)
             if first < 0:
                 continue
             last = first + 1
@@ -193,10 +193,8 @@ class PolicyHost(PoolPart):
                     self.num_above += band > DEFAULT_BAND
                 self.elsewhere[block] = band > DEFAULT_BAND
                 run = self.table.find(block)
-                if run is not None:
-                    self._set_parent(
-                        run, None
-                    )  # it may be evicted before this one, until a request hits both
+                if run is not None:  # its parent may be evicted before it, until a request hits both again
+                    self._set_parent(run, None)
 
     def place(self, freed: list[KVCacheBlock]) -> None:
         """Put the runs of the free blocks of the default band in this list into queues; split runs for it."""
