@@ -128,13 +128,12 @@ class LiveCurve(PoolPart):
         if num_blocks > 0 and blocks[0].is_null:
             num_blocks = self._note_touched_singly(blocks)
         elif num_blocks > 0:
-            last = self._find_deepest(blocks, num_blocks - 1)
-            block = last
-            while block is not None:
-                self._count(block)
-                block = block.parent
-            if last is not None:
-                self.stack.access(last)
+            block = self._find_deepest(blocks, num_blocks - 1)
+            if block is not None:
+                for rank in self.stack.access(block):
+                    assert block is not None
+                    self._count(block, rank)
+                    block = block.parent
         self._add_lookups(num_blocks, num_blocks, 0)
 
     def note_cached(
@@ -186,7 +185,7 @@ class LiveCurve(PoolPart):
             if found is not None:
                 last = found
                 if index < num_counted:
-                    self._count(found)
+                    self._count(found, self.stack.find_rank(found))
                 is_reached = not is_chained
                 if is_reached:
                     self.stack.access(found)
@@ -229,7 +228,7 @@ class LiveCurve(PoolPart):
             key: Any = block.key
             found = None if key is None else self.stack.blocks.get(key)
             if found is not None:
-                self._count(found)
+                self._count(found, self.stack.find_rank(found))
                 self.stack.access(found)
         return num_blocks
 
@@ -257,10 +256,10 @@ class LiveCurve(PoolPart):
             self.stack.access(last)
         return last
 
-    def _count(self, block: SampledBlock) -> None:
-        """Count a look-up of a block that is in the stack."""
+    def _count(self, block: SampledBlock, rank: int) -> None:
+        """Count a look-up of a block that had this rank in the stack."""
         # The blocks above it in the sample stand for 1 / rate blocks each.
-        distance = 1 + (self.stack.find_rank(block) - 1) / self.rate
+        distance = 1 + (rank - 1) / self.rate
         step = min(NUM_STEPS + 1, ceil(distance * STEPS_PER_CAPACITY / self.capacity - 1e-9))
         self.counts[block.replica * ROW + step] += self.weight
 
