@@ -39,16 +39,18 @@ def cache_full(
     if block_mask is not None and len(block_mask) != num_blocks:
         raise InvalidArgumentError(f"block_mask has {len(block_mask)} flags for {num_blocks} blocks")
     hashes = hashes_of(pool, request, num_cached_blocks, num_full_blocks, block_size)
+    table_blocks = range_blocks
     owner = pool.block_owner
     num_tokens: i32 = num_cached_blocks * block_size
     step: i32 = block_size
     num_skipped: i64 = 0
-    index: i64 = -1
     try:
+        if block_mask is not None:
+            null = pool.blocks[0]
+            range_blocks = [table_blocks[place] if block_mask[place] else null for place in range(num_blocks)]
         for block, block_hash in zip(range_blocks, hashes):  # noqa: B905 (mypyc makes a loop of this only)
             num_tokens += step
-            index += 1
-            if block.is_null or (block_mask is not None and not block_mask[index]):
+            if block.is_null:
                 num_skipped += 1
                 continue
             if block.owner is not owner:
@@ -63,13 +65,7 @@ def cache_full(
             if not isinstance(block_hash, bytes):
                 raise InvalidTypeError(f"a block hash is a {type(block_hash).__name__}; hashes are bytes")
     except Exception as error:
-        raise_typed(error, range_blocks, "cache_full_blocks()")
-    table_blocks = range_blocks
-    if num_skipped:
-        range_blocks = [
-            pool.blocks[0] if block_mask is not None and not block_mask[position] else block
-            for position, block in enumerate(range_blocks)
-        ]
+        raise_typed(error, table_blocks, "cache_full_blocks()")
 
     # Build the events before anything changes, since that reads the request; append them after the
     # removals.
@@ -122,8 +118,7 @@ def cache_partial(
     """Implement `BlockPool.cache_partial_block`."""
     if block.is_null:
         return None
-    if block.owner is not pool.block_owner:
-        check_ours(block, pool.block_owner, "cache_partial_block()")
+    check_ours(block, pool.block_owner, "cache_partial_block()")
     if block.ref_cnt <= 0 and block.owner is not None:
         raise InvalidBlockError(f"block {block.block_id} is free; only blocks in use can be cached")
     unit = pool.hash_block_size
@@ -168,10 +163,8 @@ def cache_partial(
 
 def move_keys(pool: PoolState, source: KVCacheBlock, target: KVCacheBlock) -> None:
     """Implement `BlockPool.move_block_hashes`."""
-    if source.owner is not pool.block_owner:
-        check_ours(source, pool.block_owner, "move_block_hashes()")
-    if target.owner is not pool.block_owner:
-        check_ours(target, pool.block_owner, "move_block_hashes()")
+    check_ours(source, pool.block_owner, "move_block_hashes()")
+    check_ours(target, pool.block_owner, "move_block_hashes()")
     if target.is_null:
         raise InvalidBlockError("the null block is never cached")
     secondary = pool.cached_block_hashes_by_block
@@ -214,8 +207,7 @@ def add_key(
     Args:
         parent: see `KVCacheBlock.parent`; used for the primary key only.
     """
-    if block.owner is not pool.block_owner:
-        check_ours(block, pool.block_owner, "_insert_block_hash()")
+    check_ours(block, pool.block_owner, "_insert_block_hash()")
     if block.is_null:
         raise InvalidBlockError("the null block is never cached")
     if block.key == key or pool.cached_block_hash_to_block.contain(key, block.block_id):

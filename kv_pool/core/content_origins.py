@@ -12,23 +12,18 @@ class ContentOrigins:
     """The copies that were made in one pool, and what continues them. A pool's calls do not read it.
 
     Attributes:
-        copied_from: blocks whose content was copied, not computed: see `note_copy`.
+        copied_from: copies of blocks, of this pool or another: see `note_copy`.
         continued_by: blocks whose copies were continued by other requests: see `note_continued`.
     """
 
     def __init__(self) -> None:
-        self.copied_from: dict[KVCacheBlock, tuple[int, KVCacheBlock | None, int]] = {}
+        self.copied_from: dict[KVCacheBlock, tuple[int, KVCacheBlock, int]] = {}
         self.continued_by: dict[KVCacheBlock, tuple[int, list[tuple[int, Any]]]] = {}
         self._num_continued_to_sweep_at: int = 64
 
-    def note_copy(self, target: KVCacheBlock, source: KVCacheBlock | None) -> None:
-        """Note that the content of `target` is a copy.
-
-        Args:
-            source: the original, of this pool or another; None if it comes from a tier, a node or a dump.
-        The note is valid while the generations of both blocks are those of now.
-        """
-        self.copied_from[target] = (target.generation, source, 0 if source is None else source.generation)
+    def note_copy(self, target: KVCacheBlock, source: KVCacheBlock) -> None:
+        """Note that `target` is a copy of `source`: valid while the generations of both are those of now."""
+        self.copied_from[target] = (target.generation, source, source.generation)
 
     def note_continued(self, source: KVCacheBlock, start: int, hashes: Any) -> None:
         """Note that a request continues a copy of a block that is not full, under hashes of its own.

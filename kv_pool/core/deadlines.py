@@ -34,14 +34,10 @@ class Deadlines:
         self._num_pushed: int = 0
         self._num_allowed: int = _FEW
 
-    def push(self, item: TimedItem) -> None:
-        """Add a timer at `item.changes_at`, unless that is NEVER. Equal times expire in push order."""
-        self.push_at(item, item.changes_at)
-
     def push_at(self, item: TimedItem, time: float) -> None:
-        """Add a timer that takes effect once the caller sets `item.changes_at` to `time`.
+        """Add a timer, unless at NEVER, that takes effect once the caller sets `item.changes_at` to `time`.
 
-        Until then, the previous timer stays in effect.
+        Until then, the previous timer stays in effect. Equal times expire in push order.
         """
         if time == NEVER:
             return

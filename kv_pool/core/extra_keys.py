@@ -102,7 +102,7 @@ class ExtraKeysWalk:
 
     def __init__(self, request: CacheableRequest) -> None:
         self._request: CacheableRequest = request
-        self._features: Sequence[Any] = _sort_by_offset(request.mm_features or ())
+        self._features: Sequence[Any] = sorted(request.mm_features or (), key=_get_offset)
         self._num_passed: int = 0
         """Number of features that begin before the end of the last block."""
         self._open: list[tuple[int, int, Any]] = []
@@ -156,17 +156,6 @@ class ExtraKeysWalk:
             if first >= end:
                 break
             keys.append(("salt_region", salt, first - start))
-
-
-def _sort_by_offset(features: Sequence[Any]) -> Sequence[Any]:
-    """Return the features sorted by offset. Features already in order, the usual case, are not copied."""
-    last: int | None = None
-    for feature in features:
-        offset: int = feature.mm_position.offset
-        if last is not None and offset < last:
-            return sorted(features, key=_get_offset)
-        last = offset
-    return features
 
 
 def _get_offset(feature: Any) -> int:

@@ -20,7 +20,7 @@
     K5  num_ordered == blocks of free runs == blocks of the default band;  elsewhere are those of bands other
         than this and the empty one, num_above of them in bands above the default
     K6  queue.num_blocks == blocks of the runs whose queue it is
-    D1  the blocks in a live curve's stack are ordered by their stamps, which it lists, too
+    D1  the blocks in a live curve's stack are ordered by their stamps, which differ
     D2  the stack has each of these blocks under its key
     D3  a sampled block's parent is in the stack, and was used at the same access or later
     D4  the stack has at most `limit` blocks
@@ -213,7 +213,7 @@ def check_live_curve(pool: BlockPool) -> None:
         curve.restart()
     stack = curve.stack
     stamps = [block.stamp for block in stack.order]
-    if stack.stamps != stamps or stamps != sorted(set(stamps)):
+    if stamps != sorted(set(stamps)):
         raise CorruptedPoolError(f"D1: the stamps of {len(stack.order)} sampled blocks do not ascend")
     if stack.blocks != {block.key: block for block in stack.order}:
         raise CorruptedPoolError(f"D2: {len(stack.blocks)} keys of {len(stack.order)} sampled blocks")

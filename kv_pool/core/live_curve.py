@@ -79,19 +79,6 @@ class LiveCurve(PoolPart):
         self._clock: Callable[[], float] = clock
         self._half_life: int | None = half_life
         self._salt: i64 = salt * _SALT_FACTOR & 0xFFFFFFFFFFFF
-        self.rate: float = 1.0
-        self.weight: float = 1.0
-        self.counts: list[float] = []
-        self.looked_up_blocks: float = 0.0
-        self.hit_blocks: float = 0.0
-        self.looked_up_tokens: float = 0.0
-        self.hit_tokens: float = 0.0
-        self.period_starts: list[float] = []
-        self.stack: SampledStack = SampledStack(1)
-        self.is_stale: bool = True
-        self._bound: i64 = 0
-        self._max_above: i64 = 0
-        self._until_next_period: int = 0
         self.restart()
 
     @property
@@ -107,18 +94,20 @@ class LiveCurve(PoolPart):
     def restart(self) -> None:
         """Start with an empty stack and without counts."""
         capacity = max(1, self.capacity)
-        self.rate = min(self.max_rate, self.max_samples / (MAX_MULTIPLE * capacity))
-        self._bound = int(self.rate * 4294967296)
+        self.rate: float = min(self.max_rate, self.max_samples / (MAX_MULTIPLE * capacity))
+        self._bound: i64 = int(self.rate * 4294967296)
         limit = ceil(MAX_MULTIPLE * capacity * self.rate)
-        self._max_above = limit // _OPEN_SHARE
-        self.stack = SampledStack(limit)
-        self.counts = [0.0] * (NUM_REPLICAS * ROW)
-        self.weight = 1.0
-        self.looked_up_blocks = self.hit_blocks = 0.0
-        self.looked_up_tokens = self.hit_tokens = 0.0
-        self._until_next_period = self.period
-        self.period_starts = [self._clock()]
-        self.is_stale = False
+        self._max_above: i64 = limit // _OPEN_SHARE
+        self.stack: SampledStack = SampledStack(limit)
+        self.counts: list[float] = [0.0] * (NUM_REPLICAS * ROW)
+        self.weight: float = 1.0
+        self.looked_up_blocks: float = 0.0
+        self.hit_blocks: float = 0.0
+        self.looked_up_tokens: float = 0.0
+        self.hit_tokens: float = 0.0
+        self._until_next_period: int = self.period
+        self.period_starts: list[float] = [self._clock()]
+        self.is_stale: bool = False
 
     def measure_half_life(self) -> float | None:
         """Return the time of a half-life of look-ups at their present rate, in seconds; None if unknown."""
@@ -139,13 +128,12 @@ class LiveCurve(PoolPart):
         if num_blocks > 0 and blocks[0].is_null:
             num_blocks = self._note_touched_singly(blocks)
         elif num_blocks > 0:
-            last = self._find_deepest(blocks, num_blocks - 1)
-            block = last
-            while block is not None:
-                self._count(block)
-                block = block.parent
-            if last is not None:
-                self.stack.access(last)
+            block = self._find_deepest(blocks, num_blocks - 1)
+            if block is not None:
+                for rank in self.stack.access(block):
+                    assert block is not None
+                    self._count(block, rank)
+                    block = block.parent
         self._add_lookups(num_blocks, num_blocks, 0)
 
     def note_cached(
@@ -197,7 +185,7 @@ class LiveCurve(PoolPart):
             if found is not None:
                 last = found
                 if index < num_counted:
-                    self._count(found)
+                    self._count(found, self.stack.find_rank(found))
                 is_reached = not is_chained
                 if is_reached:
                     self.stack.access(found)
@@ -240,7 +228,7 @@ class LiveCurve(PoolPart):
             key: Any = block.key
             found = None if key is None else self.stack.blocks.get(key)
             if found is not None:
-                self._count(found)
+                self._count(found, self.stack.find_rank(found))
                 self.stack.access(found)
         return num_blocks
 
@@ -268,10 +256,10 @@ class LiveCurve(PoolPart):
             self.stack.access(last)
         return last
 
-    def _count(self, block: SampledBlock) -> None:
-        """Count a look-up of a block that is in the stack."""
+    def _count(self, block: SampledBlock, rank: int) -> None:
+        """Count a look-up of a block that had this rank in the stack."""
         # The blocks above it in the sample stand for 1 / rate blocks each.
-        distance = 1 + (self.stack.find_rank(block) - 1) / self.rate
+        distance = 1 + (rank - 1) / self.rate
         step = min(NUM_STEPS + 1, ceil(distance * STEPS_PER_CAPACITY / self.capacity - 1e-9))
         self.counts[block.replica * ROW + step] += self.weight
 

@@ -15,6 +15,7 @@ from kv_pool.errors import CachePolicyError, InvalidArgumentError
 from kv_pool.ids import GroupId
 
 MAX_QUEUES: Final = 10_000
+_FAILED: Final = -2
 
 # Compiled code would make and drop an AttributeError for each attribute that a request lacks.
 _read_attribute: Any = getattr
@@ -67,17 +68,10 @@ class PolicyHost(PoolPart):
         self.capacity: int = capacity
         self.is_flat: bool = is_flat
         self.failure: CachePolicyError | None = None
-        self.num_ordered: int = 0
-        self.elsewhere: dict[KVCacheBlock, bool] = {}
-        self.num_above: int = 0
         self.unchained: dict[int, None] = {}
-        self.table: RunTable = RunTable()
-        self.reads_hints: bool = False
         self._before: CachedRun | None = None  # the run that the current call has handled last
-        self._queues: list[RunQueue] = []
-        self._last_choice: int = 0
         self.policy: CachePolicy = LRU()
-        self._start_policy()
+        self._start()
         self._check_started()
         order.open()
         for band, blocks in order.list_bands():
@@ -144,21 +138,32 @@ class PolicyHost(PoolPart):
             return
         self._note_back(blocks)
         self._before = None
-        # Blocks of one number with increasing token counts are different blocks of one run.
-        number: i32 = 0
-        num_tokens: i32 = 0
         start: i64 = 0
-        index: i64 = 0
-        for block in blocks:
-            if block.run_id != number or block.num_key_tokens <= num_tokens:
-                if number > 0:
-                    self._note_stretch(blocks, start, index, is_access)
-                number = block.run_id
-                start = index
-            num_tokens = block.num_key_tokens
-            index += 1
-        if number > 0:
-            self._note_stretch(blocks, start, index, is_access)
+        num_blocks: i64 = len(blocks)
+        while start < num_blocks:
+            block = blocks[start]
+            start += 1
+            number: i32 = block.run_id
+            if number <= 0:
+                continue
+            run = self.table.runs[number]
+            assert run is not None
+            listed = run.blocks
+            first: i64 = 0 if listed and listed[0] is block else self.table.find_position(run, block)
+            if first < 0:
+                continue
+            last = first + 1
+            while start < num_blocks and last < len(listed) and listed[last] is blocks[start]:
+                last += 1
+                start += 1
+            part = run
+            if last < len(listed):
+                part = self.table.split(run, last)
+                if self.elsewhere and run.blocks[0] in self.elsewhere:
+                    self._set_parent(run, None)
+            if first > 0:
+                self.table.split(part, first)
+            self._note_use(part, is_access)
 
     def note_freed(self, blocks: list[KVCacheBlock], keeps_all: bool) -> None:
         """Place these blocks. After an unpin, those without a key are at the back, too."""
@@ -187,8 +192,9 @@ class PolicyHost(PoolPart):
                 if block not in self.elsewhere:
                     self.num_above += band > DEFAULT_BAND
                 self.elsewhere[block] = band > DEFAULT_BAND
-                if block.run_id > 0:
-                    self._detach(self.table.runs[block.run_id])
+                run = self.table.find(block)
+                if run is not None:  # its parent may be evicted before it, until a request hits both again
+                    self._set_parent(run, None)
 
     def place(self, freed: list[KVCacheBlock]) -> None:
         """Put the runs of the free blocks of the default band in this list into queues; split runs for it."""
@@ -286,11 +292,7 @@ class PolicyHost(PoolPart):
             return
         for block in self._owner().blocks:
             block.run_id = 0
-        self.table = RunTable()
-        self.num_ordered = 0
-        self.elsewhere = {}
-        self.num_above = 0
-        self._start_policy()
+        self._start()
 
     def rebuild_from(self, pool: Any) -> None:
         """Follow blocks that a merge of the bands has brought to the default one."""
@@ -325,13 +327,15 @@ class PolicyHost(PoolPart):
             if block in self.elsewhere:
                 self.num_above -= self.elsewhere.pop(block)
 
-    def _detach(self, run: CachedRun | None) -> None:
-        """Let a run have no parent, until a request hits both again: its parent may be evicted before it."""
-        if run is not None and run.parent is not None:
-            parent = run.parent
-            run.parent = None
-            parent.num_children -= 1
-            self._unpark(parent)
+    def _set_parent(self, run: CachedRun, parent: CachedRun | None) -> None:
+        """Replace the parent of a run. The old one returns to its queue if this was its last child."""
+        old = run.parent
+        run.parent = parent
+        if parent is not None:
+            parent.num_children += 1
+        if old is not None:
+            old.num_children -= 1
+            self._unpark(old)
 
     def _leave_runs(self, blocks: list[KVCacheBlock]) -> None:
         """Remove blocks without content from the runs of free blocks."""
@@ -346,35 +350,6 @@ class PolicyHost(PoolPart):
                         self._cut(run, 1)
             block.run_id = 0
 
-    def _note_stretch(self, blocks: list[KVCacheBlock], start: i64, end: i64, is_access: bool) -> None:
-        """Handle the blocks of one run, from list index `start` to `end`, that have got a reference."""
-        run = self.table.runs[blocks[start].run_id]
-        assert run is not None
-        listed = run.blocks
-        if len(listed) == end - start:
-            self._note_use(run, is_access)
-            return
-        while start < end:
-            run = self.table.runs[blocks[start].run_id]
-            assert run is not None
-            listed = run.blocks
-            first = self.table.find_position(run, blocks[start])
-            start += 1
-            if first < 0:
-                continue
-            last = first + 1
-            while start < end and last < len(listed) and listed[last] is blocks[start]:
-                last += 1
-                start += 1
-            part = run
-            if last < len(listed):
-                part = self.table.split(run, last)
-                if self.elsewhere and run.blocks[0] in self.elsewhere:
-                    self._detach(run)
-            if first > 0:
-                self.table.split(part, first)
-            self._note_use(part, is_access)
-
     def _note_use(self, run: CachedRun, is_access: bool) -> None:
         """Mark a run as in use, and tell the policy of a hit.
 
@@ -383,12 +358,7 @@ class PolicyHost(PoolPart):
         """
         before = self._before
         if is_access and before is not None and run.parent is not before and self._follows(run, before):
-            parent = run.parent
-            run.parent = before
-            before.num_children += 1
-            if parent is not None:
-                parent.num_children -= 1
-                self._unpark(parent)
+            self._set_parent(run, before)
         self._before = run
         if run.is_free:
             run.is_free = False
@@ -455,8 +425,7 @@ class PolicyHost(PoolPart):
         run.session_id = session_id
         run.hints = hints
         if parent is not None:
-            run.parent = parent
-            parent.num_children += 1
+            self._set_parent(run, parent)
             parent.is_open = False
             while parent is not None and parent.request_id is not request_id:
                 parent.request_id = request_id
@@ -470,21 +439,13 @@ class PolicyHost(PoolPart):
         run.is_free = True
         run.is_open = False
         self.num_ordered += len(run.blocks)
-        try:
-            index = self.policy.freed(run)
-            if not isinstance(index, int):
-                raise TypeError(f"it returned {index!r}")
-        except Exception as error:
-            self._fail("freed()", error)
-            return
+        index = self._ask(run)
         if index == STAY:
             if run.queue is None:
                 self._fail("freed() returned STAY for a run that is in no queue", None)
             self._unpark(run)
-        elif 0 <= index < len(self._queues):
+        elif index != _FAILED:
             self._queues[index].append(run)
-        else:
-            self._fail(f"freed() returned queue {index}; {self._describe_queues()}", None)
 
     def _adopt(self, block: KVCacheBlock) -> None:
         """Make a run of a free block that is in none: it was cached by a call without a sequence."""
@@ -517,10 +478,8 @@ class PolicyHost(PoolPart):
             num_blocks -= 1
         if blocks:
             return
-        parent = run.parent
+        self._set_parent(run, None)
         self.table.end(run)
-        if parent is not None:
-            self._unpark(parent)
 
     def _move_to_front(self, run: CachedRun, num_blocks: i64, band: int) -> None:
         """Move the last blocks of a run in front of the default band, last one first.
@@ -547,8 +506,15 @@ class PolicyHost(PoolPart):
 
     # ---- the policy --------------------------------------------------------------------------------
 
-    def _start_policy(self) -> None:
-        """Make a new policy with empty queues."""
+    def _start(self) -> None:
+        """Make a new policy with empty queues, and forget all runs."""
+        self.table: RunTable = RunTable()
+        self.num_ordered: int = 0
+        self.elsewhere: dict[KVCacheBlock, bool] = {}
+        self.num_above: int = 0
+        self.reads_hints: bool = False
+        self._queues: list[RunQueue] = []
+        self._last_choice: int = 0
         try:
             unchecked: Any = self.make_policy()
         except Exception as error:
@@ -567,7 +533,6 @@ class PolicyHost(PoolPart):
             )
         self.reads_hints = unchecked.needs != ""
         self._queues = [RunQueue(index) for index in range(num_queues)]
-        self._last_choice = 0
         policy.queues = self._queues.copy()
         policy.capacity = self.capacity
         policy.clock = self._clock
@@ -589,15 +554,8 @@ class PolicyHost(PoolPart):
             queue = queues[self._last_choice]
             if queue.end.after is queue.end and not self._has_front():
                 return self._find_parked()
-            try:
-                index = self.policy.choose()
-                if not isinstance(index, int):
-                    raise TypeError(f"it returned {index!r}")
-            except Exception as error:
-                self._fail("choose()", error)
-                return None
-            if index < 0 or index >= len(queues):
-                self._fail(f"choose() returned queue {index}; {self._describe_queues()}", None)
+            index = self._ask(None)
+            if index == _FAILED:
                 return None
             self._last_choice = index
             run = queues[index].first
@@ -608,6 +566,26 @@ class PolicyHost(PoolPart):
                 return run
             unlink(run)  # it stays counted in its queue
             run.is_parked = True
+
+    def _ask(self, freed: CachedRun | None) -> i64:
+        """Return the queue that the policy names for a freed run, or chooses; _FAILED if it fails."""
+        hook = "choose()" if freed is None else "freed()"
+        try:
+            index = self.policy.choose() if freed is None else self.policy.freed(freed)
+            if not isinstance(index, int):
+                raise TypeError(f"it returned {index!r}")
+        except Exception as error:
+            self._fail(hook, error)
+            return _FAILED
+        num_queues = len(self._queues)
+        if 0 <= index < num_queues or (index == STAY and freed is not None):
+            return index
+        self._fail(
+            f"{hook} returned queue {index}; the policy has {num_queues} "
+            f"queue{'' if num_queues == 1 else 's'}, 0 to {num_queues - 1}",
+            None,
+        )
+        return _FAILED
 
     def _has_front(self) -> bool:
         """Return whether a queue's list has a run. O(queues)."""
@@ -635,9 +613,7 @@ class PolicyHost(PoolPart):
                 continue
             for child in self.table.list_runs():
                 if child.parent is run:
-                    child.parent = other
-            other.num_children += run.num_children
-            run.num_children = 0
+                    self._set_parent(child, other)
             return True
         return False
 
@@ -648,10 +624,6 @@ class PolicyHost(PoolPart):
                 return run
         self._fail("a free run is in no queue, so it is lost", None)
         return None
-
-    def _describe_queues(self) -> str:
-        num_queues = len(self._queues)
-        return f"the policy has {num_queues} queue{'' if num_queues == 1 else 's'}, 0 to {num_queues - 1}"
 
     def _fail(self, what: str, error: Exception | None) -> None:
         """Stop using a broken policy, log its error, and keep it. A MemoryError is raised as it is."""

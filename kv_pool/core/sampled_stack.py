@@ -4,13 +4,12 @@ An access uses a block and all blocks before it in its chain. They leave the req
 as the most recent one, so the blocks of a chain that an access used last are consecutive in the stack.
 """
 
-from bisect import bisect_left
 from typing import Final
 
 from mypy_extensions import i64
 
-_STAMPS_PER_ACCESS: Final = 2**24
-"""More than twice the blocks that one access can have."""
+_STAMP_BITS: Final = 24
+"""An access has 2**24 stamps, more than twice the blocks that it can have."""
 
 
 class SampledBlock:
@@ -25,10 +24,10 @@ class SampledBlock:
 
     __slots__ = ("key", "parent", "replica", "stamp")
 
-    def __init__(self, key: bytes, parent: "SampledBlock | None", stamp: int, replica: i64) -> None:
+    def __init__(self, key: bytes, parent: "SampledBlock | None", stamp: i64, replica: i64) -> None:
         self.key: bytes = key
         self.parent: SampledBlock | None = parent
-        self.stamp: int = stamp
+        self.stamp: i64 = stamp
         self.replica: i64 = replica
 
 
@@ -40,8 +39,7 @@ class SampledStack:
 
     Attributes:
         blocks: the blocks by key.
-        order: the blocks, least recently used first.
-        stamps: their stamps: bisection finds a block in `order`.
+        order: the blocks, least recently used first, so by their stamps.
 
     An interrupted call leaves the structures inconsistent; the caller then discards the stack.
     """
@@ -50,34 +48,62 @@ class SampledStack:
         self.limit: i64 = limit
         self.blocks: dict[bytes, SampledBlock] = {}
         self.order: list[SampledBlock] = []
-        self.stamps: list[int] = []
-        self._num_accesses: int = 0
+        self._num_accesses: i64 = 0
+        self._appended: SampledBlock | None = None  # if no access has moved blocks since
+        self._position: i64 = 0  # its position in `order`
 
-    def find_rank(self, block: SampledBlock) -> int:
+    def _find(self, stamp: i64) -> i64:
+        """Return the number of blocks with lower stamps: the position of the block with this one."""
+        order = self.order
+        low: i64 = 0
+        high: i64 = len(order)
+        while low < high:
+            middle = (low + high) >> 1
+            if order[middle].stamp < stamp:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def find_rank(self, block: SampledBlock) -> i64:
         """Return the rank of a block, from 1 for the most recently used one. O(log limit)."""
-        return len(self.order) - bisect_left(self.stamps, block.stamp)
+        return len(self.order) - self._find(block.stamp)
 
-    def access(self, last: SampledBlock) -> None:
-        """Move `last` and the blocks before it in its chain to the top. O(blocks moved + limit)."""
-        if last.stamp // _STAMPS_PER_ACCESS == self._num_accesses and self._is_deepest(last):
-            return  # so are the blocks before it, which are never used less recently
+    def access(self, last: SampledBlock) -> list[int]:
+        """Move `last` and the blocks before it in its chain to the top. O(blocks moved + limit).
+
+        Returns:
+            The ranks that these blocks had, that of `last` first.
+        """
+        is_top = last.stamp >> _STAMP_BITS == self._num_accesses and self._is_deepest(last)
+        order = self.order
+        num_blocks: i64 = len(order)
         moved: list[SampledBlock] = []
+        ranks: list[int] = []
         block: SampledBlock | None = last
         while block is not None:
-            start = bisect_left(self.stamps, block.stamp)
+            start = self._find(block.stamp)
             end = start
-            while block is not None and end < len(self.order) and self.order[end] is block:
+            # Those moved from lower positions are counted, too.
+            rank = num_blocks - start
+            if not is_top:
+                rank -= len(moved)
+            while block is not None and end < len(order) and order[end] is block:
                 moved.append(block)
+                ranks.append(rank)
+                rank -= 1
                 end += 1
                 block = block.parent
-            del self.order[start:end]
-            del self.stamps[start:end]
+            if not is_top:
+                del order[start:end]
+        if is_top:
+            return ranks  # they are at the top already
         stamp = self._start_access()
         for block in moved:
             block.stamp = stamp
-            self.stamps.append(stamp)
             stamp += 1
-        self.order += moved
+        order += moved
+        return ranks
 
     def append(self, parent: SampledBlock | None, key: bytes, replica: i64) -> SampledBlock | None:
         """Add a block behind `parent`, the deepest block of its access, as part of that access.
@@ -88,32 +114,39 @@ class SampledStack:
             The deepest sampled block of the chain: the new one, or `parent` if the stack is full and the new
             one would be the least recently used.
         """
-        stamp = self._start_access() if parent is None else parent.stamp - 1
+        order = self.order
+        position: i64 = len(order)
+        if parent is None:
+            stamp = self._start_access()
+        else:
+            stamp = parent.stamp - 1
+            position = self._position if parent is self._appended else self._find(stamp)
         block = SampledBlock(key, parent, stamp, replica)
-        position = bisect_left(self.stamps, stamp)
         self.blocks[key] = block
-        self.order.insert(position, block)
-        self.stamps.insert(position, stamp)
-        if len(self.order) > self.limit:
-            del self.blocks[self.order[0].key]
-            del self.order[0]
-            del self.stamps[0]
-            if position == 0:
+        order.insert(position, block)
+        if len(order) > self.limit:
+            del self.blocks[order[0].key]
+            del order[0]
+            position -= 1
+            if position < 0:
+                self._appended = None
                 return parent
+        self._appended = block
+        self._position = position
         return block
 
     def is_open(self, block: SampledBlock, max_above: i64) -> bool:
         """Return True for the deepest block of an access with at most `max_above` blocks of later ones."""
-        next_access = (block.stamp // _STAMPS_PER_ACCESS + 1) * _STAMPS_PER_ACCESS
-        num_above = len(self.order) - bisect_left(self.stamps, next_access)
+        num_above = len(self.order) - self._find(((block.stamp >> _STAMP_BITS) + 1) << _STAMP_BITS)
         return num_above <= max_above and self._is_deepest(block)
 
     def _is_deepest(self, block: SampledBlock) -> bool:
         """Return True if no block of its access is behind it."""
-        position = bisect_left(self.stamps, block.stamp)
-        return position == 0 or self.stamps[position - 1] != block.stamp - 1
+        position = self._find(block.stamp)
+        return position == 0 or self.order[position - 1].stamp != block.stamp - 1
 
-    def _start_access(self) -> int:
+    def _start_access(self) -> i64:
         """Return the stamp of the deepest block of a new access; further blocks may be appended behind it."""
+        self._appended = None
         self._num_accesses += 1
-        return self._num_accesses * _STAMPS_PER_ACCESS + _STAMPS_PER_ACCESS // 2
+        return (self._num_accesses << _STAMP_BITS) + (1 << (_STAMP_BITS - 1))

@@ -48,7 +48,6 @@ class AppliedRules(TableListener):
         has_states: whether a group has states.
         num_reprefillable: see `PrefixRules.num_reprefillable_tokens`.
         caches_junctions: whether states at junctions within a block are cached.
-        full_group_beside_states: the first group with full attention in a manager with states; -1 for none.
         interval: the retention interval; None to cache all blocks that can serve a hit.
         alignment: as given.
         hit_alignment: tokens; each hit is a multiple of it.
@@ -116,9 +115,6 @@ class AppliedRules(TableListener):
                     "last block of a hit"
                 )
         self.lookup: PrefixLookup = PrefixLookup(parts, len(groups), unit, details.looks_past_limit)
-        self.full_group_beside_states: int = -1
-        if self.has_states and self.lookup.full is not None:
-            self.full_group_beside_states = self.lookup.full.group_ids[0]
 
     def set_interval(self, interval: int | None) -> None:
         """Replace the retention interval for blocks that are cached from now on.

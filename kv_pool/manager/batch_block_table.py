@@ -1,21 +1,25 @@
 """`BatchBlockTable`: the block tables of all running requests as one padded array, written in place."""
 
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from kv_pool.core.arguments import as_count, as_int, check_type
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.ids import BlockId, RequestId
+from kv_pool.ids import RequestId
 from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.table_rows import TableRow, find_changed_rows, write_row
 
 BlockIdArray = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 
 
+NULL_BLOCK_ID: Final = 0
+"""The id in entries without a block, and in padding."""
+
+
 class BatchBlockTable:
-    """The block ids of a batch, as attention kernels read them: one row per request, padded with null ids.
+    """The block ids of a batch, as attention kernels read them: one row per request, padded with the null id.
 
         >>> from kv_pool import BlockPool
         >>> from kv_pool.manager.block_groups.block_table import BlockTable
@@ -36,7 +40,6 @@ class BatchBlockTable:
         max_num_requests, max_num_blocks_per_request: the array's shape, at least 1 each.
         block_size: tokens per block, of the group that the tables belong to.
         dtype: int32 or int64.
-        null_block_id: id of the block that stands for "no KV here"; a pool's is 0.
         array: the array to write to; by default a new one. For example the NumPy view of a pinned tensor that
             is copied to a device. Contiguous, writable, of that shape and dtype; it is cleared.
 
@@ -52,7 +55,6 @@ class BatchBlockTable:
         block_size: int,
         *,
         dtype: npt.DTypeLike = np.int32,
-        null_block_id: BlockId = BlockId(0),
         array: BlockIdArray | None = None,
     ) -> None:
         self.max_num_requests = as_count("max_num_requests", max_num_requests, 1)
@@ -60,11 +62,8 @@ class BatchBlockTable:
             "max_num_blocks_per_request", max_num_blocks_per_request, 1
         )
         self.block_size = as_count("block_size", block_size, 1)
-        self.null_block_id = null_block_id
         if np.dtype(dtype) not in (np.int32, np.int64):
             raise InvalidArgumentError(f"block ids are int32 or int64, not {np.dtype(dtype)}")
-        if not 0 <= null_block_id <= np.iinfo(np.int32).max:
-            raise InvalidArgumentError(f"null_block_id {null_block_id} is not a block id; a pool's is 0")
         shape = (self.max_num_requests, self.max_num_blocks_per_request)
         if array is None:
             array = cast(BlockIdArray, np.empty(shape, dtype))
@@ -75,10 +74,10 @@ class BatchBlockTable:
         elif not (array.flags.c_contiguous and array.flags.writeable):
             raise InvalidArgumentError("array is not contiguous or not writable; rows are written in place")
         self.block_ids: BlockIdArray = array
-        self.block_ids.fill(null_block_id)
+        self.block_ids.fill(NULL_BLOCK_ID)
         # A memoryview stores single integers faster than an array, and without NumPy's types.
         self._cells = memoryview(cast(Any, array.reshape(-1)))
-        self._nulls = memoryview(cast(Any, np.full(shape[1], null_block_id, array.dtype)))
+        self._nulls = memoryview(cast(Any, np.zeros(shape[1], array.dtype)))
         self._rows: list[TableRow] = []
         self._row_numbers: dict[RequestId, int] = {}
 
@@ -150,7 +149,7 @@ class BatchBlockTable:
         last = len(self._rows) - 1
         if row_number != last:
             self.swap_rows(row_number, last)
-        self.block_ids[last, : self._rows[last].num_blocks] = self.null_block_id
+        self.block_ids[last, : self._rows[last].num_blocks] = NULL_BLOCK_ID
         del self._rows[last], self._row_numbers[request_id]
         return row_number
 
@@ -201,7 +200,7 @@ class BatchBlockTable:
         Cost: O(blocks of all requests).
         """
         find_changed_rows(self._rows, self.max_num_blocks_per_request)
-        self.block_ids[: len(self._rows)] = self.null_block_id
+        self.block_ids[: len(self._rows)] = NULL_BLOCK_ID
         for row in self._rows:
             row.num_blocks = row.num_null_blocks = 0
         self.update()

@@ -241,9 +241,8 @@ class _Spread:
     def _follow_copies(self) -> None:
         for pool in self.pools:
             for target, (generation, source, generation_of_source) in pool.origins.copied_from.items():
-                if source is None or source not in self.suspect:
-                    continue
-                if target.generation == generation and source.generation == generation_of_source:
+                is_valid = target.generation == generation and source.generation == generation_of_source
+                if is_valid and source in self.suspect:
                     self._add(target)
 
     # ---- the prefix cache ------------------------------------------------------------------------

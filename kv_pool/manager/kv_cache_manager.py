@@ -365,13 +365,7 @@ class KVCacheManager(ManagerState):
                 f"{parent.request_id!r}: from token {first} on, tokens, adapter, salt or multimodal inputs "
                 "differ"
             )
-        for table, group in zip(tables, self._groups, strict=True):
-            num_cached = table.num_cached_blocks * group.block_size
-            if group.is_cacheable and num_computed < num_cached:
-                raise InvalidArgumentError(
-                    f"request {parent.request_id!r} has blocks cached for {num_cached} tokens, but "
-                    f"num_computed_tokens is {num_computed}; update it before the fork"
-                )
+        self._check_counted(parent.request_id, tables, num_computed)
         copies: list[BlockTable] = [BlockTable() for _ in tables]
         pool = self.block_pool
         pool.is_changing = True
@@ -403,6 +397,16 @@ class KVCacheManager(ManagerState):
             self._owners.note_forked(parent.request_id, child)
         self._tables[child.request_id] = copies
         pool.is_changing = False
+
+    def _check_counted(self, request_id: RequestId, tables: list[BlockTable], num_computed: int) -> None:
+        """Raise InvalidArgumentError if the request's computed tokens do not include its cached ones yet."""
+        for group, table in zip(self._groups, tables, strict=False):
+            num_cached = table.num_cached_blocks * group.block_size
+            if group.is_cacheable and num_computed < num_cached:
+                raise InvalidArgumentError(
+                    f"request {request_id!r} has blocks cached for {num_cached} tokens, but "
+                    f"num_computed_tokens is {num_computed}; update it between two steps"
+                )
 
     # ---- caching ---------------------------------------------------------------------------------
 
@@ -580,15 +584,10 @@ class KVCacheManager(ManagerState):
             )
         has_tables = request_id in self._tables or num_computed != 0
         tables = self._find_tables(request_id) if has_tables else []
+        self._check_counted(request_id, tables, num_computed)
         for group, table in zip(self._groups, tables, strict=False):
             if not group.is_cacheable:
                 continue
-            num_cached = table.num_cached_blocks * group.block_size
-            if num_computed < num_cached:
-                raise InvalidArgumentError(
-                    f"request {request_id!r} has blocks cached for {num_cached} tokens, but "
-                    f"num_computed_tokens is {num_computed}; update it before truncate()"
-                )
             first = group.count_skipped_tokens(num_left) // group.block_size
             read = table.blocks[first : num_left // group.block_size + 1]
             if num_left < num_computed and (group.is_state or any(block.is_null for block in read)):

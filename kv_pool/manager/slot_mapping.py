@@ -9,7 +9,7 @@ import numpy.typing as npt
 from kv_pool.core.arguments import as_count, as_int
 from kv_pool.errors import InvalidArgumentError, InvalidTypeError
 from kv_pool.ids import BlockId
-from kv_pool.manager.batch_block_table import BatchBlockTable
+from kv_pool.manager.batch_block_table import NULL_BLOCK_ID, BatchBlockTable
 
 BlockIds = Sequence[BlockId] | npt.NDArray[np.integer]
 """One sequence's block table: ids in token order; entries after its last token are not read."""
@@ -102,7 +102,6 @@ class SlotMapping:
         self._row_starts = np.arange(num_rows, dtype=np.int64) * self._slots_per_row
         # Zero-dimensional arrays: a ufunc takes half as long over them as over an int.
         self._block_size = np.array(batch.block_size, np.int64)
-        self._null_block_id = np.array(batch.null_block_id, batch.block_ids.dtype)
         self._row_end = np.array(self._slots_per_row, np.uint64)
         self._counting = np.arange(max_num_tokens, dtype=np.int64)
         self._places = np.empty(max_num_tokens, np.int64)
@@ -124,14 +123,12 @@ class SlotMapping:
         positions = _to_int64("positions", positions)
         num_tokens = len(positions)
         num_slots = self._check_lengths(num_tokens, num_tokens, num_slots)
-        if num_tokens:
-            places = self._places[:num_tokens]
-            # As unsigned numbers, negative positions are large, so one comparison checks both bounds.
-            if np.count_nonzero(positions.view(np.uint64) >= self._row_end):
-                self._raise_for(positions, np.arange(num_tokens))
-            np.add(positions, self._row_starts[:num_tokens], out=places)
-            self._fill(places)
-        return self._pad(num_tokens, num_slots)
+        places = self._places[:num_tokens]
+        # As unsigned numbers, negative positions are large, so one comparison checks both bounds.
+        if np.count_nonzero(positions.view(np.uint64) >= self._row_end):
+            self._raise_for(positions, np.arange(num_tokens))
+        np.add(positions, self._row_starts[:num_tokens], out=places)
+        return self._fill(places, num_slots)
 
     def fill_chunks(
         self, query_start_loc: Integers, first_positions: Integers, *, num_slots: int | None = None
@@ -164,16 +161,14 @@ class SlotMapping:
             raise InvalidArgumentError("query_start_loc does not start at 0, or decreases")
         num_tokens = int(query_start_loc[-1])
         num_slots = self._check_lengths(num_rows, num_tokens, num_slots)
-        if num_tokens:
-            ends = first_positions + counts
-            if ((counts > 0) & ((first_positions < 0) | (ends > self._slots_per_row))).any():
-                positions = np.repeat(first_positions - starts, counts) + self._counting[:num_tokens]
-                self._raise_for(positions, np.repeat(np.arange(num_rows), counts))
-            places = self._places[:num_tokens]
-            first_places = first_positions - starts + self._row_starts[:num_rows]
-            np.add(np.repeat(first_places, counts), self._counting[:num_tokens], out=places)
-            self._fill(places)
-        return self._pad(num_tokens, num_slots)
+        ends = first_positions + counts
+        if ((counts > 0) & ((first_positions < 0) | (ends > self._slots_per_row))).any():
+            positions = np.repeat(first_positions - starts, counts) + self._counting[:num_tokens]
+            self._raise_for(positions, np.repeat(np.arange(num_rows), counts))
+        places = self._places[:num_tokens]
+        first_places = first_positions - starts + self._row_starts[:num_rows]
+        np.add(np.repeat(first_places, counts), self._counting[:num_tokens], out=places)
+        return self._fill(places, num_slots)
 
     def _check_lengths(self, num_rows: int, num_tokens: int, num_slots: int | None) -> int:
         """Return the length of the result."""
@@ -189,21 +184,19 @@ class SlotMapping:
             )
         return length
 
-    def _fill(self, places: npt.NDArray[np.int64]) -> None:
-        """Fill `slots` for places within their rows. Each line is one pass, without a copy."""
+    def _fill(self, places: npt.NDArray[np.int64], num_slots: int) -> npt.NDArray[np.int64]:
+        """Fill `slots` for places within their rows, and pad it. Each line is one pass, without a copy."""
         num_tokens = len(places)
         cells, found, slots = self._cells[:num_tokens], self._found[:num_tokens], self.slots[:num_tokens]
         np.floor_divide(places, self._block_size, out=cells)
         self._block_ids.take(cells, out=found, mode="clip")  # in range; "raise" would make a copy
-        if np.count_nonzero(found == self._null_block_id):
+        if np.count_nonzero(found) < num_tokens:
             rows, positions = np.divmod(places, self._slots_per_row)
             self._raise_for(positions, rows)
         # block_id * block_size + offset, since offset is place - cell * block_size.
         np.subtract(found, cells, out=slots)
         slots *= self._block_size
         slots += places
-
-    def _pad(self, num_tokens: int, num_slots: int) -> npt.NDArray[np.int64]:
         if num_slots > num_tokens:
             self.slots[num_tokens:num_slots] = PAD_SLOT_ID
         return self.slots[:num_slots]
@@ -214,8 +207,8 @@ class SlotMapping:
         for position, row in zip(positions.tolist(), rows.tolist(), strict=True):
             column = position // batch.block_size
             row_ids = batch.block_ids[row]
-            if not 0 <= column < len(row_ids) or row_ids[column] == batch.null_block_id:
-                num_blocks = int(np.count_nonzero(row_ids != batch.null_block_id))
+            if not 0 <= column < len(row_ids) or row_ids[column] == NULL_BLOCK_ID:
+                num_blocks = int(np.count_nonzero(row_ids))
                 raise InvalidArgumentError(
                     f"request {batch.list_request_ids()[row]!r}, row {row}: no slot at position {position}, "
                     f"{num_blocks} blocks of {batch.block_size} tokens are in its row; call allocate_slots() "

@@ -127,7 +127,6 @@ def insert_keys(
         before = offered.parent + keys[0][-4:]
     elif keys and 0 < (offered.num_tokens or 0) <= find_block_size(get_group_id(keys[0])):
         before = b""
-    pool.origins.note_copy(block, None)
     for key in keys:
         add_key(pool, key, block, offered.num_tokens, before)
         if pool.enable_kv_cache_events:

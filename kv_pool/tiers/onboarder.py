@@ -117,8 +117,6 @@ class OnboardPlan(TwoPhasePlan):
         self._targets = [
             table.blocks[position] for table, row in zip(tables, self._rows, strict=True) for position in row
         ]
-        for block in self._targets:
-            pool.origins.note_copy(block, None)
         blocks = self.list_blocks()
         self._watch(blocks)
         self._hold(manager, blocks)

@@ -309,7 +309,6 @@ def _insert(pool: BlockPoolCore, new_ids: list[BlockId], rows: CachedRows, num_d
         num_tokens, keys = rows.num_tokens[row], rows.keys[row]
         block.set_block_hash(keys[0], None if num_tokens == UNKNOWN else num_tokens)
         block.parent = rows.parents[row]
-        pool.origins.note_copy(block, None)
         if len(keys) > 1:
             pool.cached_block_hashes_by_block[block.block_id] = dict.fromkeys(keys[1:])
         for key in keys:

@@ -20,7 +20,7 @@ class Named(TimedItem):
 
 def push(deadlines, *endings):
     for ending in endings:
-        deadlines.push(ending)
+        deadlines.push_at(ending, ending.changes_at)
 
 
 def end_all(deadlines, now):
@@ -34,7 +34,7 @@ def end_all(deadlines, now):
 
 def test_a_pushed_time_takes_effect_once_it_is_set():
     deadlines, ending = Deadlines(), TimedItem(4.0)
-    deadlines.push(ending)
+    deadlines.push_at(ending, ending.changes_at)
     deadlines.push_at(ending, 2.0)
     assert deadlines.find_due(3.0) is None
     deadlines.push_at(ending, 2.0)
@@ -51,7 +51,7 @@ def test_outdated_entries_are_removed_when_there_are_many():
     moved = TimedItem(0.0)
     for number in range(10_000):
         moved.changes_at = 1e5 + number
-        deadlines.push(moved)
+        deadlines.push_at(moved, moved.changes_at)
         assert len(deadlines.entries) <= 66
     assert end_all(deadlines, 1e5 + 9_998) == []
     assert end_all(deadlines, 2e6) == [moved, *lasting]
@@ -67,13 +67,13 @@ def test_random_timers_expire_as_in_a_slow_model(seed):
                 ending = Named(f"ending {number}", now + rng.randrange(20))
                 num_pushed += 1
                 live[ending] = (ending.changes_at, num_pushed)
-                deadlines.push(ending)
+                deadlines.push_at(ending, ending.changes_at)
             case "move" if live:
                 ending = rng.choice(list(live))
                 ending.changes_at = now + 20 + rng.randrange(40) + number / 2_000
                 num_pushed += 1
                 live[ending] = (ending.changes_at, num_pushed)
-                deadlines.push(ending)
+                deadlines.push_at(ending, ending.changes_at)
             case "drop" if live:
                 ending = rng.choice(list(live))
                 ending.changes_at = NEVER

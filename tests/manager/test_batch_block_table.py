@@ -83,7 +83,6 @@ def test_a_given_array_is_written_in_place():
         ({"array": np.zeros((4, 5), np.int64)}, "int64"),
         ({"array": np.zeros((5, 4), np.int32).T}, "contiguous"),
         ({"dtype": np.int16}, "int32 or int64"),
-        ({"null_block_id": -1}, "null_block_id -1"),
         ({"num_rows": 0}, "max_num_requests is 0"),
         ({"num_columns": 0}, "max_num_blocks_per_request is 0"),
     ],

@@ -85,7 +85,7 @@ class GroupView:
         self.num_cached_block: Mapping[RequestId, int] = ByRequest(
             engine, group_id, lambda table: table.num_cached_blocks
         )
-        self.records_new_block_ids: bool = group_id in engine.zeroed.group_ids
+        self.records_new_block_ids: bool = group_id in engine.zeroed_groups
         self._group = group
         # vLLM's names; its tests of the scheduler and of states read them.
         self._null_block = engine.block_pool.null_block

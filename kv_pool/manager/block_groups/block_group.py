@@ -36,6 +36,10 @@ class BlockGroup:
         # Whether blocks are released while the request runs, which costs a check in each step. Then hits need
         # the last blocks only; otherwise all from the head of a sequence on.
         self.forgets: bool = False
+        # Most tokens before the next one whose blocks are kept; -1 for all. Whether they may start anywhere
+        # in a block, so that they take one block more.
+        self.num_kept: int = -1
+        self.starts_anywhere: bool = False
         # Whether the content is a state after the last token, from which no request can go back.
         self.is_state: bool = False
         # Whether a step reads before it writes: then no request can hit a block that the same step writes.
@@ -176,14 +180,13 @@ class BlockGroup:
             max_in_flight_tokens: most tokens scheduled in one step; 0 for no bound.
             max_model_len: most tokens of a request; 0 for no bound.
         """
-        return self.count_table_blocks(num_tokens)
-
-    def count_kept_blocks(self, num_kept: int, max_in_flight_tokens: int, max_model_len: int) -> int:
-        """Return the number of blocks for these tokens and those of one step, none of which is released."""
-        num_tokens = num_kept + max_in_flight_tokens
+        num_blocks = self.count_table_blocks(num_tokens)
+        if self.num_kept < 0 or not max_in_flight_tokens:
+            return num_blocks
+        num_most = self.num_kept + max_in_flight_tokens
         if max_model_len:
-            num_tokens = min(num_tokens, max_model_len)
-        return -(-num_tokens // self.block_size)
+            num_most = min(num_most, max_model_len)
+        return min(num_blocks, -(-num_most // self.block_size) + self.starts_anywhere)
 
 
 @mypyc_attr(allow_interpreted_subclasses=False)
@@ -261,7 +264,8 @@ class SlidingWindowGroup(BlockGroup):
         super().__init__(spec, pool, group_id)
         self.window: Final[int] = spec.sliding_window
         # The leading tokens of a window plus those before it that a request keeps nevertheless.
-        self.num_kept: Final[int] = self.window - 1 + spec.extra_retained_tokens
+        self.num_kept = self.window - 1 + spec.extra_retained_tokens
+        self.starts_anywhere = True
         self.forgets = True
 
     def count_skipped_tokens(self, num_computed_tokens: int) -> int:
@@ -308,12 +312,6 @@ class SlidingWindowGroup(BlockGroup):
         """Return how many consecutive blocks a hit needs, the dropped one included."""
         return -(-(self.window - 1) // self.block_size) + drops_hits
 
-    def count_max_blocks(self, num_tokens: int, max_in_flight_tokens: int, max_model_len: int) -> int:
-        num_blocks = self.count_table_blocks(num_tokens)
-        # One more, because a window may begin anywhere in a block.
-        num_most = self.count_kept_blocks(self.num_kept, max_in_flight_tokens, max_model_len) + 1
-        return min(num_blocks, num_most) if max_in_flight_tokens else num_blocks
-
 
 class ChunkedLocalGroup(BlockGroup):
     """A token attends to the tokens before it in its own chunk. See `BlockGroup`."""
@@ -321,6 +319,7 @@ class ChunkedLocalGroup(BlockGroup):
     def __init__(self, spec: Any, pool: BlockPoolCore, group_id: GroupId) -> None:
         super().__init__(spec, pool, group_id)
         self.chunk_size: Final[int] = spec.attention_chunk_size
+        self.num_kept = self.chunk_size
         self.forgets = True
 
     def count_skipped_tokens(self, num_computed_tokens: int) -> int:
@@ -342,11 +341,6 @@ class ChunkedLocalGroup(BlockGroup):
             if num_found == num_blocks:
                 return [nulls + blocks for blocks in found], num_blocks * block_size
             num_blocks = together.align(num_found)
-
-    def count_max_blocks(self, num_tokens: int, max_in_flight_tokens: int, max_model_len: int) -> int:
-        num_blocks = self.count_table_blocks(num_tokens)
-        num_most = self.count_kept_blocks(self.chunk_size, max_in_flight_tokens, max_model_len)
-        return min(num_blocks, num_most) if max_in_flight_tokens else num_blocks
 
 
 class CrossAttentionGroup(BlockGroup):

@@ -36,7 +36,7 @@ class EngineManager:
     Attributes:
         request_options: applies the options of clients to their requests; None until `set_request_options`.
         rules, groups: what the manager looks up and caches, and its groups.
-        zeroed: the blocks that are listed for the worker.
+        zeroed_groups: the groups whose new blocks are listed for the worker.
         empty_kv_cache_blocks: the result for no blocks; one object, so that a decode step creates none.
 
     Requests have the attributes that vLLM's have: `request_id`, `num_tokens`, `num_prompt_tokens`,
@@ -71,7 +71,8 @@ class EngineManager:
         self.kv_cache_event_metadata: tuple[tuple[str, int | None], ...] = tuple(event_labels)
         self.empty_kv_cache_blocks: KVCacheBlocks = KVCacheBlocks(manager._no_blocks)
         self._waiting_statuses: tuple[Any, ...] = tuple(waiting_statuses)
-        self.zeroed: ZeroedBlocks = ZeroedBlocks(zeroed_groups)
+        self.zeroed_groups: list[GroupId] = list(zeroed_groups)
+        self._zeroed_ids: dict[GroupId, list[BlockId]] = {group_id: [] for group_id in zeroed_groups}
         self._offers_states: bool = any(group.reads_before_writes for group in self.groups)
         manager.caching.offers_states = self._offers_states
         manager.caching.allows_missing_hashes = True
@@ -137,11 +138,11 @@ class EngineManager:
         With full attention and states, the prefix is that of full attention; the last value is True if a
         group has a shorter one.
         """
-        full_group = self.rules.full_group_beside_states
-        if full_group >= 0 and self.prefix_cache_lookup_enabled(request):
+        full = self.rules.lookup.full
+        if full is not None and self.rules.has_states and self.prefix_cache_lookup_enabled(request):
             limit: int = request.num_tokens - 1 if max_cache_hit_length is None else max_cache_hit_length
             found, lengths = self.rules.lookup.find_by_group(list_hashes(request), limit)
-            num_full = lengths[full_group]
+            num_full = lengths[full.group_ids[0]]
             if max(lengths) == num_full:
                 return self.create_kv_cache_blocks(tuple(found)), num_full, 0, min(lengths) < num_full
         blocks, num_tokens, junction = self.get_computed_blocks(request, max_cache_hit_length)
@@ -280,8 +281,8 @@ class EngineManager:
             return None
         if added is manager._no_blocks:
             return self.empty_kv_cache_blocks
-        if self.zeroed.group_ids:
-            self.zeroed.note(manager._tables[request_id], step, added, skip_zeroing_group_ids)
+        if self.zeroed_groups:
+            self._note_zeroed(step, added, skip_zeroing_group_ids)
         return self.create_kv_cache_blocks(added)
 
     def count_needed_blocks(
@@ -336,13 +337,39 @@ class EngineManager:
         self.manager.begin_step()
 
     def take_new_block_ids(self) -> list[BlockId]:
-        """Return the ids of new blocks to overwrite with zeros, since the last call."""
-        return self.zeroed.take()
+        """Return the ids of new blocks to overwrite with zeros, by group, since the last call."""
+        taken: list[BlockId] = []
+        for group_id in self.zeroed_groups:
+            taken += self._zeroed_ids[group_id]
+            self._zeroed_ids[group_id] = []
+        return taken
 
     def record_blocks_for_zeroing(self, request_id: RequestId, start_token: int) -> None:
         """List the request's blocks from `start_token` on, a block's start, for zeroing."""
-        block_sizes = [group.block_size for group in self.groups]
-        self.zeroed.note_from(self.manager._tables[request_id], block_sizes, start_token)
+        tables = self.manager._tables[request_id]
+        for group_id in self.zeroed_groups:
+            first = start_token // self.groups[group_id].block_size
+            self._zeroed_ids[group_id] += [block.block_id for block in tables[group_id].blocks[first:]]
+
+    def _note_zeroed(
+        self, step: Step, added: tuple[Sequence[KVCacheBlock], ...], without_external: Sequence[GroupId]
+    ) -> None:
+        """List the blocks that a step added for zeroing.
+
+        Args:
+            without_external: groups whose external tokens arrive in their blocks: only the blocks after these
+                are listed.
+        """
+        tables = self.manager._tables[step.request_id]
+        for group_id in self.zeroed_groups:
+            ids = self._zeroed_ids[group_id]
+            plan = step.plans[group_id]
+            if plan.num_external and group_id not in without_external:
+                first = max(plan.num_nulls, len(step.prefix_blocks[group_id]))
+                for block in tables[group_id].blocks[first : first + plan.num_external]:
+                    ids.append(block.block_id)
+            for block in added[group_id]:
+                ids.append(block.block_id)
 
     # ---- caching ---------------------------------------------------------------------------------
 
@@ -463,57 +490,3 @@ class EngineManager:
                 block = table.blocks[-(-num_tokens // group.block_size) - 1]
                 finished.append((group.group_id, block.block_id, num_tokens))
         return finished
-
-
-@mypyc_attr(allow_interpreted_subclasses=False)
-class ZeroedBlocks:
-    """Lists the ids of blocks that were taken since the last `take`.
-
-    Args:
-        group_ids: the groups whose blocks are listed.
-    """
-
-    def __init__(self, group_ids: Sequence[GroupId]) -> None:
-        self.group_ids: list[GroupId] = list(group_ids)
-        self._ids: dict[GroupId, list[BlockId]] = {group_id: [] for group_id in group_ids}
-
-    def note(
-        self,
-        tables: list[BlockTable],
-        step: Step,
-        added: tuple[Sequence[KVCacheBlock], ...],
-        without_external: Sequence[GroupId],
-    ) -> None:
-        """List the blocks that a step added.
-
-        Args:
-            without_external: groups whose external tokens arrive in their blocks: only the blocks after these
-                are listed.
-        """
-        for group_id in self.group_ids:
-            ids = self._ids[group_id]
-            plan = step.plans[group_id]
-            if plan.num_external and group_id not in without_external:
-                first = max(plan.num_nulls, len(step.prefix_blocks[group_id]))
-                for block in tables[group_id].blocks[first : first + plan.num_external]:
-                    ids.append(block.block_id)
-            for block in added[group_id]:
-                ids.append(block.block_id)
-
-    def note_from(self, tables: list[BlockTable], block_sizes: list[int], start_token: int) -> None:
-        """List the blocks of a request from `start_token` on, a block's start.
-
-        Args:
-            block_sizes: tokens per block of each group.
-        """
-        for group_id in self.group_ids:
-            first = start_token // block_sizes[group_id]
-            self._ids[group_id] += [block.block_id for block in tables[group_id].blocks[first:]]
-
-    def take(self) -> list[BlockId]:
-        """Return the listed ids, by group, and forget them."""
-        taken: list[BlockId] = []
-        for group_id in self.group_ids:
-            taken += self._ids[group_id]
-            self._ids[group_id] = []
-        return taken

@@ -31,19 +31,23 @@ class Claim:
         until: a session's deadline; NEVER for a directive.
     """
 
-    __slots__ = ("alone", "duration_s", "is_session", "strength", "until")
+    __slots__ = ("alone", "duration_s", "strength", "until")
 
     def __init__(self, strength: int, duration_s: float, until: float = NEVER) -> None:
         self.strength: int = strength
         self.duration_s: float = duration_s
         self.until: float = until
-        self.is_session: bool = until != NEVER
         # The claims of a block that has this one only; always the same tuple, so it is compared by identity.
         self.alone: tuple[Claim, ...] = (self,)
 
     def find_end(self, freed_at: float) -> float:
         """Return the end of the claim for a block that became free at `freed_at`. Not in force at the end."""
-        return self.until if self.is_session else freed_at + self.duration_s
+        return min(self.until, freed_at + self.duration_s)
+
+    @property
+    def is_session(self) -> bool:
+        """Whether it is a session's."""
+        return self.until != NEVER
 
 
 NO_CLAIMS: Final[tuple[Claim, ...]] = ()
@@ -105,7 +109,7 @@ def list_live(claims: tuple[Claim, ...], freed_at: float, now: float) -> tuple[C
 def is_lasting(claims: tuple[Claim, ...]) -> bool:
     """Return True if no claim ends before the blocks lose their content."""
     for claim in claims:  # noqa: SIM110 (a loop compiles to C, a generator does not)
-        if claim.is_session or claim.duration_s != NEVER:
+        if claim.find_end(0.0) != NEVER:
             return False
     return True
 
@@ -132,17 +136,6 @@ class Record(TimedItem):
         num_blocks: number of blocks with its number, or with its negative, which marks void claims.
         changes_at: when the next claim ends for free blocks; NEVER for a shared record.
     """
-
-    __slots__ = (
-        "blocks",
-        "claims",
-        "freed_at",
-        "is_lasting",
-        "is_shared",
-        "num_blocks",
-        "retention_id",
-        "strength",
-    )
 
     def __init__(self, claims: tuple[Claim, ...]) -> None:
         super().__init__(NEVER)
@@ -171,28 +164,26 @@ class Record(TimedItem):
         return next_end
 
 
-def cut_by_number(blocks: list[KVCacheBlock], skips_empty: bool = False) -> list[list[KVCacheBlock]]:
-    """Return the stretches of consecutive blocks that have the same number.
-
-    Args:
-        skips_empty: leave out the blocks without content.
-    """
+def cut_by_number(blocks: list[KVCacheBlock]) -> list[list[KVCacheBlock]]:
+    """Return the stretches of consecutive blocks that have the same number."""
     stretches: list[list[KVCacheBlock]] = []
     number: i32 = 0
-    start: i64 = -1  # of the open stretch; -1 if none is open
+    start: i64 = 0
     for index, block in enumerate(blocks):
-        is_skipped = skips_empty and block.key is None
-        if start >= 0 and (is_skipped or block.retention_id != number):
+        if index > 0 and block.retention_id != number:
             stretches.append(blocks[start:index])
-            start = -1
-        if start < 0 and not is_skipped:
             start = index
-            number = block.retention_id
-    if start == 0:
-        stretches.append(blocks)
-    elif start > 0:
+        number = block.retention_id
+    if start > 0:
         stretches.append(blocks[start:])
+    elif blocks:
+        stretches.append(blocks)
     return stretches
+
+
+def list_cached(blocks: list[KVCacheBlock]) -> list[KVCacheBlock]:
+    """Return the blocks with content."""
+    return [block for block in blocks if block.key is not None]
 
 
 Change = tuple[list[KVCacheBlock], tuple[Claim, ...]]
@@ -326,7 +317,9 @@ class PlacedClaims(BandPolicy):
         Free blocks that lose all claims move to the back of the default band.
         """
         now = self._clock()
-        stretches = [(stretch, added) for blocks, added in changes for stretch in cut_by_number(blocks, True)]
+        stretches = [
+            (stretch, added) for blocks, added in changes for stretch in cut_by_number(list_cached(blocks))
+        ]
         for stretch, added in reversed(stretches):
             before = self.get_claims(stretch[0])
             left = [claim for claim in before if keeps(claim)]
@@ -341,7 +334,7 @@ class PlacedClaims(BandPolicy):
 
     def add(self, blocks: list[KVCacheBlock], claims: tuple[Claim, ...]) -> None:
         """Add the claims of directives to the cached ones of these blocks, which are in use."""
-        for stretch in cut_by_number(blocks, True):
+        for stretch in cut_by_number(list_cached(blocks)):
             before = self.get_claims(stretch[0])
             after = add_claims(before, claims)
             if after is not before:
@@ -411,7 +404,7 @@ class PlacedClaims(BandPolicy):
                 # free block has it. Blocks in use keep its number, until they become free, too.
                 del self._shared[record.claims]
                 record.be_about(blocks, now)
-                self.deadlines.push(record)
+                self.deadlines.push_at(record, record.changes_at)
             else:
                 self._put_claims(blocks, live, now)
         if live:
@@ -450,7 +443,7 @@ class PlacedClaims(BandPolicy):
             record.be_about(blocks, freed_at)
             self._enter(record)
             self._put(blocks, record)
-            self.deadlines.push(record)
+            self.deadlines.push_at(record, record.changes_at)
 
     def _share(self, claims: tuple[Claim, ...]) -> Record:
         """Return the shared record of these claims (at least one), for blocks to be assigned to it next."""
