@@ -42,11 +42,13 @@ def check_sources(pool: PoolState, ids: list[BlockId]) -> None:
             raise InvalidBlockError(f"C2: block {block_id} is neither in use nor cached: nothing to move")
 
 
-def check_targets(pool: PoolState, ids: list[BlockId]) -> None:
-    """Check C2 of `contiguous/invariants.py` for blocks that moves overwrite. Raises InvalidBlockError."""
-    for block_id in ids:
-        if pool.blocks[block_id].ref_cnt != 0:
-            raise InvalidBlockError(f"C2: block {block_id} is in use and cannot be overwritten")
+def find_targets(pool: PoolState, ids: list[BlockId]) -> list[KVCacheBlock]:
+    """Return the blocks that moves overwrite. Raises InvalidBlockError: C2, one of them is in use."""
+    targets = [pool.blocks[block_id] for block_id in ids]
+    for block in targets:
+        if block.ref_cnt != 0:
+            raise InvalidBlockError(f"C2: block {block.block_id} is in use and cannot be overwritten")
+    return targets
 
 
 def swap_ids(pool: PoolState, pairs: list[tuple[BlockId, BlockId]]) -> None:
