@@ -300,20 +300,26 @@ def make_run_check(
     """
     import numpy as np
 
+    run = ANY_AGE[1:2] * num_blocks
     limit = num_blocks if max_moves is None else max_moves
-    blocks = _Map(pool) if limit else None
+    pool.flush_evicted()
+    is_movable = bytearray([1]) * pool.num_gpu_blocks
+    for block_id in (0, *pool.holds.list_immovable_ids()):
+        is_movable[block_id] = 0
+    if run not in is_movable:
+        limit = 0
 
     def has_run(freed_ids: Collection[BlockId]) -> bool:
         is_free = bytearray(pool.run_index.ages.translate(ANY_AGE))
         for block_id in freed_ids:
             is_free[block_id] = 1
-        if ANY_AGE[1:2] * num_blocks in is_free:
+        if limit >= num_blocks or run in is_free:
             return True
-        if blocks is None:
+        if limit == 0:
             return False
         num_free = _count_windows(np.frombuffer(is_free, dtype=bool), num_blocks)
-        has_immovable = _count_windows(blocks.immovable, num_blocks) > 0
-        return bool(((num_free >= num_blocks - limit) & ~has_immovable).any())
+        num_movable = _count_windows(np.frombuffer(is_movable, dtype=bool), num_blocks)
+        return bool(((num_free >= num_blocks - limit) & (num_movable == num_blocks)).any())
 
     return has_run
 
