@@ -854,10 +854,6 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
         """
         self._open_routes().attach(migrator, devices)
 
-    def get_attached_node(self, device_id: int) -> NodeName:
-        """Return the name of the node attached as this device. Raises UnknownDeviceError if there is none."""
-        return self._open_routes().get_node(as_int("device_id", device_id))
-
     def count_free_elsewhere(self) -> dict[int, int]:
         """Return the number of free blocks of each connected pool, less its reserve, by device id."""
         return self._open_routes().count_free()

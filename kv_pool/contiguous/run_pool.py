@@ -14,7 +14,7 @@ from kv_pool.core.kv_events import KV_EVENT_TYPES, MEDIUM_GPU, KVEventTypes
 from kv_pool.core.pool_part import BlockObserver
 from kv_pool.core.repairing import repair_pool
 from kv_pool.core.taking import refuse_count, take, take_listed
-from kv_pool.errors import InvalidArgumentError, OutOfBlocksError
+from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockId
 
 DEFAULT_EARLY_SHARE = 0.2
@@ -148,12 +148,8 @@ class RunBlockPool(BlockPool):
         num_blocks = as_count("num_blocks", num_blocks)
         if self.is_changing:
             refuse_interrupted()
-        num_free = self.free_block_queue.num_free_blocks
-        if num_blocks > num_free:
-            raise OutOfBlocksError(
-                f"asked for a run of {num_blocks} blocks, {num_free} are free of {self.num_gpu_blocks - 1}. "
-                "Free a request, or ask for fewer."
-            )
+        if num_blocks > self.free_block_queue.num_free_blocks:
+            refuse_count(self, num_blocks)
         run = self.run_index.find(self, num_blocks)
         if run is not None:
             take_listed(self, run)

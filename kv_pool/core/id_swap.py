@@ -16,12 +16,10 @@ from kv_pool.ids import BlockHashWithGroupId, BlockId
 def check_pairs(pool: PoolState, pairs: list[tuple[BlockId, BlockId]]) -> None:
     """Raise for ids that `swap_block_ids` refuses."""
     ids = list(chain.from_iterable(pairs))
-    if pool.holds.list_immovable_ids():
-        pool.holds.check_movable(set(ids))
-    if ids and (min(ids) < 1 or max(ids) >= len(pool.blocks) or len(set(ids)) < len(ids)):
-        raise InvalidBlockError(
-            f"swap_block_ids() takes distinct ids of 1..{len(pool.blocks) - 1}, each listed once"
-        )
+    if len(set(ids)) < len(ids):
+        raise InvalidBlockError("swap_block_ids() takes distinct ids, each listed once")
+    if ids:
+        check_places(pool, ids)
 
 
 def check_places(pool: PoolState, ids: list[BlockId]) -> None:
