@@ -741,6 +741,18 @@ class BlockPoolCore(PoolState):
                 check_ours(block, self.block_owner, "move_to_band()")
         self.place_in_band(listed, band)
 
+    def merge_bands(self) -> None:
+        """Merge all bands but that of blocks without content into the default band. O(bands).
+
+        The order of the free blocks does not change.
+        """
+        check_whole(self)
+        self.is_changing = True
+        self.eviction_order.merge()
+        for part in self.parts:
+            part.rebuild_from(self)
+        self.is_changing = False
+
     # ---- usage -----------------------------------------------------------------------------------
 
     def get_num_free_blocks(self) -> int:
