@@ -165,7 +165,7 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
         # Compaction plans in NumPy, whose first import takes 100 ms: too long with the lock held.
         import numpy  # noqa: F401
 
-        total_blocks = as_int("total_blocks", total_blocks)
+        total_blocks = as_count("total_blocks", total_blocks, 1)
         block_size = as_int("block_size", block_size)
         device_id = as_int("device_id", device_id)
         block_bytes = as_count("block_bytes", block_bytes)
@@ -174,8 +174,6 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
         run_length = as_count("run_length", run_length, 1)
         if max_pinned_blocks is not None:
             max_pinned_blocks = as_count("max_pinned_blocks", max_pinned_blocks)
-        if total_blocks < 1:
-            raise InvalidArgumentError(f"total_blocks is {total_blocks}; a pool has at least 1 block")
         if block_size < 1:
             raise InvalidArgumentError(f"block_size is {block_size}; a block has at least 1 token")
         if not 0 <= reserved_blocks <= total_blocks:
@@ -284,8 +282,8 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
             `num_blocks` ids in the order of the sequence; no other sequence holds them.
         Raises:
             PoolExhaustedError: too few blocks, or no run where one is required; also a `MemoryError`. The
-                message lists what was tried. Nothing has changed, but while blocks are watched for their
-                reuse, sequences may have been evicted for a required run that did not come about.
+                message lists what was tried. Nothing has changed, but sequences may have been evicted in vain
+                if `on_evicted` has taken or pinned blocks, or for a required run over watched blocks.
             EvictedSequenceError: the sequence was evicted, see `take_evictions`; also a `MemoryError`.
                 Nothing has changed.
             PinLimitError: a pinned request would exceed the pin limit. Nothing has changed, unless it is

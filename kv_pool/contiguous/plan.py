@@ -263,9 +263,7 @@ def plan_clear_run(
         blocks.cached &= ~blocks.retained
         blocks.retained[:] = False
 
-    def count(where: "NDArray[np.bool_]") -> "NDArray[np.int64]":
-        return _count_windows(where, num_blocks)
-
+    count = partial(_count_windows, num_blocks=num_blocks)
     # What taking the run evicts once empty blocks are used up.
     next_evicted = _find_next_evicted(pool, blocks.cached, num_blocks - int(blocks.empty.sum()))
     staying = blocks.cached & ~next_evicted
