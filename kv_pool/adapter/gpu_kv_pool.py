@@ -5,6 +5,7 @@ import time
 from _thread import RLock
 from collections.abc import Callable, Collection, ItemsView, Iterator, Mapping, Sequence, ValuesView
 from contextlib import suppress
+from functools import partial
 from time import perf_counter_ns, sleep
 from typing import TYPE_CHECKING, Any, Final, NoReturn, SupportsIndex, TypeVar, cast
 from weakref import WeakSet
@@ -302,9 +303,7 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
         try:
             request = as_request(request)
             if self._migration_hook is not None:
-                return self._allocate_with_hook(
-                    [request], [], lambda tried: list_ids(self._allocation.append(request, (), tried))
-                )
+                return self._allocate_with_hook([request], [], partial(self._append, request))
             with self.lock:
                 return list_ids(self._allocation.append(request))
         finally:
@@ -955,6 +954,10 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
         hook(refused, max(0, num_missing))
         with self.lock:
             return append(["the migration hook"])
+
+    def _append(self, request: BlockAllocationRequest, tried: Sequence[str]) -> list[BlockId]:
+        """Allocate the blocks of one request; called by `_allocate_with_hook`."""
+        return list_ids(self._allocation.append(request, (), tried))
 
     def _check_new(self, sequence_id: SequenceId, hint: str) -> None:
         """Raise unless a new sequence may have this id, as far as it was not evicted."""
