@@ -271,7 +271,6 @@ class Things:
                     "grow": {"num_blocks": 1},
                     "shrink": {"num_blocks": 1},
                     "connect": {"peer": GPUKVPool(4, 4, device_id=1)},
-                    "get_attached_node": {"device_id": 1},
                     "migrate_blocks": {"block_ids": [1], "target_device_id": 1},
                     "migrate_sequence": {"sequence_id": 1, "target_device_id": 1},
                     "try_migrate_blocks": {"block_ids": [1], "target_device_id": 1},

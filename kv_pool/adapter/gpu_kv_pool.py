@@ -5,6 +5,7 @@ import time
 from _thread import RLock
 from collections.abc import Callable, Collection, ItemsView, Iterator, Mapping, Sequence, ValuesView
 from contextlib import suppress
+from functools import partial
 from time import perf_counter_ns, sleep
 from typing import TYPE_CHECKING, Any, Final, NoReturn, SupportsIndex, TypeVar, cast
 from weakref import WeakSet
@@ -165,7 +166,7 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
         # Compaction plans in NumPy, whose first import takes 100 ms: too long with the lock held.
         import numpy  # noqa: F401
 
-        total_blocks = as_int("total_blocks", total_blocks)
+        total_blocks = as_count("total_blocks", total_blocks, 1)
         block_size = as_int("block_size", block_size)
         device_id = as_int("device_id", device_id)
         block_bytes = as_count("block_bytes", block_bytes)
@@ -174,8 +175,6 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
         run_length = as_count("run_length", run_length, 1)
         if max_pinned_blocks is not None:
             max_pinned_blocks = as_count("max_pinned_blocks", max_pinned_blocks)
-        if total_blocks < 1:
-            raise InvalidArgumentError(f"total_blocks is {total_blocks}; a pool has at least 1 block")
         if block_size < 1:
             raise InvalidArgumentError(f"block_size is {block_size}; a block has at least 1 token")
         if not 0 <= reserved_blocks <= total_blocks:
@@ -284,8 +283,8 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
             `num_blocks` ids in the order of the sequence; no other sequence holds them.
         Raises:
             PoolExhaustedError: too few blocks, or no run where one is required; also a `MemoryError`. The
-                message lists what was tried. Nothing has changed, but while blocks are watched for their
-                reuse, sequences may have been evicted for a required run that did not come about.
+                message lists what was tried. Nothing has changed, but sequences may have been evicted in vain
+                if `on_evicted` has taken or pinned blocks, or for a required run over watched blocks.
             EvictedSequenceError: the sequence was evicted, see `take_evictions`; also a `MemoryError`.
                 Nothing has changed.
             PinLimitError: a pinned request would exceed the pin limit. Nothing has changed, unless it is
@@ -304,9 +303,7 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
         try:
             request = as_request(request)
             if self._migration_hook is not None:
-                return self._allocate_with_hook(
-                    [request], [], lambda tried: list_ids(self._allocation.append(request, (), tried))
-                )
+                return self._allocate_with_hook([request], [], partial(self._append, request))
             with self.lock:
                 return list_ids(self._allocation.append(request))
         finally:
@@ -854,10 +851,6 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
         """
         self._open_routes().attach(migrator, devices)
 
-    def get_attached_node(self, device_id: int) -> NodeName:
-        """Return the name of the node attached as this device. Raises UnknownDeviceError if there is none."""
-        return self._open_routes().get_node(as_int("device_id", device_id))
-
     def count_free_elsewhere(self) -> dict[int, int]:
         """Return the number of free blocks of each connected pool, less its reserve, by device id."""
         return self._open_routes().count_free()
@@ -961,6 +954,10 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
         hook(refused, max(0, num_missing))
         with self.lock:
             return append(["the migration hook"])
+
+    def _append(self, request: BlockAllocationRequest, tried: Sequence[str]) -> list[BlockId]:
+        """Allocate the blocks of one request; called by `_allocate_with_hook`."""
+        return list_ids(self._allocation.append(request, (), tried))
 
     def _check_new(self, sequence_id: SequenceId, hint: str) -> None:
         """Raise unless a new sequence may have this id, as far as it was not evicted."""

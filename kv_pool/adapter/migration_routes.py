@@ -47,11 +47,6 @@ class MigrationRoutes:
                 raise InvalidArgumentError(f"device {device_id} is already connected")
         self._nodes.update({device_id: (migrator, name) for device_id, name in devices.items()})
 
-    def get_node(self, device_id: int) -> NodeName:
-        """Return the name of the node attached as this device. Raises UnknownDeviceError."""
-        self._check_connected(device_id, self._nodes)
-        return self._nodes[device_id][1]
-
     def count_free(self) -> dict[int, int]:
         """See `GPUKVPool.count_free_elsewhere`."""
         return {device_id: peer._pool.count_available(NORMAL) for device_id, peer in self._peers.items()}

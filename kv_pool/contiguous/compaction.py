@@ -11,7 +11,7 @@ from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH, RunBlockPool
 from kv_pool.core.arguments import check_number
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.evicting import evict_overwritten
-from kv_pool.core.id_swap import check_places, check_sources, check_targets, swap_ids
+from kv_pool.core.id_swap import check_places, check_sources, find_targets, swap_ids
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError
 from kv_pool.ids import BlockId, BlockMove
 
@@ -109,8 +109,7 @@ def apply_moves(
         return _apply_exchanges(pool, moves, copy, on_moved, scratch_ids)
     check_places(pool, ids)
     check_sources(pool, ids[::2])
-    check_targets(pool, ids[1::2])
-    done = _begin_moves(pool, moves)
+    done = _begin_moves(pool, find_targets(pool, ids[1::2]))
     try:
         copy(list(moves))
     except Exception:
@@ -120,8 +119,8 @@ def apply_moves(
     return _change_ids(pool, done, list(moves), on_moved)
 
 
-def _begin_moves(pool: RunBlockPool, overwriting: Sequence[BlockMove]) -> list[tuple[BlockId, BlockId]]:
-    """Begin the change: evict the targets that moves overwrite.
+def _begin_moves(pool: RunBlockPool, overwritten: list[KVCacheBlock]) -> list[tuple[BlockId, BlockId]]:
+    """Begin the change: evict the blocks that are overwritten.
 
     Returns:
         An empty list, which the caller fills with the moves whose bytes have arrived, of an exchange only
@@ -131,13 +130,6 @@ def _begin_moves(pool: RunBlockPool, overwriting: Sequence[BlockMove]) -> list[t
     pool.is_changing = True
     pool.copied = done
     pool.copied_at = pool.epoch
-    overwritten: list[KVCacheBlock] = []
-    for _, target in overwriting:
-        block = pool.blocks[target]
-        if block.key is None:
-            block.generation += 1  # its content may be known by a hash of its own
-        else:
-            overwritten.append(block)
     evict_overwritten(pool, overwritten)
     return done
 
@@ -346,11 +338,11 @@ def _apply_exchanges(
     one_way, exchanges = _split(moves)
     check_places(pool, list(chain.from_iterable(moves)))
     check_sources(pool, [source for source, _ in moves])
-    check_targets(pool, [target for _, target in one_way])
+    overwritten = find_targets(pool, [target for _, target in one_way])
     exchanges = [_orient(pool, exchange) for exchange in exchanges]
     if not scratch_ids:
         raise InvalidArgumentError(f"{len(exchanges)} exchanges need a scratch slot; pass one in scratch_ids")
-    done = _begin_moves(pool, one_way)
+    done = _begin_moves(pool, overwritten)
     try:
         if one_way:
             copy(one_way)

@@ -11,7 +11,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from kv_pool.contiguous.run_pool import RunBlockPool
-from kv_pool.contiguous.run_search import EMPTY, IN_USE, RETAINED
+from kv_pool.contiguous.run_search import ANY_AGE, EMPTY, IN_USE, RETAINED
 from kv_pool.core.arguments import as_count
 from kv_pool.errors import InvalidArgumentError, OutOfBlocksError
 from kv_pool.ids import BlockId, BlockMove
@@ -263,9 +263,7 @@ def plan_clear_run(
         blocks.cached &= ~blocks.retained
         blocks.retained[:] = False
 
-    def count(where: "NDArray[np.bool_]") -> "NDArray[np.int64]":
-        return _count_windows(where, num_blocks)
-
+    count = partial(_count_windows, num_blocks=num_blocks)
     # What taking the run evicts once empty blocks are used up.
     next_evicted = _find_next_evicted(pool, blocks.cached, num_blocks - int(blocks.empty.sum()))
     staying = blocks.cached & ~next_evicted
@@ -298,15 +296,28 @@ def make_run_check(
     The function takes the ids of those blocks, with which at least `num_blocks` are free. The run is free
     then, or `plan_clear_run` can clear it with `max_moves`. O(number of blocks), in NumPy.
     """
-    blocks = _Map(pool)
-    has_immovable = _count_windows(blocks.immovable, num_blocks) > 0
+    import numpy as np
+
+    run = ANY_AGE[1:2] * num_blocks
     limit = num_blocks if max_moves is None else max_moves
+    pool.flush_evicted()
+    is_movable = bytearray([1]) * pool.num_gpu_blocks
+    for block_id in (0, *pool.holds.list_immovable_ids()):
+        is_movable[block_id] = 0
+    if run not in is_movable:
+        limit = 0
 
     def has_run(freed_ids: Collection[BlockId]) -> bool:
-        in_use = blocks.ages == IN_USE
-        in_use[list(freed_ids)] = False
-        num_used = _count_windows(in_use, num_blocks)
-        return bool(((num_used == 0) | ((num_used <= limit) & ~has_immovable)).any())
+        is_free = bytearray(pool.run_index.ages.translate(ANY_AGE))
+        for block_id in freed_ids:
+            is_free[block_id] = 1
+        if limit >= num_blocks or run in is_free:
+            return True
+        if limit == 0:
+            return False
+        num_free = _count_windows(np.frombuffer(is_free, dtype=bool), num_blocks)
+        num_movable = _count_windows(np.frombuffer(is_movable, dtype=bool), num_blocks)
+        return bool(((num_free >= num_blocks - limit) & (num_movable == num_blocks)).any())
 
     return has_run
 

@@ -6,15 +6,16 @@ from typing import Any
 from kv_pool.contiguous import fragmentation
 from kv_pool.contiguous.run_index import PLACEMENTS, FreeRunIndex
 from kv_pool.contiguous.run_search import IN_USE
-from kv_pool.core.arguments import as_count, as_int, as_list_of, refuse_interrupted, refuse_type
+from kv_pool.core.arguments import as_count, as_int, as_list_of, check_type
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_pool import BlockPool
 from kv_pool.core.deadlines import read_clock
 from kv_pool.core.kv_events import KV_EVENT_TYPES, MEDIUM_GPU, KVEventTypes
 from kv_pool.core.pool_part import BlockObserver
+from kv_pool.core.pool_state import check_whole
 from kv_pool.core.repairing import repair_pool
 from kv_pool.core.taking import refuse_count, take, take_listed
-from kv_pool.errors import InvalidArgumentError, OutOfBlocksError
+from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockId
 
 DEFAULT_EARLY_SHARE = 0.2
@@ -120,12 +121,9 @@ class RunBlockPool(BlockPool):
 
         For a sequence that grows, or that continues after its cached prefix.
         """
-        if not isinstance(num_blocks, int):
-            num_blocks = as_int("num_blocks", num_blocks)
-        if not isinstance(block, KVCacheBlock):
-            refuse_type("block", block, "KVCacheBlock")
-        if self.is_changing:
-            refuse_interrupted()
+        num_blocks = as_int("num_blocks", num_blocks)
+        check_type("block", block, KVCacheBlock)
+        check_whole(self)
         if num_blocks < 0 or num_blocks > self.free_block_queue.num_free_blocks:
             refuse_count(self, num_blocks)
         return take(self, num_blocks, block)
@@ -146,14 +144,9 @@ class RunBlockPool(BlockPool):
         Cost: a bounded search and O(num_blocks).
         """
         num_blocks = as_count("num_blocks", num_blocks)
-        if self.is_changing:
-            refuse_interrupted()
-        num_free = self.free_block_queue.num_free_blocks
-        if num_blocks > num_free:
-            raise OutOfBlocksError(
-                f"asked for a run of {num_blocks} blocks, {num_free} are free of {self.num_gpu_blocks - 1}. "
-                "Free a request, or ask for fewer."
-            )
+        check_whole(self)
+        if num_blocks > self.free_block_queue.num_free_blocks:
+            refuse_count(self, num_blocks)
         run = self.run_index.find(self, num_blocks)
         if run is not None:
             take_listed(self, run)

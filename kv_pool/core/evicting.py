@@ -27,29 +27,35 @@ def evict(pool: PoolState, block: KVCacheBlock) -> bool:
 
 def evict_invalid(pool: PoolState, blocks: list[KVCacheBlock]) -> None:
     """Implement `BlockPool.evict_blocks`."""
-    own_hashes: list[Any] = []
-    for block in blocks:
-        key = block.key
-        own_hashes.append(key[:-4] if isinstance(key, bytes) else find_own_hash(block))
-    evict_overwritten(pool, blocks)
-    for block, own_hash in zip(blocks, own_hashes):  # noqa: B905 (mypyc makes a loop of this only)
-        if own_hash is not None:
-            note_own_hash(block, own_hash)
-
-
-def evict_overwritten(pool: PoolState, blocks: list[KVCacheBlock]) -> None:
-    """Evict blocks whose content other bytes replace, and end their generation. References do not change."""
     was_changing = pool.is_changing
     pool.is_changing = True
     for block in blocks:
-        block.generation += 1
-        if pool.metrics_collector is not None:
-            pool.metrics_collector.on_block_evicted(block)
-        evict(pool, block)
-        if block.block_id not in pool.reuse_watchers:
-            for part in pool.parts:
-                part.note_emptied(block.block_id)
+        key = block.key
+        own_hash = key[:-4] if isinstance(key, bytes) else find_own_hash(block)
+        drop_content(pool, block)
+        if own_hash is not None:
+            note_own_hash(block, own_hash)
     pool.is_changing = was_changing
+
+
+def evict_overwritten(pool: PoolState, blocks: list[KVCacheBlock]) -> None:
+    """Evict free blocks whose content other bytes replace, as part of a larger call."""
+    for block in blocks:
+        if block.key is None:
+            block.generation += 1  # its content may be known by a hash of its own
+        else:
+            drop_content(pool, block)
+
+
+def drop_content(pool: PoolState, block: KVCacheBlock) -> None:
+    """Evict a block and end its generation, as part of a larger call. Its references do not change."""
+    block.generation += 1
+    if pool.metrics_collector is not None:
+        pool.metrics_collector.on_block_evicted(block)
+    evict(pool, block)
+    if block.block_id not in pool.reuse_watchers:
+        for part in pool.parts:
+            part.note_emptied(block.block_id)
 
 
 def note_own_hash(block: KVCacheBlock, block_hash: bytes) -> None:

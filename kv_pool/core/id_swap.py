@@ -16,12 +16,10 @@ from kv_pool.ids import BlockHashWithGroupId, BlockId
 def check_pairs(pool: PoolState, pairs: list[tuple[BlockId, BlockId]]) -> None:
     """Raise for ids that `swap_block_ids` refuses."""
     ids = list(chain.from_iterable(pairs))
-    if pool.holds.list_immovable_ids():
-        pool.holds.check_movable(set(ids))
-    if ids and (min(ids) < 1 or max(ids) >= len(pool.blocks) or len(set(ids)) < len(ids)):
-        raise InvalidBlockError(
-            f"swap_block_ids() takes distinct ids of 1..{len(pool.blocks) - 1}, each listed once"
-        )
+    if len(set(ids)) < len(ids):
+        raise InvalidBlockError("swap_block_ids() takes distinct ids, each listed once")
+    if ids:
+        check_places(pool, ids)
 
 
 def check_places(pool: PoolState, ids: list[BlockId]) -> None:
@@ -42,11 +40,13 @@ def check_sources(pool: PoolState, ids: list[BlockId]) -> None:
             raise InvalidBlockError(f"C2: block {block_id} is neither in use nor cached: nothing to move")
 
 
-def check_targets(pool: PoolState, ids: list[BlockId]) -> None:
-    """Check C2 of `contiguous/invariants.py` for blocks that moves overwrite. Raises InvalidBlockError."""
-    for block_id in ids:
-        if pool.blocks[block_id].ref_cnt != 0:
-            raise InvalidBlockError(f"C2: block {block_id} is in use and cannot be overwritten")
+def find_targets(pool: PoolState, ids: list[BlockId]) -> list[KVCacheBlock]:
+    """Return the blocks that moves overwrite. Raises InvalidBlockError: C2, one of them is in use."""
+    targets = [pool.blocks[block_id] for block_id in ids]
+    for block in targets:
+        if block.ref_cnt != 0:
+            raise InvalidBlockError(f"C2: block {block.block_id} is in use and cannot be overwritten")
+    return targets
 
 
 def swap_ids(pool: PoolState, pairs: list[tuple[BlockId, BlockId]]) -> None:

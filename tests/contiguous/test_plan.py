@@ -12,7 +12,7 @@ from kv_pool.contiguous.compaction import apply_moves
 from kv_pool.contiguous.plan import plan_clear_run, plan_drain, plan_gather, plan_pack
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.eviction_order import BandPolicy
-from kv_pool.core.id_swap import check_targets
+from kv_pool.core.id_swap import find_targets
 
 
 def make_random_pool(rng, num_blocks, cached_share=0.3):
@@ -90,7 +90,7 @@ def test_pack_without_cache_takes_the_fewest_moves(seed):
     pool = make_random_pool(rng, rng.randrange(4, 10), cached_share=0)
     held = hold_some(rng, pool, 0.2)
     moves = plan_pack(pool)
-    check_targets(pool, [move.target for move in moves])
+    find_targets(pool, [move.target for move in moves])
     used = set(in_use(pool)) - held
     packed = (used - {move.source for move in moves}) | {move.target for move in moves}
     places = [block_id for block_id in range(1, pool.num_gpu_blocks) if block_id not in held]
@@ -150,7 +150,7 @@ def test_gather_moves_fewer_blocks_than_pack(seed, max_moves):
     num_moved = 0
     while moves := plan_gather(pool, length, max_moves=max_moves):
         assert max_moves is None or len(moves) <= max_moves
-        check_targets(pool, [move.target for move in moves])
+        find_targets(pool, [move.target for move in moves])
         pool.swap_block_ids(moves)
         num_moved += len(moves)
     # Besides one window, that of the null block may have empty slots left.

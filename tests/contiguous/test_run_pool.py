@@ -59,7 +59,7 @@ def test_the_run_is_the_oldest_of_the_first_16_places(seed):
 
 def test_a_run_longer_than_the_free_blocks_is_refused():
     pool = make_run_pool("free: 1 2 | in use: 3")
-    with pytest.raises(OutOfBlocksError, match="a run of 3 blocks, 2 are free of 3"):
+    with pytest.raises(OutOfBlocksError, match="asked for 3 blocks, 2 are free of 3"):
         pool.get_new_run(3)
 
 

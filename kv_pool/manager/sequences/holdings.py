@@ -347,6 +347,7 @@ class Holdings:
         spared: Collection[SequenceId],
         num_blocks: int,
         has_run: Callable[[list[BlockId]], bool] | None = None,
+        is_ranked_again: bool = False,
     ) -> list[Holder] | None:
         """Return the first sequences in the order of eviction that free `num_blocks`; None if all do not.
 
@@ -354,20 +355,8 @@ class Holdings:
             priority: sequences of higher priority are not evicted.
             spared: sequences that are not evicted.
             has_run: called with the ids that would become free; evict more sequences while it returns False.
+            is_ranked_again: the policy has just ranked the sequences that it had left out.
         """
-        chosen = self._choose(priority, spared, num_blocks, has_run)
-        if chosen is None and self.order.has_excluded:
-            self.order.rebuild(self.holders.values())
-            chosen = self._choose(priority, spared, num_blocks, has_run)
-        return chosen
-
-    def _choose(
-        self,
-        priority: int,
-        spared: Collection[SequenceId],
-        num_blocks: int,
-        has_run: Callable[[list[BlockId]], bool] | None,
-    ) -> list[Holder] | None:
         victims: list[Holder] = []
         if num_blocks <= 0 and has_run is None:
             return victims
@@ -383,7 +372,10 @@ class Holdings:
                         freed_ids.append(block.block_id)
                 if len(freed_ids) >= num_blocks and (has_run is None or has_run(freed_ids)):
                     return victims
-        return None
+        if is_ranked_again or not self.order.has_excluded:
+            return None
+        self.order.rebuild(self.holders.values())
+        return self.choose_victims(priority, spared, num_blocks, has_run, True)
 
     def iter_candidates(self, priority: int, spared: Collection[SequenceId]) -> Generator[Holder, None, None]:
         """Yield the sequences that may be evicted, in the order of eviction. Change none meanwhile.
