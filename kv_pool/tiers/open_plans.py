@@ -53,7 +53,7 @@ class TwoPhasePlan:
         """Let a hold own the references to these blocks of one side, the first to be reused first."""
         # A hold drops its references last block first.
         reason = f"in an open plan to {self._purpose}"
-        self._holds[manager] = manager.block_pool.holds.adopt(list(blocks[::-1]), reason)
+        self._holds[manager] = manager.block_pool.holds.adopt(list(reversed(blocks)), reason)
 
     def _hand_over(self, manager: KVCacheManager) -> None:
         """Pass the references to the blocks of one side to its tables."""

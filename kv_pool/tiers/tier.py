@@ -680,6 +680,8 @@ class TierPrefixes:
         step = self._alignment
         tier_of = [0] * ((end - start) // step)
         for group, first, levels in found:
+            if not any(levels):
+                continue
             for position, level in enumerate(levels, first):
                 place = (position * group.block_size - start) // step
                 if level and place < len(tier_of):
