@@ -312,7 +312,7 @@ class TierOnboarder:
             to be tried.
         """
         start = 0 if cached_prefix is None else cached_prefix.num_tokens
-        limit = self.manager.caching.find_limit(request, max_num_tokens)
+        limit = self.manager._find_limit(request, max_num_tokens)
         found = {} if limit is None else self._prefixes.find(request, start, limit)
         by_medium = dict.fromkeys(self._media, 0)
         for level, num_tokens in found.items():
