@@ -1,4 +1,4 @@
-"""`PoolState`: the state of a block pool, imported by all modules that change it. `ContentOrigins`: a part."""
+"""`PoolState`: the state of a block pool, which all modules that change it import; with `ContentOrigins`."""
 
 import gc
 from collections.abc import Callable
