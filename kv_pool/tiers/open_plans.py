@@ -28,12 +28,8 @@ class PlanState(Enum):
 class TwoPhasePlan:
     """A two-phase transfer of a request's blocks. While it is open, holds own the references to them.
 
-    Attributes:
-        request_id: the request that owns the blocks.
-        num_computed_tokens: tokens whose KV the request has after a commit.
-        state: open, committed or aborted.
-
     Args:
+        num_computed_tokens: tokens whose KV the request has after a commit.
         purpose: completes "the plan to ...".
     """
 
