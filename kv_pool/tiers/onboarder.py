@@ -306,7 +306,7 @@ class TierOnboarder:
 
         Args:
             cached_prefix: the result of `get_computed_blocks`; None for an empty prefix. Nothing follows one
-                that ends within a block, as `PrefixRules` allow: see `find_both`.
+                that ends within a block; `find_both` then also looks behind a shorter one.
             max_num_tokens: limit for prefix and hit together; by default all tokens of the request but the
                 last.
         Cost: O(blocks), one dictionary look-up per block and tier; more if windows require several lengths
