@@ -144,8 +144,6 @@ def test_admit_returns_tokens_by_medium(tmp_path):
     first, *_ = fill(engine, 4)
     request = again(engine, first)
     assert engine.onboarder.admit(request) == {"GPU": 0, "CPU": 4, "STORAGE": 12}
-    assert request.num_computed_tokens == 16
-    assert len(engine.manager.get_block_ids(request.request_id)) == 5
     same = engine.make_request("same", first.all_token_ids)
     assert engine.onboarder.admit(same, max_prefix_tokens=8) == {"GPU": 8, "CPU": 0, "STORAGE": 0}
     assert same.num_computed_tokens == 8
