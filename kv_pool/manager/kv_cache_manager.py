@@ -114,13 +114,24 @@ class KVCacheManager(ManagerState):
         request_id = get_request_id("request", request)
         num_tokens = junction = 0
         blocks: list[list[KVCacheBlock]]
-        limit = self.caching.find_limit(request, max_num_tokens)
+        limit = self._find_limit(request, max_num_tokens)
         if limit is None:
             blocks = [[] for _ in self._groups]
         else:
             self.caching.check_hash_count(request, request.num_tokens, 0)
             blocks, num_tokens, junction = self._rules.find_prefix(request, limit)
         return CachedPrefix(request_id, tuple(blocks), num_tokens, self.block_pool.num_evictions, junction)
+
+    def _find_limit(self, request: SchedulableRequest, max_num_tokens: SupportsIndex | None) -> int | None:
+        """Return the most tokens that a prefix of the request may have, on the device or in lower tiers.
+
+        None if the request hits nothing.
+        """
+        if not self.block_pool.enable_caching or not self.caching.covers_encoder(request):
+            return None
+        if max_num_tokens is None:
+            return request.num_tokens - 1
+        return as_count("max_num_tokens", max_num_tokens)
 
     def list_step_ends(self, request: SchedulableRequest, cached_prefix: CachedPrefix) -> list[int]:
         """Return the numbers of tokens, ascending, at which steps of the prompt must end to cache its states.

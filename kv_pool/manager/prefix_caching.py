@@ -1,11 +1,10 @@
 """`PrefixCaching`: caches the blocks of requests, as far as they can serve a hit."""
 
 from collections.abc import Sequence
-from typing import Any, SupportsIndex
+from typing import Any
 
 from mypy_extensions import mypyc_attr
 
-from kv_pool.core.arguments import as_count
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.caching import cache_full, cache_partial, note_left_out
 from kv_pool.core.evicting import evict_invalid
@@ -78,17 +77,6 @@ class PrefixCaching(TableListener):
         if not features or self._reads_whole_sequence:
             return num_salts > 0
         return num_inputs == len(features)
-
-    def find_limit(self, request: SchedulableRequest, max_num_tokens: SupportsIndex | None) -> int | None:
-        """Return the most tokens that a prefix of the request may have, on the device or in lower tiers.
-
-        By default all but the last, whose logits are needed. None if the request hits nothing.
-        """
-        if not self._pool.enable_caching or not self.covers_encoder(request):
-            return None
-        if max_num_tokens is None:
-            return request.num_tokens - 1
-        return as_count("max_num_tokens", max_num_tokens)
 
     # ---- states that are not written yet -----------------------------------------------------------
 

@@ -86,7 +86,7 @@ class OnboardPlan(TwoPhasePlan):
     def open(self, cached_prefix: CachedPrefix | None, num_new_tokens: int, options: dict[str, Any]) -> bool:
         """Hold the keys and take the device blocks; return False if the pool has too few.
 
-        If `allocate_slots` raises, nothing has changed. After any other exception a repair aborts the plan.
+        What `allocate_slots` refuses has changed nothing. After any other exception a repair aborts the plan.
 
         Args:
             options: for `allocate_slots`.
@@ -100,7 +100,7 @@ class OnboardPlan(TwoPhasePlan):
                 num_new_tokens,
                 cached_prefix,
                 num_external_computed_tokens=self.hit.num_tokens,
-                delay_cache_blocks=True,
+                delay_cache_blocks=True,  # the commit caches them
                 **options,
             )
         except Exception:
@@ -113,6 +113,7 @@ class OnboardPlan(TwoPhasePlan):
         self._plans.begin(self, PlanState.ABORTED)
         self._tables = tables = manager.pop_tables(self.request_id)
         for table, spec in zip(tables, manager.groups, strict=True):
+            # A report of invalid blocks tells what a request has found from what it has computed.
             table.num_hits = -(-self.num_computed_tokens // spec.block_size)
         self._targets = [
             table.blocks[position] for table, row in zip(tables, self._rows, strict=True) for position in row
@@ -303,14 +304,14 @@ class TierOnboarder:
 
         Args:
             cached_prefix: the result of `get_computed_blocks`; None for an empty prefix. Nothing follows one
-                that ends within a block, as `PrefixRules` allow: see `find_both`.
+                that ends within a block; `find_both` then also looks behind a shorter one.
             max_num_tokens: limit for prefix and hit together; by default all tokens of the request but the
                 last.
         Cost: O(blocks), one dictionary look-up per block and tier; more if windows require several lengths
             to be tried.
         """
         start = 0 if cached_prefix is None else cached_prefix.num_tokens
-        limit = self.manager.caching.find_limit(request, max_num_tokens)
+        limit = self.manager._find_limit(request, max_num_tokens)
         found = {} if limit is None else self._prefixes.find(request, start, limit)
         by_medium = dict.fromkeys(self._media, 0)
         for level, num_tokens in found.items():

@@ -28,12 +28,8 @@ class PlanState(Enum):
 class TwoPhasePlan:
     """A two-phase transfer of a request's blocks. While it is open, holds own the references to them.
 
-    Attributes:
-        request_id: the request that owns the blocks.
-        num_computed_tokens: tokens whose KV the request has after a commit.
-        state: open, committed or aborted.
-
     Args:
+        num_computed_tokens: tokens whose KV the request has after a commit.
         purpose: completes "the plan to ...".
     """
 
@@ -53,7 +49,7 @@ class TwoPhasePlan:
         """Let a hold own the references to these blocks of one side, the first to be reused first."""
         # A hold drops its references last block first.
         reason = f"in an open plan to {self._purpose}"
-        self._holds[manager] = manager.block_pool.holds.adopt(list(blocks[::-1]), reason)
+        self._holds[manager] = manager.block_pool.holds.adopt(list(reversed(blocks)), reason)
 
     def _hand_over(self, manager: KVCacheManager) -> None:
         """Pass the references to the blocks of one side to its tables."""

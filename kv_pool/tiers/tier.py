@@ -633,14 +633,13 @@ class TierPrefixes:
         # Only once: what they have up to an end, they have up to each shorter one.
         for group in self._full:
             end = self._shorten(request, group, start, end, found)
-        num_full = len(found)
         while end > start:
             longer = end
             for group in self._partial:
                 end = self._shorten(request, group, start, end, found)
             if end == longer:
+                # What a group needed for a longer hit, before this end, it needs for this one, too.
                 return self._count_by_tier(found, start, end)
-            del found[num_full:]
         return {}
 
     def _shorten(
@@ -680,6 +679,8 @@ class TierPrefixes:
         step = self._alignment
         tier_of = [0] * ((end - start) // step)
         for group, first, levels in found:
+            if not any(levels):
+                continue
             for position, level in enumerate(levels, first):
                 place = (position * group.block_size - start) // step
                 if level and place < len(tier_of):

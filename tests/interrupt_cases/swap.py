@@ -80,7 +80,7 @@ class Swapping(Subject):
     # ---- the protocol of `try_case` ----------------------------------------------------------------
 
     def is_interrupted(self):
-        return any(pool.is_changing for pool in self.list_pools())
+        return not self.swapper._plans.is_whole()
 
     def call_next(self):
         self.swapper.swap_out(self.engine.make_request("next", range(4)))

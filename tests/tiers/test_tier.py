@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from tiers.made_tiers import KINDS, Device, make_key, make_tier
 
-from kv_pool import InvalidArgumentError
+from kv_pool import BlockHasher, InvalidArgumentError, Request
 from kv_pool.storage import KVStorage
 from kv_pool.storage.block_layout import BlockLayout
 from kv_pool.tiers import invariants
 from kv_pool.tiers.disk_tier import DiskTier
 from kv_pool.tiers.formats import make_format
 from kv_pool.tiers.host_tier import HostTier
-from kv_pool.tiers.tier import Tier, TierStack
+from kv_pool.tiers.tier import GroupKeys, Tier, TierPrefixes, TierStack
 
 A, B, C, D, E = (make_key(name) for name in "ABCDE")
 
@@ -172,3 +172,11 @@ def test_stored_blocks_are_read_as_their_format_decodes_them(kind, name, tmp_pat
         assert storage.read_block(block_id) == row.tobytes()
     assert tier.get_statistics().block_bytes == block_format.encoded_bytes
     tier.close()
+
+
+def test_tokens_count_for_the_lowest_tier_that_they_need():
+    request = Request("r", range(8), BlockHasher("sha256", block_size=4))
+    groups = [GroupKeys(0, 4), GroupKeys(1, 4)]
+    (a, b), (c, d) = (group.list_keys(request, 0, 2) for group in groups)
+    indexes = [(0, ()), (1, (b, c)), (2, (a, d))]
+    assert TierPrefixes(lambda: indexes, groups, 4).find(request, 0, 8) == {2: 8}

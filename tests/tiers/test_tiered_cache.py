@@ -35,11 +35,11 @@ from kv_pool.tiers.tiered_cache import TieredCache
 HASHER = BlockHasher("sha256", "s", 4)
 
 
-def make_cache(num_blocks, *capacities, events=True, **options):
-    pool = BlockPool(num_blocks + 1, True, 4, events)
+def make_cache(num_blocks, *capacities, **options):
+    pool = BlockPool(num_blocks + 1, True, 4, True)
     media = ["CPU", "STORAGE"]
     tiers = [Tier(capacity, media[level]) for level, capacity in enumerate(capacities)]
-    return TieredCache(pool, None, tiers, enable_events=events, **options)
+    return TieredCache(pool, None, tiers, enable_events=True, **options)
 
 
 def cache_request(cache, name, tokens, **options):
@@ -134,11 +134,7 @@ def test_event_data_of_lost_blocks_is_dropped():
     assert len(cache._events.labels) <= 2 * (5 + 3) + 2
 
 
-def test_tier_events_are_off_by_default():
-    cache = make_cache(2, 4, events=False)
-    cache_request(cache, "a", range(8))
-    cache.block_pool.get_new_blocks(2)
-    assert cache.block_pool.take_events() == []
+def test_tier_events_need_those_of_the_pool():
     with pytest.raises(InvalidArgumentError, match="enable_kv_cache_events is off"):
         TieredCache(BlockPool(4, True, 4), None, [Tier(4)], enable_events=True)
 

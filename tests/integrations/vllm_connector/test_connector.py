@@ -44,12 +44,10 @@ def test_an_evicted_prefix_is_loaded_from_host_memory(make_engine):
 
 def test_a_prefix_is_loaded_from_disk(checked, make_engine):
     engine = make_filled(make_engine, 24, 200)
-    scheduler = engine.connector.scheduler
     request = engine.add("again", PROMPT)
     output = engine.scheduler.schedule()
     sources = engine.connector.get_external_cache_hit_sources(request, 40)
     assert {source.value: num for source, num in sources.items()} == {"disk": 40}
-    assert scheduler.count_hit_tokens(request) == (0, 40)
     engine.execute(output)
     engine.run()
     assert engine.counts["external"] == 40
