@@ -7,10 +7,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import typer
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
@@ -18,7 +17,7 @@ from rich.text import Text
 
 from kv_pool.cli.console import lay_out, print_parts
 from kv_pool.cli.foreign_text import escape_json, escape_text
-from kv_pool.cli.setting_options import count_option
+from kv_pool.cli.setting_options import takes
 from kv_pool.core.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.events.curve_keys import CurveKeys
@@ -34,6 +33,7 @@ from kv_pool.events.stream_items import (
 )
 from kv_pool.ids import GroupId
 from kv_pool.lab.tables import ReportTable
+from kv_pool.option import setting
 
 if TYPE_CHECKING:
     from kv_pool.events.subscriber import KVEventSubscriber
@@ -55,60 +55,44 @@ _TITLES = (
 """Columns of the mirror's table."""
 
 
+@takes()
 def events(
-    endpoints: Annotated[
-        list[str], typer.Argument(metavar="ENDPOINT...", help="PUB sockets, such as tcp://127.0.0.1:5557.")
-    ],
-    replay: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="ENDPOINT", help="Replay endpoint for missed batches, one per ENDPOINT, in order."
-        ),
-    ] = None,
-    bind: Annotated[
-        bool,
-        typer.Option("--bind", help="Bind to ENDPOINT, for publishers that connect to their subscribers."),
-    ] = False,
-    curve_server_key: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="FILE",
-            help="For an encrypted stream: file (.key) with the publisher's public key; one for all "
-            "ENDPOINTs, or one each, in order.",
-        ),
-    ] = None,
-    curve_secret_key: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            help="File (.key_secret) with your own keys, for a publisher that admits only known subscribers.",
-        ),
-    ] = None,
-    topic: Annotated[str, typer.Option(help="Show only batches whose topic has this prefix.")] = "",
-    kind: Annotated[
-        str | None, typer.Option(help="Show only this kind of event: stored, removed or cleared.")
-    ] = None,
-    group: Annotated[int | None, typer.Option(help="Show only this KV cache group.", min=0)] = None,
-    medium: Annotated[str | None, typer.Option(help="Show only this medium: GPU, CPU, STORAGE, ...")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
-    limit: Annotated[
-        int | None, count_option("Stop after this many lines, or batches with --mirror.", 1)
-    ] = None,
-    mirror: Annotated[
-        bool,
-        typer.Option(
-            "--mirror", help="Show the blocks that each publisher has cached instead of its events."
-        ),
-    ] = False,
-    count_copies: Annotated[
-        bool,
-        typer.Option(
-            "--count-copies/--no-count-copies",
-            help="With --mirror: count the copies of a hash; drop it when it was removed as often as stored. "
-            "vLLM's streams need this; for kv_pool's it makes no difference. Turn it off for streams that "
-            "announce hits as stores: vLLM's full report mode.",
-        ),
-    ] = True,
+    endpoints: list[str] = setting(
+        "PUB sockets, such as tcp://127.0.0.1:5557.", metavar="ENDPOINT...", is_argument=True
+    ),
+    replay: list[str] | None = setting(
+        "Replay endpoint for missed batches, one per ENDPOINT, in order.", default=None, metavar="ENDPOINT"
+    ),
+    bind: bool = setting(
+        "Bind to ENDPOINT, for publishers that connect to their subscribers.", default=False
+    ),
+    curve_server_key: list[str] | None = setting(
+        "For an encrypted stream: file (.key) with the publisher's public key; one for all ENDPOINTs, or one "
+        "each, in order.",
+        default=None,
+        metavar="FILE",
+    ),
+    curve_secret_key: str | None = setting(
+        "File (.key_secret) with your own keys, for a publisher that admits only known subscribers.",
+        default=None,
+        metavar="FILE",
+    ),
+    topic: str = setting("Show only batches whose topic has this prefix.", default=""),
+    kind: str | None = setting("Show only this kind of event: stored, removed or cleared.", default=None),
+    group: int | None = setting("Show only this KV cache group.", default=None, min=0),
+    medium: str | None = setting("Show only this medium: GPU, CPU, STORAGE, ...", default=None),
+    json: bool = setting("Print one JSON object per line.", default=False),
+    limit: int | None = setting("Stop after this many lines, or batches with --mirror.", default=None, min=1),
+    mirror: bool = setting(
+        "Show the blocks that each publisher has cached instead of its events.", default=False
+    ),
+    count_copies: bool = setting(
+        "With --mirror: count the copies of a hash; drop it when it was removed as often as stored. vLLM's "
+        "streams need this; for kv_pool's it makes no difference. Turn it off for streams that announce hits "
+        "as stores: vLLM's full report mode.",
+        default=True,
+        flags=("--count-copies/--no-count-copies",),
+    ),
 ) -> None:
     """Print the events of publishers as they arrive, or with --mirror their cached blocks, until Ctrl-C."""
     from kv_pool.events.subscriber import KVEventSubscriber

@@ -55,8 +55,8 @@ def call(order, *, found=(), **given):
     """Return the arguments with which a command that takes `Settings` is called."""
     called = []
 
-    @takes(Settings, order, **dict(found))
-    def command(settings, own=None):
+    @takes(order, **dict(found))
+    def command(settings: Settings, own=None):
         called.append((settings, own))
 
     defaults = {
@@ -105,8 +105,8 @@ def test_an_unreadable_value_is_refused():
 
 
 def test_help_lists_options_in_the_given_order():
-    @takes(Settings, "own copy_rate trace")
-    def command(settings, own=None):
+    @takes("own copy_rate trace")
+    def command(settings: Settings, own=None):
         raise AssertionError
 
     assert list(inspect.signature(command).parameters) == ["own", "copy_rate", "trace"]
@@ -114,7 +114,7 @@ def test_help_lists_options_in_the_given_order():
 
 def test_unknown_name_in_the_order_is_an_error():
     with pytest.raises(KeyError, match="limt"):
-        takes(Settings, "trace limt")(lambda settings: None)
+        takes("limt")(lambda limit=None: None)
 
 
 def test_only_given_options_override_a_file():
