@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from kv_pool.cli.console import lay_out, print_parts
@@ -409,7 +408,7 @@ class MirrorTable:
         if self._live is not None:
             self._live.update(Group(*self.lay_out()), refresh=True)
 
-    def lay_out(self) -> list[Table]:
+    def lay_out(self) -> list[RenderableType]:
         """Return the table, in the parts that fit on the console."""
         rows = list(self._list_rows())
         table = ReportTable(_TITLES, rows, ("publisher", "now", "holds"), "cached blocks by publisher")
