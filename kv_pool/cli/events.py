@@ -104,8 +104,7 @@ def events(
     replays += [None] * (len(endpoints) - len(replays))
     if mirror and (json or kind is not None):
         raise InvalidArgumentError("--mirror shows a table; leave out --json and --kind")
-    group_id = None if group is None else GroupId(group)
-    chosen = LineFilter(kind, group_id, medium)
+    chosen = LineFilter(kind, None if group is None else GroupId(group), medium)
     keys = read_keys(curve_server_key or [], curve_secret_key, len(endpoints))
     with contextlib.ExitStack() as opened:
         subscribers = {
@@ -116,7 +115,7 @@ def events(
         }
         show: EventPrinter | MirrorTable
         if mirror:
-            show = opened.enter_context(MirrorTable(subscribers, limit, group_id, medium, count_copies))
+            show = opened.enter_context(MirrorTable(subscribers, limit, chosen, count_copies))
         else:
             show = opened.enter_context(EventPrinter(chosen, json, limit))
         asyncio.run(read_all(subscribers, show))
@@ -221,9 +220,11 @@ class LineFilter:
             return False
         if not isinstance(event, BlockStored | BlockRemoved):
             return True
-        if self.group not in (None, event.group_idx or 0):
-            return False
-        return self.medium is None or self.medium.upper() == to_medium(event.medium)
+        return self.passes_place(event.group_idx or 0, to_medium(event.medium))
+
+    def passes_place(self, group: int, medium: str) -> bool:
+        """Return True for blocks of a group in a medium."""
+        return self.group in (None, group) and (self.medium is None or self.medium.upper() == medium)
 
 
 def kind_of(event: KVCacheEvent) -> str:
@@ -362,16 +363,14 @@ class MirrorTable:
         self,
         subscribers: "dict[str, KVEventSubscriber]",
         limit: int | None,
-        group: GroupId | None,
-        medium: str | None,
+        chosen: LineFilter,
         counts_copies: bool,
     ) -> None:
         self.has_enough = False
         self._mirror = PrefixMirror(counts_copies=counts_copies)
         self._subscribers = subscribers
         self._limit = limit
-        self._group = group
-        self._medium = None if medium is None else medium.upper()
+        self._chosen = chosen
         self._num_batches = 0
         self._console = Console()
         self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
@@ -430,7 +429,7 @@ class MirrorTable:
                 holds = [
                     escape_text(f"{count:,} in group {group} {medium}")
                     for (group, medium), count in sorted(self._mirror.count_by_place(name).items())
-                    if self._group in (None, group) and self._medium in (None, medium)
+                    if self._chosen.passes_place(group, medium)
                 ]
                 numbers = (
                     counts.num_batches,

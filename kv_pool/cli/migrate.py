@@ -24,7 +24,7 @@ from kv_pool.control.messages import MigrationList
 from kv_pool.error_names import ERRORS_BY_NAME
 from kv_pool.errors import MigrationCancelledError, MigrationError
 from kv_pool.ids import NodeName, RequestId, SequenceId
-from kv_pool.lab.tables import Report, ReportTable
+from kv_pool.lab.tables import Column, Report, ReportTable, make_table
 from kv_pool.migration.messages import MigrationPhase, MigrationStatus
 from kv_pool.option import setting
 from kv_pool.quantities import parse_rate
@@ -32,7 +32,6 @@ from kv_pool.quantities import parse_rate
 _SECONDS_BETWEEN_LOOKS = 0.05
 
 _PLAIN: dict[str, Any] = {"title_justify": "left", "box": box.SIMPLE, "show_edge": False, "padding": 0}
-_TITLES = ("what", "phase", "how", "blocks", "bytes", "rate", "time")
 
 
 @takes("sequence_id target_node copy max_rate backend socket node json")
@@ -149,12 +148,27 @@ def migration_status(
 def tabulate(found: MigrationList, limit: int) -> ReportTable:
     """Return a table of the last `limit` migrations, oldest first."""
     num_migrations = len(found.migrations)
-    return ReportTable(
-        _TITLES,
-        [describe_row(status) for status in found.migrations[-limit:]],
-        _TITLES[:3],
-        f"node {found.name}: {num_migrations} migration{'s' * (num_migrations != 1)}",
+    columns = (
+        Column("what", "subject", str),
+        Column("phase", "phase.value", str),
+        Column("how", _describe_way, str),
+        Column("blocks", lambda status: f"{status.num_done_blocks}/{status.num_blocks}", str),
+        Column("bytes", "num_bytes", describe_bytes),
+        Column("rate", "bytes_per_s", lambda rate: f"{describe_bytes(rate)}/s"),
+        Column("time", "elapsed_s", "{:.2f} s".format),
     )
+    return make_table(
+        columns,
+        found.migrations[-limit:],
+        texts=("what", "phase", "how"),
+        title=f"node {found.name}: {num_migrations} migration{'s' * (num_migrations != 1)}",
+    )
+
+
+def _describe_way(status: MigrationStatus) -> str:
+    verb = "move" if status.is_move else "copy"
+    to = "to" if status.direction == "out" else "from"
+    return f"{verb} {to} {status.peer}"
 
 
 def list_errors(found: MigrationList, limit: int) -> list[str]:
@@ -163,19 +177,4 @@ def list_errors(found: MigrationList, limit: int) -> list[str]:
         f"{status.subject}, {status.phase.value}: {status.error_message}"
         for status in found.migrations[-limit:]
         if status.error
-    ]
-
-
-def describe_row(status: MigrationStatus) -> list[str]:
-    """Return the cells of a migration's row."""
-    verb = "move" if status.is_move else "copy"
-    to = "to" if status.direction == "out" else "from"
-    return [
-        status.subject,
-        status.phase.value,
-        f"{verb} {to} {status.peer}",
-        f"{status.num_done_blocks}/{status.num_blocks}",
-        describe_bytes(status.num_bytes),
-        f"{describe_bytes(status.bytes_per_s)}/s",
-        f"{status.elapsed_s:.2f} s",
     ]

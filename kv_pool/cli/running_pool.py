@@ -167,23 +167,22 @@ def defrag(
 ) -> None:
     """Compact a running pool and show the result."""
     report = pool.ask(lambda client: client.defragment(max_moves, max_evictions))
-    if pool.json:
-        print_json(report)
-        return
-    print("Defragmentation complete:")
-    print(f"  Moved Blocks: {report.moved_blocks}")
-    print(f"  Time: {report.time_ms:.1f}ms")
-    print(
+    shown = [
+        "Defragmentation complete:",
+        f"  Moved Blocks: {report.moved_blocks}",
+        f"  Time: {report.time_ms:.1f}ms",
         f"  Fragmentation Rate: {report.fragmentation_rate_before:.1%} → "
-        f"{report.fragmentation_rate_after:.1%} (runs of {report.run_length})"
-    )
+        f"{report.fragmentation_rate_after:.1%} (runs of {report.run_length})",
+    ]
     if not report.moved_blocks and report.fragmentation_rate_after:
-        reason = (
+        is_single = max_moves == 1
+        why = (
             "exchanging two blocks takes two moves"
-            if max_moves == 1
+            if is_single
             else "the blocks are compact, or held in place"
         )
-        print(f"  Nothing moved: {reason}.")
+        shown.append(f"  Nothing moved: {why}.")
+    print_report(Report(report, shown), pool.json)
 
 
 @takes("socket node width output json")
