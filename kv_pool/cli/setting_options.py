@@ -6,7 +6,7 @@ as the default of a command's parameter.
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import MISSING, Field, fields, is_dataclass, replace
+from dataclasses import MISSING, fields, is_dataclass, replace
 from typing import Annotated, Any, Literal, TypeVar, get_origin
 
 import typer
@@ -38,14 +38,14 @@ def takes(order: str = "", **found: object) -> _Decorator:
         made: dict[str, Any] = {
             each.name: each.annotation for each in parameters if is_dataclass(each.annotation)
         }
-        own = {each.name: each.default for each in parameters if each.name not in made}
+        own = {each.name: each.default.metadata["option"] for each in parameters if each.name not in made}
         known: dict[str, inspect.Parameter] = {}
         for each in parameters:
             declared = _make_parameters(made[each.name]) if each.name in made else [_declare(each)]
             known.update((one.name, one) for one in declared)
 
         def run(**given: Any) -> None:
-            values = {name: _parse(_find_option(own[name]), given.pop(name)) for name in own}
+            values = {name: _parse(option, given.pop(name)) for name, option in own.items()}
             values |= {name: _make_settings(made[name], given, found) for name in made}
             command(**values)
 
@@ -63,11 +63,10 @@ def takes_given(settings_class: type, order: str) -> _Decorator:
         default = getattr(defaults, name)
         if get_origin(value_type) is Literal or option.parse is not None:
             value_type = str  # the settings reject other values with their own message
-        text = f"{option.help} Default: {default}." if default else option.help
-        known[name] = _make_parameter(name, value_type | None, None, replace(option, help=text))
-        for alias in option.aliases:
-            other = replace(option, help=f"Another name of --{name.replace('_', '-')}.")
-            known[alias] = _make_parameter(alias, value_type | None, None, other)
+        texts = {name: f"{option.help} Default: {default}." if default else option.help}
+        texts |= dict.fromkeys(option.aliases, f"Another name of --{name.replace('_', '-')}.")
+        for each, text in texts.items():
+            known[each] = _make_parameter(each, value_type | None, None, replace(option, help=text))
 
     def decorate(command: _Command) -> _Command:
         _, *own = inspect.signature(command).parameters.values()
@@ -91,16 +90,9 @@ def _offer(
     return run
 
 
-def _find_option(default: object) -> Option | None:
-    """Return the option that a parameter's default declares, or None."""
-    return default.metadata["option"] if isinstance(default, Field) else None
-
-
 def _declare(parameter: inspect.Parameter) -> inspect.Parameter:
-    """Return the parameter for typer of a command's own parameter."""
+    """Return the parameter for typer of a command's parameter that has a `setting`."""
     declared = parameter.default
-    if not isinstance(declared, Field):
-        return parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
     return _make_parameter(
         parameter.name, parameter.annotation, declared.default, declared.metadata["option"]
     )

@@ -13,7 +13,9 @@ from kv_pool.cli.setting_options import takes, takes_given
 from kv_pool.cli.sub_commands import make_command
 from kv_pool.control.serve_settings import ServeSettings
 from kv_pool.lab.settings import EngineRates, ReplaySettings
-from kv_pool.option import Option, describe_options, list_options
+from kv_pool.option import Option, describe_options, list_options, setting
+
+OWN = setting("Of the command itself.", default=None)
 
 
 def read_rate(text):
@@ -56,7 +58,7 @@ def call(order, *, found=(), **given):
     called = []
 
     @takes(order, **dict(found))
-    def command(settings: Settings, own=None):
+    def command(settings: Settings, own: str | None = OWN):
         called.append((settings, own))
 
     defaults = {
@@ -106,7 +108,7 @@ def test_an_unreadable_value_is_refused():
 
 def test_help_lists_options_in_the_given_order():
     @takes("own copy_rate trace")
-    def command(settings: Settings, own=None):
+    def command(settings: Settings, own: str | None = OWN):
         raise AssertionError
 
     assert list(inspect.signature(command).parameters) == ["own", "copy_rate", "trace"]
@@ -114,14 +116,14 @@ def test_help_lists_options_in_the_given_order():
 
 def test_unknown_name_in_the_order_is_an_error():
     with pytest.raises(KeyError, match="limt"):
-        takes("limt")(lambda limit=None: None)
+        takes("limt")(lambda: None)
 
 
 def test_only_given_options_override_a_file():
     called = []
 
     @takes_given(ServeSettings, "blocks peer config")
-    def command(given, config=None):
+    def command(given, config: str | None = OWN):
         called.append((given, config))
 
     parameters = inspect.signature(command).parameters
