@@ -6,7 +6,7 @@ and its entry in a report are derived from it.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from textwrap import fill
 from typing import Any, TypeVar, get_type_hints
 
@@ -48,11 +48,12 @@ class Option:
     aliases: tuple[str, ...] = ()
 
 
-def setting(declared: str | Option, /, *, default: Any, **attributes: Any) -> Any:
-    """Return a dataclass field with a default and an option.
+def setting(declared: str | Option, /, *, default: Any = MISSING, **attributes: Any) -> Any:
+    """Return a dataclass field with an option; also the default of a command's parameter.
 
     Args:
         declared: the option, or the help text of a new one with these `attributes`.
+        default: of the setting; without one it is required.
     """
     if not isinstance(declared, Option):
         declared = Option(declared, **attributes)

@@ -3,14 +3,12 @@
 import os
 from dataclasses import replace
 from functools import partial
-from typing import Annotated
 
 import msgspec
-import typer
 
 from kv_pool.cli import options
 from kv_pool.cli.console import show_progress
-from kv_pool.cli.setting_options import complete, count_option, takes
+from kv_pool.cli.setting_options import takes
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.lab.compare.compare import compare_policies
 from kv_pool.lab.compare.comparison import (
@@ -26,9 +24,11 @@ from kv_pool.lab.pictures.hit_rates import draw_comparison
 from kv_pool.lab.settings import ReplaySettings, list_known_policies
 from kv_pool.lab.tables import Report
 from kv_pool.lab.worker_processes import open_executor
+from kv_pool.option import setting
 from kv_pool.shared_options import BUNDLED_TRACES
 
 _FINISHED = ".runs"
+_NAMES = ", ".join(BUNDLED_TRACES)
 
 _ORDER = """
 traces policies blocks memory model num_layers num_kv_heads head_size dtype_bytes block_size convention clock
@@ -38,55 +38,45 @@ resamples json csv png jobs on again
 """
 
 
-@takes(ReplaySettings, _ORDER, trace="", num_blocks=1)
+@takes(_ORDER, trace="", num_blocks=1)
 def compare(
     settings: ReplaySettings,
     capacity: options.CapacityOptions,
     outputs: options.Outputs,
-    traces: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="TRACE...",
-            autocompletion=complete(lambda: BUNDLED_TRACES),
-            help=f"Trace files (.jsonl, .gz, .xz, .zst), or of: {', '.join(BUNDLED_TRACES)}.",
-        ),
-    ] = None,
-    policies: Annotated[
-        str | None,
-        typer.Option(
-            "--policies",
-            "--policy",
-            metavar="LIST",
-            autocompletion=complete(list_known_policies),
-            help="Cache policies, separated by commas: names of kv_pool/policies such as s3fifo, entry "
-            "points, module:Class, file.py:Class, flat:NAME. LRU and the optimum are always compared.",
-        ),
-    ] = None,
-    resamples: Annotated[
-        int,
-        count_option(
-            "Samples of the sessions (or of the prompts by their first block after a common system "
-            "prompt) for the confidence intervals; 0 for none. --seed sets the samples, too.",
-            0,
-        ),
-    ] = 1000,
-    jobs: options.Jobs = 0,
-    on: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ADDRESS",
-            help="Run on a cluster: dask://HOST:PORT or ray://HOST:PORT. Its workers need kv_pool in this "
-            "version, and each trace under the same path; policies from files are sent.",
-        ),
-    ] = None,
-    again: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            help="Repeat the comparison of a --json file, and say what differs; the files are found by the "
-            "same paths. Settings come from the file.",
-        ),
-    ] = None,
+    traces: list[str] | None = setting(
+        f"Trace files (.jsonl, .gz, .xz, .zst), or of: {_NAMES}.",
+        default=None,
+        metavar="TRACE...",
+        known=lambda: BUNDLED_TRACES,
+        is_argument=True,
+    ),
+    policies: str | None = setting(
+        "Cache policies, separated by commas: names of kv_pool/policies such as s3fifo, entry points, "
+        "module:Class, file.py:Class, flat:NAME. LRU and the optimum are always compared.",
+        default=None,
+        metavar="LIST",
+        flags=("--policies", "--policy"),
+        known=list_known_policies,
+    ),
+    resamples: int = setting(
+        "Samples of the sessions (or of the prompts by their first block after a common system prompt) for "
+        "the confidence intervals; 0 for none. --seed sets the samples, too.",
+        default=1000,
+        min=0,
+    ),
+    jobs: int = setting(options.JOBS, default=0),
+    on: str | None = setting(
+        "Run on a cluster: dask://HOST:PORT or ray://HOST:PORT. Its workers need kv_pool in this version, "
+        "and each trace under the same path; policies from files are sent.",
+        default=None,
+        metavar="ADDRESS",
+    ),
+    again: str | None = setting(
+        "Repeat the comparison of a --json file, and say what differs; the files are found by the same "
+        "paths. Settings come from the file.",
+        default=None,
+        metavar="FILE",
+    ),
 ) -> None:
     """Compare cache policies, with LRU, the optimum and an infinite cache beside them.
 

@@ -98,7 +98,7 @@ def print_parts(parts: Iterable[RenderableType], console: Console) -> None:
         console.print(part)
 
 
-def lay_out(table: ReportTable, console: Console, **options: Any) -> list[Table]:
+def lay_out(table: ReportTable, console: Console, **options: Any) -> list[RenderableType]:
     """Return a table in the fewest parts that fit on the console, to be printed one below the other.
 
     A terminal that is too narrow shows no bars; headings and words fold there. If that is not enough, the
@@ -138,8 +138,11 @@ def lay_out(table: ReportTable, console: Console, **options: Any) -> list[Table]
         built.append(_begin(table, part, options))
         _add_rows(built[-1], table, part)
     built[0].title = make_cell(table.title) if table.title else None
-    built[-1].caption = make_cell(table.caption) if table.caption else None
-    return built
+    caption = make_cell(table.caption, "table.caption")
+    if len(built) > 1 and caption:  # it may be wider than the last part
+        return [*built, caption]
+    built[-1].caption = caption if table.caption else None
+    return [*built]
 
 
 class _Column:

@@ -2,9 +2,6 @@
 
 from dataclasses import replace
 from functools import partial
-from typing import Annotated
-
-import typer
 
 from kv_pool.cli import options
 from kv_pool.cli.console import show_progress
@@ -13,6 +10,7 @@ from kv_pool.lab.curves.curve_report import report_curves
 from kv_pool.lab.curves.measure import measure_curves
 from kv_pool.lab.pictures.hit_rates import draw_curves
 from kv_pool.lab.settings import ReplaySettings
+from kv_pool.option import setting
 
 _ORDER = """
 trace blocks memory model num_layers num_kv_heads head_size dtype_bytes block_size convention limit
@@ -20,19 +18,17 @@ trace_block_size timestamp_unit skip_broken seed sample json csv png
 """
 
 
-@takes(ReplaySettings, _ORDER, num_blocks=1)
+@takes(_ORDER, num_blocks=1)
 def curve(
     settings: ReplaySettings,
     capacity: options.CapacityOptions,
     outputs: options.Outputs,
-    sample: Annotated[
-        float | None,
-        typer.Option(
-            metavar="RATE",
-            help="Estimate the hit rates, with standard errors, from this share of the sessions, or of the "
-            "prompts by their first block after a common system prompt: 0.1.",
-        ),
-    ] = None,
+    sample: float | None = setting(
+        "Estimate the hit rates, with standard errors, from this share of the sessions, or of the prompts by "
+        "their first block after a common system prompt: 0.1.",
+        default=None,
+        metavar="RATE",
+    ),
 ) -> None:
     """Compute the hit rate of LRU and of optimal replacement at many capacities in seconds.
 

@@ -7,18 +7,16 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import typer
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from kv_pool.cli.console import lay_out, print_parts
 from kv_pool.cli.foreign_text import escape_json, escape_text
-from kv_pool.cli.setting_options import count_option
+from kv_pool.cli.setting_options import takes
 from kv_pool.core.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.events.curve_keys import CurveKeys
@@ -34,6 +32,7 @@ from kv_pool.events.stream_items import (
 )
 from kv_pool.ids import GroupId
 from kv_pool.lab.tables import ReportTable
+from kv_pool.option import setting
 
 if TYPE_CHECKING:
     from kv_pool.events.subscriber import KVEventSubscriber
@@ -55,60 +54,44 @@ _TITLES = (
 """Columns of the mirror's table."""
 
 
+@takes()
 def events(
-    endpoints: Annotated[
-        list[str], typer.Argument(metavar="ENDPOINT...", help="PUB sockets, such as tcp://127.0.0.1:5557.")
-    ],
-    replay: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="ENDPOINT", help="Replay endpoint for missed batches, one per ENDPOINT, in order."
-        ),
-    ] = None,
-    bind: Annotated[
-        bool,
-        typer.Option("--bind", help="Bind to ENDPOINT, for publishers that connect to their subscribers."),
-    ] = False,
-    curve_server_key: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="FILE",
-            help="For an encrypted stream: file (.key) with the publisher's public key; one for all "
-            "ENDPOINTs, or one each, in order.",
-        ),
-    ] = None,
-    curve_secret_key: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            help="File (.key_secret) with your own keys, for a publisher that admits only known subscribers.",
-        ),
-    ] = None,
-    topic: Annotated[str, typer.Option(help="Show only batches whose topic has this prefix.")] = "",
-    kind: Annotated[
-        str | None, typer.Option(help="Show only this kind of event: stored, removed or cleared.")
-    ] = None,
-    group: Annotated[int | None, typer.Option(help="Show only this KV cache group.", min=0)] = None,
-    medium: Annotated[str | None, typer.Option(help="Show only this medium: GPU, CPU, STORAGE, ...")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
-    limit: Annotated[
-        int | None, count_option("Stop after this many lines, or batches with --mirror.", 1)
-    ] = None,
-    mirror: Annotated[
-        bool,
-        typer.Option(
-            "--mirror", help="Show the blocks that each publisher has cached instead of its events."
-        ),
-    ] = False,
-    count_copies: Annotated[
-        bool,
-        typer.Option(
-            "--count-copies/--no-count-copies",
-            help="With --mirror: count the copies of a hash; drop it when it was removed as often as stored. "
-            "vLLM's streams need this; for kv_pool's it makes no difference. Turn it off for streams that "
-            "announce hits as stores: vLLM's full report mode.",
-        ),
-    ] = True,
+    endpoints: list[str] = setting(
+        "PUB sockets, such as tcp://127.0.0.1:5557.", metavar="ENDPOINT...", is_argument=True
+    ),
+    replay: list[str] | None = setting(
+        "Replay endpoint for missed batches, one per ENDPOINT, in order.", default=None, metavar="ENDPOINT"
+    ),
+    bind: bool = setting(
+        "Bind to ENDPOINT, for publishers that connect to their subscribers.", default=False
+    ),
+    curve_server_key: list[str] | None = setting(
+        "For an encrypted stream: file (.key) with the publisher's public key; one for all ENDPOINTs, or one "
+        "each, in order.",
+        default=None,
+        metavar="FILE",
+    ),
+    curve_secret_key: str | None = setting(
+        "File (.key_secret) with your own keys, for a publisher that admits only known subscribers.",
+        default=None,
+        metavar="FILE",
+    ),
+    topic: str = setting("Show only batches whose topic has this prefix.", default=""),
+    kind: str | None = setting("Show only this kind of event: stored, removed or cleared.", default=None),
+    group: int | None = setting("Show only this KV cache group.", default=None, min=0),
+    medium: str | None = setting("Show only this medium: GPU, CPU, STORAGE, ...", default=None),
+    json: bool = setting("Print one JSON object per line.", default=False),
+    limit: int | None = setting("Stop after this many lines, or batches with --mirror.", default=None, min=1),
+    mirror: bool = setting(
+        "Show the blocks that each publisher has cached instead of its events.", default=False
+    ),
+    count_copies: bool = setting(
+        "With --mirror: count the copies of a hash; drop it when it was removed as often as stored. vLLM's "
+        "streams need this; for kv_pool's it makes no difference. Turn it off for streams that announce hits "
+        "as stores: vLLM's full report mode.",
+        default=True,
+        flags=("--count-copies/--no-count-copies",),
+    ),
 ) -> None:
     """Print the events of publishers as they arrive, or with --mirror their cached blocks, until Ctrl-C."""
     from kv_pool.events.subscriber import KVEventSubscriber
@@ -121,8 +104,7 @@ def events(
     replays += [None] * (len(endpoints) - len(replays))
     if mirror and (json or kind is not None):
         raise InvalidArgumentError("--mirror shows a table; leave out --json and --kind")
-    group_id = None if group is None else GroupId(group)
-    chosen = LineFilter(kind, group_id, medium)
+    chosen = LineFilter(kind, None if group is None else GroupId(group), medium)
     keys = read_keys(curve_server_key or [], curve_secret_key, len(endpoints))
     with contextlib.ExitStack() as opened:
         subscribers = {
@@ -133,7 +115,7 @@ def events(
         }
         show: EventPrinter | MirrorTable
         if mirror:
-            show = opened.enter_context(MirrorTable(subscribers, limit, group_id, medium, count_copies))
+            show = opened.enter_context(MirrorTable(subscribers, limit, chosen, count_copies))
         else:
             show = opened.enter_context(EventPrinter(chosen, json, limit))
         asyncio.run(read_all(subscribers, show))
@@ -238,9 +220,11 @@ class LineFilter:
             return False
         if not isinstance(event, BlockStored | BlockRemoved):
             return True
-        if self.group not in (None, event.group_idx or 0):
-            return False
-        return self.medium is None or self.medium.upper() == to_medium(event.medium)
+        return self.passes_place(event.group_idx or 0, to_medium(event.medium))
+
+    def passes_place(self, group: int, medium: str) -> bool:
+        """Return True for blocks of a group in a medium."""
+        return self.group in (None, group) and (self.medium is None or self.medium.upper() == medium)
 
 
 def kind_of(event: KVCacheEvent) -> str:
@@ -379,16 +363,14 @@ class MirrorTable:
         self,
         subscribers: "dict[str, KVEventSubscriber]",
         limit: int | None,
-        group: GroupId | None,
-        medium: str | None,
+        chosen: LineFilter,
         counts_copies: bool,
     ) -> None:
         self.has_enough = False
         self._mirror = PrefixMirror(counts_copies=counts_copies)
         self._subscribers = subscribers
         self._limit = limit
-        self._group = group
-        self._medium = None if medium is None else medium.upper()
+        self._chosen = chosen
         self._num_batches = 0
         self._console = Console()
         self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
@@ -425,7 +407,7 @@ class MirrorTable:
         if self._live is not None:
             self._live.update(Group(*self.lay_out()), refresh=True)
 
-    def lay_out(self) -> list[Table]:
+    def lay_out(self) -> list[RenderableType]:
         """Return the table, in the parts that fit on the console."""
         rows = list(self._list_rows())
         table = ReportTable(_TITLES, rows, ("publisher", "now", "holds"), "cached blocks by publisher")
@@ -447,7 +429,7 @@ class MirrorTable:
                 holds = [
                     escape_text(f"{count:,} in group {group} {medium}")
                     for (group, medium), count in sorted(self._mirror.count_by_place(name).items())
-                    if self._group in (None, group) and self._medium in (None, medium)
+                    if self._chosen.passes_place(group, medium)
                 ]
                 numbers = (
                     counts.num_batches,

@@ -8,17 +8,19 @@ from pathlib import Path
 from rich import box
 
 from kv_pool.cli.console import print_report
-from kv_pool.cli.setting_options import Json
+from kv_pool.cli.setting_options import AS_JSON, takes
 from kv_pool.core.block import COMPILED
 from kv_pool.environment import VARIABLES, list_mistakes
 from kv_pool.lab.tables import Report, ReportTable
 from kv_pool.migration.machine import Accelerator, Machine, read_machine
+from kv_pool.option import setting
 from kv_pool.version import __version__
 
 _PACKAGES = ("msgspec", "xxhash", "numpy", "cbor2", "typer", "rich", "matplotlib", "backports.zstd", "pyzmq")
 
 
-def info(json: Json = False) -> None:
+@takes()
+def info(json: bool = setting(AS_JSON, default=False)) -> None:
     """Show whether the core runs compiled, the versions of dependencies, and the environment variables."""
     facts = {
         "kv_pool": __version__,
@@ -50,7 +52,8 @@ def _find_version(name: str) -> str | None:
         return None
 
 
-def topology(json: Json = False) -> None:
+@takes()
+def topology(json: bool = setting(AS_JSON, default=False)) -> None:
     """Show the NUMA nodes and accelerators of this machine, and the links between them.
 
     A machine does not know its rack and network: set them in the file of kv-pool serve --config.

@@ -1,9 +1,8 @@
 """`kv-pool migrate` and `migration-status`: migrate a sequence of a running node, and show its migrations."""
 
 import time
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich import box
 from rich.console import Console
 
@@ -17,73 +16,65 @@ from kv_pool.cli.console import (
     show_progress,
 )
 from kv_pool.cli.foreign_text import escape_text
-from kv_pool.cli.setting_options import Json, Node, Socket, count_option
+from kv_pool.cli.running_pool import WATCH, RunningPool
+from kv_pool.cli.setting_options import takes
 from kv_pool.cli.signals import EndedBySignal
 from kv_pool.control.client import ControlClient
 from kv_pool.control.messages import MigrationList
 from kv_pool.error_names import ERRORS_BY_NAME
 from kv_pool.errors import MigrationCancelledError, MigrationError
 from kv_pool.ids import NodeName, RequestId, SequenceId
-from kv_pool.lab.tables import Report, ReportTable
+from kv_pool.lab.tables import Column, Report, ReportTable, make_table
 from kv_pool.migration.messages import MigrationPhase, MigrationStatus
+from kv_pool.option import setting
 from kv_pool.quantities import parse_rate
 
 _SECONDS_BETWEEN_LOOKS = 0.05
 
 _PLAIN: dict[str, Any] = {"title_justify": "left", "box": box.SIMPLE, "show_edge": False, "padding": 0}
-_TITLES = ("what", "phase", "how", "blocks", "bytes", "rate", "time")
 
 
+@takes("sequence_id target_node copy max_rate backend socket node json")
 def migrate(
-    sequence_id: Annotated[
-        str,
-        typer.Option(
-            metavar="ID|newest",
-            help="The sequence, or request; see kv-pool sequences. newest: the highest sequence id, or the "
-            "request admitted last.",
-        ),
-    ],
-    target_node: Annotated[
-        NodeName | None,
-        typer.Option(
-            metavar="NAME",
-            parser=NodeName,
-            help="The target; see kv-pool peers. Default: the cheapest node with enough free blocks, the "
-            "same kind of pool and the same layout of blocks.",
-        ),
-    ] = None,
-    copy: Annotated[bool, typer.Option("--copy", help="Copy: keep the sequence on this node, too.")] = False,
-    max_rate: Annotated[
-        str | None, typer.Option(metavar="RATE", help="Maximum rate, such as 100MB/s.")
-    ] = None,
-    backend: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="How the target reads the bytes, such as tcp. Default: the node's first that works.",
-        ),
-    ] = None,
-    socket: Socket = None,
-    node: Node = None,
-    json: Json = False,
+    pool: RunningPool,
+    sequence_id: str = setting(
+        "The sequence, or request; see kv-pool sequences. newest: the highest sequence id, or the request "
+        "admitted last.",
+        metavar="ID|newest",
+    ),
+    target_node: str | None = setting(
+        "The target; see kv-pool peers. Default: the cheapest node with enough free blocks, the same kind of "
+        "pool and the same layout of blocks.",
+        default=None,
+        metavar="NAME",
+    ),
+    copy: bool = setting("Copy: keep the sequence on this node, too.", default=False),
+    max_rate: float | None = setting(
+        "Maximum rate, such as 100MB/s.", default=None, metavar="RATE", parse=parse_rate
+    ),
+    backend: str | None = setting(
+        "How the target reads the bytes, such as tcp. Default: the node's first that works.",
+        default=None,
+        metavar="NAME",
+    ),
 ) -> None:
     """Move a sequence and its bytes from a running pool to another node; Ctrl-C cancels."""
     number = parse_sequence_id(sequence_id)
-    rate = 0.0 if max_rate is None else parse_rate(max_rate)
-    with ControlClient(socket, node=node, not_node=target_node) as client:
+    target = None if target_node is None else NodeName(target_node)
+    with pool.connect(not_node=target) as client:
         status = client.migrate(
-            number, target_node, is_move=not copy, max_bytes_per_s=rate, backend=backend or ""
+            number, target, is_move=not copy, max_bytes_per_s=max_rate or 0.0, backend=backend or ""
         )
         try:
             status = _follow(client, status)
         except EndedBySignal:
             client.cancel_migration(status.migration_id)
             try:
-                _show(_follow(client, status), json)
+                _show(_follow(client, status), pool.json)
             except MigrationError as error:
                 print_error(error)
             raise
-    _show(status, json)
+    _show(status, pool.json)
 
 
 def parse_sequence_id(text: str) -> SequenceId | RequestId | None:
@@ -137,33 +128,47 @@ def describe_outcome(status: MigrationStatus) -> str:
     )
 
 
+@takes("watch limit socket node json")
 def migration_status(
-    watch: Annotated[bool, typer.Option("--watch", help="Refresh until Ctrl-C.")] = False,
-    limit: Annotated[int, count_option("Show only this many of the latest.", 1)] = 20,
-    socket: Socket = None,
-    node: Node = None,
-    json: Json = False,
+    pool: RunningPool,
+    watch: bool = setting(WATCH, default=False),
+    limit: int = setting("Show only this many of the latest.", default=20, min=1),
 ) -> None:
     """Show the running migrations of a node, and the last ones that ended."""
-    with ControlClient(socket, node=node) as client:
+    with pool.connect() as client:
         if watch:
             console = Console()
             refresh_forever(
                 lambda: lay_out(tabulate(client.list_migrations(), limit), console, **_PLAIN), console
             )
         found = client.list_migrations()
-    print_report(Report(found, [tabulate(found, limit), *list_errors(found, limit)]), json, **_PLAIN)
+    print_report(Report(found, [tabulate(found, limit), *list_errors(found, limit)]), pool.json, **_PLAIN)
 
 
 def tabulate(found: MigrationList, limit: int) -> ReportTable:
     """Return a table of the last `limit` migrations, oldest first."""
     num_migrations = len(found.migrations)
-    return ReportTable(
-        _TITLES,
-        [describe_row(status) for status in found.migrations[-limit:]],
-        _TITLES[:3],
-        f"node {found.name}: {num_migrations} migration{'s' * (num_migrations != 1)}",
+    columns = (
+        Column("what", "subject", str),
+        Column("phase", "phase.value", str),
+        Column("how", _describe_way, str),
+        Column("blocks", lambda status: f"{status.num_done_blocks}/{status.num_blocks}", str),
+        Column("bytes", "num_bytes", describe_bytes),
+        Column("rate", "bytes_per_s", lambda rate: f"{describe_bytes(rate)}/s"),
+        Column("time", "elapsed_s", "{:.2f} s".format),
     )
+    return make_table(
+        columns,
+        found.migrations[-limit:],
+        texts=("what", "phase", "how"),
+        title=f"node {found.name}: {num_migrations} migration{'s' * (num_migrations != 1)}",
+    )
+
+
+def _describe_way(status: MigrationStatus) -> str:
+    verb = "move" if status.is_move else "copy"
+    to = "to" if status.direction == "out" else "from"
+    return f"{verb} {to} {status.peer}"
 
 
 def list_errors(found: MigrationList, limit: int) -> list[str]:
@@ -172,19 +177,4 @@ def list_errors(found: MigrationList, limit: int) -> list[str]:
         f"{status.subject}, {status.phase.value}: {status.error_message}"
         for status in found.migrations[-limit:]
         if status.error
-    ]
-
-
-def describe_row(status: MigrationStatus) -> list[str]:
-    """Return the cells of a migration's row."""
-    verb = "move" if status.is_move else "copy"
-    to = "to" if status.direction == "out" else "from"
-    return [
-        status.subject,
-        status.phase.value,
-        f"{verb} {to} {status.peer}",
-        f"{status.num_done_blocks}/{status.num_blocks}",
-        describe_bytes(status.num_bytes),
-        f"{describe_bytes(status.bytes_per_s)}/s",
-        f"{status.elapsed_s:.2f} s",
     ]

@@ -4,13 +4,11 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Annotated
 
 import typer
 
 from kv_pool.cli.console import print_error, print_report
 from kv_pool.cli.foreign_text import escape_json, escape_text
-from kv_pool.cli.setting_options import count_option, declare
 from kv_pool.drawing import check_can_draw
 from kv_pool.errors import InvalidArgumentError, TraceError
 from kv_pool.lab.capacity import MODELS, ModelKV, count_blocks, find_model
@@ -19,36 +17,30 @@ from kv_pool.lab.report import encode_json, write_csv_rows, write_json
 from kv_pool.lab.settings import ReplaySettings, find_block_size
 from kv_pool.lab.tables import Report
 from kv_pool.lab.trace_writer import check_can_write
-from kv_pool.option import Option
+from kv_pool.option import Option, setting
 from kv_pool.quantities import RANGE_FORMAT, parse_count, parse_memory, parse_range
-from kv_pool.shared_options import PUBLISH, PUBLISH_CONFIG, PUBLISH_REPLAY
 
 MODEL_PANEL = "Model, for --memory and for the time of copies"
 
-Publish = declare(str | None, PUBLISH)
-PublishReplay = declare(str | None, PUBLISH_REPLAY)
-PublishConfig = declare(str | None, PUBLISH_CONFIG)
-Jobs = Annotated[int, count_option("Processes; 0 for one per core.", 0)]
+JOBS = Option("Processes; 0 for one per core.", min=0)
 
 
 @dataclass(frozen=True)
 class ModelOptions:
     """The model whose blocks fill the memory: its name, or its dimensions."""
 
-    model: Annotated[
-        str | None,
-        Option(
-            f"The path of a model's config.json, or one of: {', '.join(MODELS)}.",
-            panel=MODEL_PANEL,
-            known=lambda: MODELS,
-        ),
-    ] = None
-    num_layers: Annotated[int, Option("Number of layers, instead of --model.", min=0, panel=MODEL_PANEL)] = 0
-    num_kv_heads: Annotated[
-        int, Option("Number of KV heads, instead of --model.", min=0, panel=MODEL_PANEL)
-    ] = 0
-    head_size: Annotated[int, Option("Elements per head, instead of --model.", min=0, panel=MODEL_PANEL)] = 0
-    dtype_bytes: Annotated[int, Option("Bytes per KV element.", min=1, panel=MODEL_PANEL)] = 2
+    model: str | None = setting(
+        f"The path of a model's config.json, or one of: {', '.join(MODELS)}.",
+        default=None,
+        panel=MODEL_PANEL,
+        known=lambda: MODELS,
+    )
+    num_layers: int = setting("Number of layers, instead of --model.", default=0, min=0, panel=MODEL_PANEL)
+    num_kv_heads: int = setting(
+        "Number of KV heads, instead of --model.", default=0, min=0, panel=MODEL_PANEL
+    )
+    head_size: int = setting("Elements per head, instead of --model.", default=0, min=0, panel=MODEL_PANEL)
+    dtype_bytes: int = setting("Bytes per KV element.", default=2, min=1, panel=MODEL_PANEL)
 
     def find_kv(self) -> ModelKV | None:
         """Return the model, or None if there is none. Raises InvalidArgumentError if the options name two."""
@@ -75,23 +67,19 @@ class ModelOptions:
 class CapacityOptions(ModelOptions):
     """Capacities in blocks, or as memory for the model."""
 
-    blocks: Annotated[
-        str | None,
-        Option(
-            "Capacity in blocks, the null block not counted: 10k; except for a replay also a list such as "
-            f"{RANGE_FORMAT}.",
-            metavar="LIST",
-        ),
-    ] = None
-    memory: Annotated[
-        str | None,
-        Option(
-            "Capacity as memory instead, with --model or dimensions: 40GiB; except for a replay also a list "
-            "such as 10GiB,40GiB or 10GiB:80GiB:log5.",
-            metavar="LIST",
-            panel=MODEL_PANEL,
-        ),
-    ] = None
+    blocks: str | None = setting(
+        "Capacity in blocks, the null block not counted: 10k; except for a replay also a list such as "
+        f"{RANGE_FORMAT}.",
+        default=None,
+        metavar="LIST",
+    )
+    memory: str | None = setting(
+        "Capacity as memory instead, with --model or dimensions: 40GiB; except for a replay also a list such "
+        "as 10GiB,40GiB or 10GiB:80GiB:log5.",
+        default=None,
+        metavar="LIST",
+        panel=MODEL_PANEL,
+    )
 
     def find(self, settings: ReplaySettings) -> tuple[ReplaySettings, list[int]]:
         """Return the settings with the first capacity and the bytes of a block, 0 without a model; and all.
@@ -129,21 +117,19 @@ def parse_list(option: str, text: str, parse_one: Callable[[str], int] = parse_c
 class Outputs:
     """The files of a report. Each is written only if it is asked for."""
 
-    json: Annotated[
-        str | None,
-        Option("Write the whole report, with settings and provenance, to this file.", metavar="FILE"),
-    ] = None
-    csv: Annotated[
-        str | None,
-        Option("Write one row per capacity, in a comparison per policy, too, to this file.", metavar="FILE"),
-    ] = None
-    png: Annotated[
-        str | None,
-        Option(
-            "Draw the hit rates to this file (.png, .svg, .pdf); of a replay, those of its breakdowns.",
-            metavar="FILE",
-        ),
-    ] = None
+    json: str | None = setting(
+        "Write the whole report, with settings and provenance, to this file.", default=None, metavar="FILE"
+    )
+    csv: str | None = setting(
+        "Write one row per capacity, in a comparison per policy, too, to this file.",
+        default=None,
+        metavar="FILE",
+    )
+    png: str | None = setting(
+        "Draw the hit rates to this file (.png, .svg, .pdf); of a replay, those of its breakdowns.",
+        default=None,
+        metavar="FILE",
+    )
 
     def check(self) -> None:
         """Raise KVPoolError if a file cannot be written, or two have one path. Call this before the work."""

@@ -6,9 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from kv_pool.cli import options
 from kv_pool.cli.console import show_progress
@@ -34,7 +31,8 @@ from kv_pool.lab.tables import (
     make_table,
     show_share,
 )
-from kv_pool.shared_options import EVENTS_PANEL
+from kv_pool.option import setting
+from kv_pool.shared_options import EVENTS_PANEL, PUBLISH, PUBLISH_CONFIG, PUBLISH_REPLAY
 
 _REPLAY_ORDER = """
 trace blocks memory model num_layers num_kv_heads head_size dtype_bytes block_size policy convention clock
@@ -44,30 +42,26 @@ timestamp_unit skip_broken seed runs by png publish publish_replay publish_confi
 """
 
 
-@takes(ReplaySettings, _REPLAY_ORDER, num_blocks=0)
+@takes(_REPLAY_ORDER, num_blocks=0)
 def replay(
     settings: ReplaySettings,
     capacity: options.CapacityOptions,
     outputs: options.Outputs,
-    publish: options.Publish = None,
-    publish_replay: options.PublishReplay = None,
-    publish_config: options.PublishConfig = None,
-    pace: Annotated[
-        float | None,
-        typer.Option(
-            metavar="REQUESTS_PER_S",
-            help="With --publish: at most this many requests a second. Without it, an hour's trace takes "
-            "seconds: start kv-pool events first.",
-            rich_help_panel=EVENTS_PANEL,
-        ),
-    ] = None,
-    requests: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            help="Write one line of JSON per request to this file: hits, blocks, wait, outcome.",
-        ),
-    ] = None,
+    publish: str | None = setting(PUBLISH, default=None),
+    publish_replay: str | None = setting(PUBLISH_REPLAY, default=None),
+    publish_config: str | None = setting(PUBLISH_CONFIG, default=None),
+    pace: float | None = setting(
+        "With --publish: at most this many requests a second. Without it, an hour's trace takes seconds: "
+        "start kv-pool events first.",
+        default=None,
+        metavar="REQUESTS_PER_S",
+        panel=EVENTS_PANEL,
+    ),
+    requests: str | None = setting(
+        "Write one line of JSON per request to this file: hits, blocks, wait, outcome.",
+        default=None,
+        metavar="FILE",
+    ),
 ) -> None:
     """Replay a trace through the block pool and show the hit rates of the prefix cache."""
     settings, capacities = capacity.find(settings)
@@ -99,42 +93,36 @@ def replay(
 
 _SWEEP_ORDER = """
 trace blocks memory model num_layers num_kv_heads head_size dtype_bytes block_size policy convention clock
-prefill_rate decode_rate max_running speedup groups states chunk_tokens watermark keep_sessions keep_prefix
-host_tier disk_tier copy_rate disk_rate tier_write limit trace_block_size timestamp_unit skip_broken seed json
-csv png overlay jobs
+prefill_rate decode_rate max_running speedup groups states chunk_tokens watermark keep_sessions
+keep_prefix host_tier disk_tier copy_rate disk_rate tier_write limit trace_block_size timestamp_unit
+skip_broken seed json csv png overlay jobs
 """
 
 
-@takes(ReplaySettings, _SWEEP_ORDER, num_blocks=0)
+@takes(_SWEEP_ORDER, num_blocks=0)
 def sweep(
     settings: ReplaySettings,
     capacity: options.CapacityOptions,
     outputs: options.Outputs,
-    host_tier: Annotated[
-        str,
-        typer.Option(
-            metavar="LIST",
-            help="Capacities in blocks of a tier in host memory, combined with each capacity of the pool: "
-            "0,10k,30k. With the trace clock it needs --model or dimensions.",
-            rich_help_panel=TIERS_PANEL,
-        ),
-    ] = "0",
-    disk_tier: Annotated[
-        str,
-        typer.Option(
-            metavar="LIST",
-            help="Capacities of a tier on disk below it, combined with each of the others.",
-            rich_help_panel=TIERS_PANEL,
-        ),
-    ] = "0",
-    overlay: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="FILE",
-            help="With --png: draw an earlier sweep, too, from its --json file. May be repeated.",
-        ),
-    ] = None,
-    jobs: options.Jobs = 0,
+    host_tier: str = setting(
+        "Capacities in blocks of a tier in host memory, combined with each capacity of the pool: 0,10k,30k. "
+        "With the trace clock it needs --model or dimensions.",
+        default="0",
+        metavar="LIST",
+        panel=TIERS_PANEL,
+    ),
+    disk_tier: str = setting(
+        "Capacities of a tier on disk below it, combined with each of the others.",
+        default="0",
+        metavar="LIST",
+        panel=TIERS_PANEL,
+    ),
+    overlay: list[str] | None = setting(
+        "With --png: draw an earlier sweep, too, from its --json file. May be repeated.",
+        default=None,
+        metavar="FILE",
+    ),
+    jobs: int = setting(options.JOBS, default=0),
 ) -> None:
     """Replay a trace at several capacities in parallel."""
     settings, capacities = capacity.find(settings)

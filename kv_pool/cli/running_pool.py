@@ -1,8 +1,9 @@
 """The commands about a running pool: send one over its control socket, and print the answer."""
 
-from typing import Annotated
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
 
-import typer
 from rich import box
 from rich.console import Console
 from rich.text import Text
@@ -14,14 +15,15 @@ from kv_pool.cli.console import (
     print_report,
     refresh_forever,
 )
-from kv_pool.cli.setting_options import Json, Node, Socket, count_option
+from kv_pool.cli.setting_options import AS_JSON, takes
 from kv_pool.control.client import ControlClient
 from kv_pool.control.layout_drawing import draw_layout, print_layout
 from kv_pool.drawing import check_can_draw
 from kv_pool.errors import DrawingError
-from kv_pool.ids import BlockId
+from kv_pool.ids import BlockId, NodeName
 from kv_pool.lab.tables import Column, Report, ReportTable, make_table
 from kv_pool.metrics.latency import CallLatency
+from kv_pool.option import Option, setting
 from kv_pool.reports import (
     HoldList,
     HoldSummary,
@@ -31,19 +33,42 @@ from kv_pool.reports import (
     SequenceList,
 )
 
+WATCH = Option("Refresh until Ctrl-C.")
 
-def stats(
-    watch: Annotated[bool, typer.Option("--watch", help="Refresh until Ctrl-C.")] = False,
-    socket: Socket = None,
-    node: Node = None,
-    json: Json = False,
-) -> None:
+_Answer = TypeVar("_Answer")
+
+
+@dataclass(frozen=True)
+class RunningPool:
+    """The running pool that a command is for, and whether to print what it answers as JSON."""
+
+    socket: str | None = setting(
+        "The pool's control socket. Default: the socket of this user's kv-pool serve.", default=None
+    )
+    node: str | None = setting(
+        "The node to connect to: its kv-pool serve --name.", default=None, metavar="NAME"
+    )
+    json: bool = setting(AS_JSON, default=False)
+
+    def connect(self, not_node: NodeName | None = None) -> ControlClient:
+        """Return a client of the pool. Raises what `ControlClient` raises."""
+        node = None if self.node is None else NodeName(self.node)
+        return ControlClient(self.socket, node=node, not_node=not_node)
+
+    def ask(self, question: Callable[[ControlClient], _Answer]) -> _Answer:
+        """Return what `question` returns for a client of the pool."""
+        with self.connect() as client:
+            return question(client)
+
+
+@takes("watch socket node json")
+def stats(pool: RunningPool, watch: bool = setting(WATCH, default=False)) -> None:
     """Show the counts, shares and latencies of a running pool."""
-    with ControlClient(socket, node=node) as client:
+    with pool.connect() as client:
 
         def look() -> Text:
             statistics = client.get_statistics()
-            if json:
+            if pool.json:
                 return Text(encode_json_line(statistics))
             return Text(
                 "\n".join(["KV Pool Statistics:", *(f"  {line}" for line in describe_statistics(statistics))])
@@ -130,61 +155,53 @@ def _describe_latency(title: str, latency: CallLatency) -> list[str]:
     ]
 
 
+@takes("max_moves max_evictions socket node json")
 def defrag(
-    max_moves: Annotated[
-        int | None,
-        count_option("Stop after moving this many blocks; repeat the command to continue.", 1),
-    ] = None,
-    max_evictions: Annotated[
-        int,
-        count_option("Cached blocks that may be evicted where that saves copies. Default: none.", 0),
-    ] = 0,
-    socket: Socket = None,
-    node: Node = None,
-    json: Json = False,
+    pool: RunningPool,
+    max_moves: int | None = setting(
+        "Stop after moving this many blocks; repeat the command to continue.", default=None, min=1
+    ),
+    max_evictions: int = setting(
+        "Cached blocks that may be evicted where that saves copies. Default: none.", default=0, min=0
+    ),
 ) -> None:
     """Compact a running pool and show the result."""
-    with ControlClient(socket, node=node) as client:
-        report = client.defragment(max_moves, max_evictions)
-    if json:
-        print_json(report)
-        return
-    print("Defragmentation complete:")
-    print(f"  Moved Blocks: {report.moved_blocks}")
-    print(f"  Time: {report.time_ms:.1f}ms")
-    print(
+    report = pool.ask(lambda client: client.defragment(max_moves, max_evictions))
+    shown = [
+        "Defragmentation complete:",
+        f"  Moved Blocks: {report.moved_blocks}",
+        f"  Time: {report.time_ms:.1f}ms",
         f"  Fragmentation Rate: {report.fragmentation_rate_before:.1%} → "
-        f"{report.fragmentation_rate_after:.1%} (runs of {report.run_length})"
-    )
+        f"{report.fragmentation_rate_after:.1%} (runs of {report.run_length})",
+    ]
     if not report.moved_blocks and report.fragmentation_rate_after:
-        reason = (
+        is_single = max_moves == 1
+        why = (
             "exchanging two blocks takes two moves"
-            if max_moves == 1
+            if is_single
             else "the blocks are compact, or held in place"
         )
-        print(f"  Nothing moved: {reason}.")
+        shown.append(f"  Nothing moved: {why}.")
+    print_report(Report(report, shown), pool.json)
 
 
+@takes("socket node width output json")
 def layout(
-    socket: Socket = None,
-    node: Node = None,
-    width: Annotated[
-        int | None,
-        count_option("Cells per row in the terminal. Default: the largest power of two that fits.", 1),
-    ] = None,
-    output: Annotated[
-        str | None, typer.Option("--output", "-o", help="Draw to this .svg or .png file instead.")
-    ] = None,
-    json: Json = False,
+    pool: RunningPool,
+    width: int | None = setting(
+        "Cells per row in the terminal. Default: the largest power of two that fits.", default=None, min=1
+    ),
+    output: str | None = setting(
+        "Draw to this .svg or .png file instead.", default=None, flags=("--output", "-o")
+    ),
 ) -> None:
     """Draw which blocks of a running pool are free, cached, in use or held in place, and its runs."""
     if output is not None:
         check_can_draw(output, DrawingError)
-    with ControlClient(socket, node=node) as client:
-        found = client.get_layout()
+    found = pool.ask(ControlClient.get_layout)
     if output is not None:
         draw_layout(found, output)
-    if json:
+    if pool.json:
         print_json(found)
     elif output is None:
         print_layout(found, Console(), width)
@@ -192,28 +209,24 @@ def layout(
         print(f"memory map: {output}")
 
 
+@takes("holds block socket node json")
 def sequences(
-    holds: Annotated[
-        bool,
-        typer.Option("--holds", help="List the holds that keep blocks in place instead, and their ages."),
-    ] = False,
-    block: Annotated[
-        int | None, typer.Option(metavar="ID", help="List the holds on this block instead.", min=1)
-    ] = None,
-    socket: Socket = None,
-    node: Node = None,
-    json: Json = False,
+    pool: RunningPool,
+    holds: bool = setting("List the holds that keep blocks in place instead, and their ages.", default=False),
+    block: int | None = setting("List the holds on this block instead.", default=None, metavar="ID", min=1),
 ) -> None:
     """List the sequences, or requests, of a running pool, least recently used first.
 
     The requests of a KVCacheManager are listed in the order of their admission.
     """
-    with ControlClient(socket, node=node) as client:
-        found: SequenceList | HoldList
-        block_id = None if block is None else BlockId(block)
-        found = client.list_holds(block_id) if holds or block is not None else client.describe_sequences()
-    listed = _list_holds(found) if isinstance(found, HoldList) else _list_sequences(found)
-    print_report(Report(found, [listed]), json, box=box.SIMPLE)
+    found: SequenceList | HoldList
+    if holds or block is not None:
+        found = pool.ask(lambda client: client.list_holds(None if block is None else BlockId(block)))
+        listed = _list_holds(found)
+    else:
+        found = pool.ask(ControlClient.describe_sequences)
+        listed = _list_sequences(found)
+    print_report(Report(found, [listed]), pool.json, box=box.SIMPLE)
 
 
 def _list_sequences(found: SequenceList) -> ReportTable:
@@ -254,10 +267,10 @@ def _name_kind(hold: HoldSummary) -> str:
     return "movable" if hold.is_movable else ""
 
 
-def tiers(socket: Socket = None, node: Node = None, json: Json = False) -> None:
+@takes()
+def tiers(pool: RunningPool) -> None:
     """Show the lower tiers of a running pool, fastest first."""
-    with ControlClient(socket, node=node) as client:
-        found = client.list_tiers()
+    found = pool.ask(ControlClient.list_tiers)
     columns = (
         Column("tier", "medium", str),
         Column("blocks", lambda tier: f"{tier.num_blocks:,} of {tier.capacity:,}", str),
@@ -272,13 +285,13 @@ def tiers(socket: Socket = None, node: Node = None, json: Json = False) -> None:
         make_table(columns, found.tiers, texts=("tier",)),
         f"hit blocks by medium: {hits}; {found.num_dropped:,} evicted blocks were not offloaded",
     )
-    print_report(Report(found, shown), json, box=box.SIMPLE, padding=(0, 1, 0, 0))
+    print_report(Report(found, shown), pool.json, box=box.SIMPLE, padding=(0, 1, 0, 0))
 
 
-def peers(socket: Socket = None, node: Node = None, json: Json = False) -> None:
+@takes()
+def peers(pool: RunningPool) -> None:
     """Show the other nodes that a running node knows."""
-    with ControlClient(socket, node=node) as client:
-        found = client.list_peers()
+    found = pool.ask(ControlClient.list_peers)
     others = "1 other node" if len(found.peers) == 1 else f"{len(found.peers)} other nodes"
     titles = ("node", "address", "nearness", "free blocks", "round trip")
     rows = [
@@ -298,4 +311,4 @@ def peers(socket: Socket = None, node: Node = None, json: Json = False) -> None:
         *([ReportTable(titles, rows, titles[:3])] if rows else []),
         *(f"{peer.name}: {peer.error}" for peer in found.peers if peer.error),
     ]
-    print_report(Report(found, shown), json, box=box.SIMPLE)
+    print_report(Report(found, shown), pool.json, box=box.SIMPLE)

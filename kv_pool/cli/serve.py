@@ -5,9 +5,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from threading import Event
-from typing import Annotated
 
-import typer
 from rich.console import Console
 
 from kv_pool.cli.publishing import describe_publisher, open_publisher
@@ -17,6 +15,7 @@ from kv_pool.control.live_node import LiveNode
 from kv_pool.control.serve_settings import ServeSettings, check_is_node, read_settings
 from kv_pool.control.server import ControlServer
 from kv_pool.lab.live.live_replay import LiveReplay
+from kv_pool.option import setting
 from kv_pool.threads import submit
 
 _SECONDS_BETWEEN_LOOKS = 0.5
@@ -31,12 +30,10 @@ migration_threshold host_tier disk_tier disk_tier_blocks publish publish_replay 
 @takes_given(ServeSettings, _ORDER)
 def serve(
     given: dict[str, object],
-    config: Annotated[
-        str | None,
-        typer.Option(
-            help="A TOML file with these options, such as block_size = 16. The command line overrides it."
-        ),
-    ] = None,
+    config: str | None = setting(
+        "A TOML file with these options, such as block_size = 16. The command line overrides it.",
+        default=None,
+    ),
 ) -> None:
     """Replay a trace through a pool in real time, and serve the pool to kv-pool stats, defrag and so on.
 

@@ -1,144 +1,136 @@
-"""`takes`, `takes_given`: decorators that turn the fields of settings into options of a command.
+"""`takes`, `takes_given`: decorators that turn declared settings into the options of a command.
 
-The settings declare the options (`kv_pool/option.py`); a command lists those that it offers, in order.
-Commands to a running pool have no settings: they share `Socket`, `Node` and `Json`.
+Every option is declared by an `Option` (`kv_pool/option.py`): as a field of a settings class, or by `setting`
+as the default of a command's parameter.
 """
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, fields, is_dataclass, replace
-from functools import partial
 from typing import Annotated, Any, Literal, TypeVar, get_origin
 
 import typer
 
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.ids import NodeName
 from kv_pool.option import Option, list_options
 from kv_pool.quantities import parse_count
 
-Socket = Annotated[
-    str | None,
-    typer.Option(help="The pool's control socket. Default: the socket of this user's kv-pool serve."),
-]
-Node = Annotated[
-    NodeName | None,
-    typer.Option(metavar="NAME", parser=NodeName, help="The node to connect to: its kv-pool serve --name."),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]
-
+AS_JSON = Option("Print one JSON object, for programs.")
 
 _Settings = TypeVar("_Settings")
 _Command = Callable[..., None]
 _Decorator = Callable[[_Command], _Command]
 
 
-def takes(settings_class: type[_Settings], order: str, **found: object) -> _Decorator:
-    """Decorate a command whose first argument is made from options of these settings.
+def takes(order: str = "", **found: object) -> _Decorator:
+    """Decorate a command whose parameters are options, or made from options.
 
-    A further parameter whose type is a dataclass with options is made from these options in the same way.
+    A parameter whose type is a dataclass is made from the options of its fields. A later parameter of the
+    same name as such an option replaces it.
 
     Args:
-        order: names of options in the order of the help, both of the settings and of the command's own
-            parameters.
+        order: names of options in the order of the help; by default all, as they are declared.
         found: values of fields that have no option; the command replaces them.
     """
-    make_settings = partial(_make_settings, settings_class, found=found)
-    return _decorate(make_settings, _make_parameters(settings_class), order)
+
+    def decorate(command: _Command) -> _Command:
+        parameters = inspect.signature(command).parameters.values()
+        made: dict[str, Any] = {
+            each.name: each.annotation for each in parameters if is_dataclass(each.annotation)
+        }
+        own = {each.name: each.default.metadata["option"] for each in parameters if each.name not in made}
+        known: dict[str, inspect.Parameter] = {}
+        for each in parameters:
+            declared = _make_parameters(made[each.name]) if each.name in made else [_declare(each)]
+            known.update((one.name, one) for one in declared)
+
+        def run(**given: Any) -> None:
+            values = {name: _parse(option, given.pop(name)) for name, option in own.items()}
+            values |= {name: _make_settings(made[name], given, found) for name in made}
+            command(**values)
+
+        return _offer(command, run, known, order.split() or known)
+
+    return decorate
 
 
 def takes_given(settings_class: type, order: str) -> _Decorator:
     """Decorate a command whose first argument is a dict of these settings, with None for absent options."""
     defaults = settings_class()
-    parameters = {}
-    parsers = {name: option.parse for name, _, option in list_options(settings_class) if option.parse}
-
-    def parse(given: dict[str, Any]) -> dict[str, Any]:
-        texts = {name: given[name] for name in parsers if given.get(name) is not None}
-        return given | {name: parsers[name](text) for name, text in texts.items()}
-
+    known: dict[str, inspect.Parameter] = {}
+    options = {name: option for name, _, option in list_options(settings_class)}
     for name, value_type, option in list_options(settings_class):
         default = getattr(defaults, name)
-        if get_origin(value_type) is Literal or name in parsers:
+        if get_origin(value_type) is Literal or option.parse is not None:
             value_type = str  # the settings reject other values with their own message
-        text = f"{option.help} Default: {default}." if default else option.help
-        parameters[name] = _make_parameter(name, value_type | None, None, replace(option, help=text))
-        for alias in option.aliases:
-            other = replace(option, help=f"Another name of --{name.replace('_', '-')}.")
-            parameters[alias] = _make_parameter(alias, value_type | None, None, other)
-    return _decorate(parse, parameters, order)
+        texts = {name: f"{option.help} Default: {default}." if default else option.help}
+        texts |= dict.fromkeys(option.aliases, f"Another name of --{name.replace('_', '-')}.")
+        for each, text in texts.items():
+            known[each] = _make_parameter(each, value_type | None, None, replace(option, help=text))
 
-
-def _decorate(
-    make_first: Callable[[dict[str, Any]], object], parameters: dict[str, inspect.Parameter], order: str
-) -> _Decorator:
     def decorate(command: _Command) -> _Command:
         _, *own = inspect.signature(command).parameters.values()
-        known = {**parameters, **{each.name: each for each in own}}
-        made: dict[str, Any] = {each.name: each.annotation for each in own if is_dataclass(each.annotation)}
-        for settings_class in made.values():
-            known.update(_make_parameters(settings_class))
 
         def run(**given: Any) -> None:
-            others = {name: _make_settings(made[name], given, {}) for name in made}
-            others |= {each.name: given.pop(each.name) for each in own if each.name not in made}
-            command(make_first(given), **others)
+            others = {each.name: given.pop(each.name) for each in own}
+            command({name: _parse(options.get(name), value) for name, value in given.items()}, **others)
 
-        run.__name__, run.__doc__, run.__module__ = command.__name__, command.__doc__, command.__module__
-        by_keyword = [known[name].replace(kind=inspect.Parameter.KEYWORD_ONLY) for name in order.split()]
-        run.__signature__ = inspect.Signature(by_keyword)  # type: ignore[attr-defined]
-        run.__annotations__ = {}  # typer reads those of the signature
-        return run
+        return _offer(command, run, known | {each.name: _declare(each) for each in own}, order.split())
 
     return decorate
 
 
-def _make_parameters(settings_class: type) -> dict[str, inspect.Parameter]:
-    """Return the parameters for these settings and for nested settings, by option name."""
-    parameters = {}
+def _offer(
+    command: _Command, run: _Command, known: dict[str, inspect.Parameter], order: Iterable[str]
+) -> _Command:
+    """Return `run` with the name and the documentation of a command, and the parameters for typer."""
+    run.__name__, run.__doc__, run.__module__ = command.__name__, command.__doc__, command.__module__
+    run.__signature__ = inspect.Signature([known[name] for name in order])  # type: ignore[attr-defined]
+    run.__annotations__ = {}  # typer reads those of the signature
+    return run
+
+
+def _declare(parameter: inspect.Parameter) -> inspect.Parameter:
+    """Return the parameter for typer of a command's parameter that has a `setting`."""
+    declared = parameter.default
+    return _make_parameter(
+        parameter.name, parameter.annotation, declared.default, declared.metadata["option"]
+    )
+
+
+def _make_parameters(settings_class: type) -> Iterator[inspect.Parameter]:
+    """Yield the parameters for these settings and for nested settings."""
     options = {name: (value_type, option) for name, value_type, option in list_options(settings_class)}
     for field in fields(settings_class):
         if field.name in options:
             value_type, option = options[field.name]
-            default = inspect.Parameter.empty if field.default is MISSING else field.default
-            if option.parse is not None:
-                value_type, default = str, option.show(default)
-            name = option.name or field.name
-            parameters[name] = _make_parameter(name, value_type, default, option)
+            yield _make_parameter(option.name or field.name, value_type, field.default, option)
         elif isinstance(field.type, type) and is_dataclass(field.type):
-            parameters.update(_make_parameters(field.type))
-    return parameters
+            yield from _make_parameters(field.type)
 
 
 def _make_parameter(name: str, value_type: Any, default: object, option: Option) -> inspect.Parameter:
+    """Return the parameter for an option. A whole number may be written as 10k."""
     flags = option.flags or (f"--{name.replace('_', '-')}",) * (value_type is bool)
-    annotation = declare(value_type, option, *flags)
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-
-
-def declare(value_type: Any, option: Option, *flags: str) -> Any:
-    """Return the annotation of a command's parameter for an option. A whole number may be written as 10k."""
+    if option.parse is not None:
+        value_type, default = (str | None, None) if default is None else (str, option.show(default))
+    shared: dict[str, Any] = {"help": option.help, "metavar": option.metavar}
     if value_type in (int, int | None):
-        return Annotated[
-            value_type,
-            count_option(option.help, option.min, *flags, panel=option.panel, metavar=option.metavar),
-        ]
-    shared: dict[str, Any] = {
-        "help": option.help,
-        "metavar": option.metavar,
-        "autocompletion": complete(option.known or (lambda: option.choices)),
-    }
-    if option.is_argument:
-        return Annotated[value_type, typer.Argument(**shared)]
-    return Annotated[value_type, typer.Option(*flags, rich_help_panel=option.panel, min=option.min, **shared)]
-
-
-def count_option(
-    text: str, least: float | None, *flags: str, panel: str | None = None, metavar: str | None = None
-) -> Any:
-    """Return typer's option of a whole number, which may be written as 10k, and is at least `least`."""
-    shown = (metavar or "N") + ("" if least is None else f">={least:g}")
-    return typer.Option(*flags, help=text, metavar=shown, parser=_make_parser(least), rich_help_panel=panel)
+        least = "" if option.min is None else f">={option.min:g}"
+        shared |= {"metavar": (option.metavar or "N") + least, "parser": _make_parser(option.min)}
+    else:
+        shared |= {"autocompletion": _complete(option.known or (lambda: option.choices)), "min": option.min}
+    declared = (
+        typer.Argument(**shared)
+        if option.is_argument
+        else typer.Option(*flags, rich_help_panel=option.panel, **shared)
+    )
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=inspect.Parameter.empty if default is MISSING else default,
+        annotation=Annotated[value_type, declared],
+    )
 
 
 def _make_parser(least: float | None) -> Callable[[str | int], int]:
@@ -159,7 +151,7 @@ def _make_parser(least: float | None) -> Callable[[str | int], int]:
     return parse
 
 
-def complete(list_names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+def _complete(list_names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
     """Return a function with which a shell completes one of these names, or the last one of a list."""
 
     def find(incomplete: str) -> list[str]:
@@ -169,17 +161,25 @@ def complete(list_names: Callable[[], Iterable[str]]) -> Callable[[str], list[st
     return find
 
 
+def _parse(option: Option | None, value: Any) -> Any:
+    """Return the value of an option from what typer has read; None for an absent one."""
+    if option is None or option.parse is None or value is None:
+        return value
+    return option.parse(value)
+
+
 def _make_settings(
     settings_class: type[_Settings], given: dict[str, Any], found: dict[str, Any]
 ) -> _Settings:
     """Make settings from values by option name. Raises InvalidArgumentError."""
-    values = dict(found)
     options = {name: option for name, _, option in list_options(settings_class)}
-    for name, option in options.items():
-        text = given.get(option.name or name, MISSING)
-        if text is not MISSING:
-            values[name] = text if option.parse is None else option.parse(text)
+    values = {}
     for field in fields(settings_class):  # type: ignore[arg-type]
-        if field.name not in options and isinstance(field.type, type) and is_dataclass(field.type):
-            values[field.name] = _make_settings(field.type, given, {})
+        name, option = field.name, options.get(field.name)
+        if option is not None and (option.name or name) in given:
+            values[name] = _parse(option, given[option.name or name])
+        elif name in found:
+            values[name] = found[name]
+        elif option is None and isinstance(field.type, type) and is_dataclass(field.type):
+            values[name] = _make_settings(field.type, given, found)
     return settings_class(**values)

@@ -2,13 +2,12 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Annotated
 
 import typer
 
 from kv_pool.cli.console import print_report, show_progress
 from kv_pool.cli.foreign_text import escape_text
-from kv_pool.cli.setting_options import Json, count_option, takes
+from kv_pool.cli.setting_options import AS_JSON, takes
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.lab.formats.convert import READ_LOSSES, WRITE_LOSSES, ConvertSettings, convert_trace
 from kv_pool.lab.merge import PARTITIONS, merge_traces, split_trace
@@ -20,11 +19,9 @@ from kv_pool.lab.workloads.chat import ChatSettings, generate_chat
 from kv_pool.lab.workloads.distributions import FORMAT
 from kv_pool.lab.workloads.rag import RAGSettings, generate_rag
 from kv_pool.lab.workloads.workload import GeneratedRequest
+from kv_pool.option import Option, setting
 
-Output = Annotated[
-    str,
-    typer.Option("--output", "-o", metavar="FILE", help="The trace to write: .jsonl, .gz, .xz or .zst."),
-]
+_OUTPUT = Option("The trace to write: .jsonl, .gz, .xz or .zst.", metavar="FILE", flags=("--output", "-o"))
 trace = typer.Typer(help="Describe, generate, convert, merge and split traces.", no_args_is_help=True)
 _NOTATION = f"DISTRIBUTION is {FORMAT}."
 _SIZE = (
@@ -34,11 +31,11 @@ _SIZE = (
 
 
 @trace.command()
-@takes(ReplaySettings, "trace block_size json trace_block_size timestamp_unit skip_broken", num_blocks=1)
+@takes("trace block_size json trace_block_size timestamp_unit skip_broken", num_blocks=1)
 def info(
     settings: ReplaySettings,
-    block_size: Annotated[int, count_option("Tokens per block, for traces of token ids.", 1)] = 16,
-    json: Json = False,
+    block_size: int = setting("Tokens per block, for traces of token ids.", default=16, min=1),
+    json: bool = setting(AS_JSON, default=False),
 ) -> None:
     """Describe a trace: requests, blocks, sessions, reuse, and the hit rate of a cache that never evicts."""
     trace = settings.open_trace()
@@ -55,32 +52,29 @@ generate = typer.Typer(
 
 @generate.command(epilog=_NOTATION)
 @takes(
-    ChatSettings,
     f"{_SIZE} turns think_time first_tokens message_tokens output_tokens",
 )
-def chat(settings: ChatSettings, output: Output) -> None:
+def chat(settings: ChatSettings, output: str = setting(_OUTPUT)) -> None:
     """Write a chat workload: conversations whose turns repeat the conversation so far."""
     _write(generate_chat(settings), settings.num_requests, output)
 
 
 @generate.command(epilog=_NOTATION)
 @takes(
-    AgentSettings,
     f"{_SIZE} turns steps tool_pause think_time task_tokens tool_tokens message_tokens output_tokens "
     "summary_tokens",
 )
-def agent(settings: AgentSettings, output: Output) -> None:
+def agent(settings: AgentSettings, output: str = setting(_OUTPUT)) -> None:
     """Write an agent workload: user turns of many tool calls, with pauses and compaction."""
     _write(generate_agent(settings), settings.num_requests, output)
 
 
 @generate.command(epilog=_NOTATION)
 @takes(
-    RAGSettings,
     f"{_SIZE} documents document_skew retrieved document_tokens first_tokens turns think_time "
     "message_tokens output_tokens",
 )
-def rag(settings: RAGSettings, output: Output) -> None:
+def rag(settings: RAGSettings, output: str = setting(_OUTPUT)) -> None:
     """Write a RAG workload: questions about retrieved documents of different popularity."""
     _write(generate_rag(settings), settings.num_requests, output)
 
@@ -102,11 +96,10 @@ trace.add_typer(generate, name="generate")
 
 @trace.command()
 @takes(
-    ConvertSettings,
     "source source_format output target_format block_size trace_block_size session_gap timestamp_unit "
     "skip_broken",
 )
-def convert(settings: ConvertSettings, output: Output) -> None:
+def convert(settings: ConvertSettings, output: str = setting(_OUTPUT)) -> None:
     """Convert a trace or a request log. Prints what the formats cannot hold.
 
     Reads Mooncake's, kv-cache-tester's (Weka's) and Qwen-Bailian's traces, LMCache's lookup logs, vLLM's and
@@ -131,27 +124,22 @@ def convert(settings: ConvertSettings, output: Output) -> None:
 
 @trace.command()
 @takes(
-    ReplaySettings,
     "traces output names shared trace_block_size timestamp_unit skip_broken",
     trace="",
     num_blocks=1,
 )
 def merge(
     settings: ReplaySettings,
-    traces: Annotated[list[str], typer.Argument(metavar="TRACE...", help="Traces of one block size.")],
-    output: Output,
-    names: Annotated[
-        str | None,
-        typer.Option(metavar="NAME,NAME", help="Names of the tenants. Default: the names of the files."),
-    ] = None,
-    shared: Annotated[
-        bool,
-        typer.Option(
-            "--shared",
-            help="Leave hash ids as they are: equal ids of different traces mean equal blocks. Default: "
-            "renumber them, so that no two traces share a block.",
-        ),
-    ] = False,
+    traces: list[str] = setting("Traces of one block size.", metavar="TRACE...", is_argument=True),
+    output: str = setting(_OUTPUT),
+    names: str | None = setting(
+        "Names of the tenants. Default: the names of the files.", default=None, metavar="NAME,NAME"
+    ),
+    shared: bool = setting(
+        "Leave hash ids as they are: equal ids of different traces mean equal blocks. Default: renumber "
+        "them, so that no two traces share a block.",
+        default=False,
+    ),
 ) -> None:
     """Merge traces on one clock: each request gets a tenant, and ids of its own."""
     opened = [replace(settings, trace=path).open_trace() for path in traces]
@@ -171,30 +159,21 @@ def merge(
 
 
 @trace.command()
-@takes(
-    ReplaySettings, "trace by output parts every trace_block_size timestamp_unit skip_broken", num_blocks=1
-)
+@takes("trace by output parts every trace_block_size timestamp_unit skip_broken", num_blocks=1)
 def split(
     settings: ReplaySettings,
-    by: Annotated[str, typer.Option(help=f"What a part is: {', '.join(PARTITIONS)}.")],
-    output: Annotated[
-        str,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="PATTERN",
-            help="Path of the parts, with {part} for their names, such as parts/{part}.jsonl.gz.",
-        ),
-    ],
-    parts: Annotated[
-        int | None,
-        count_option(
-            "With --by session: deal the sessions to this number of files. Default: a file for each.", 1
-        ),
-    ] = None,
-    every: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="With --by time: seconds of a part.")
-    ] = None,
+    by: str = setting(f"What a part is: {', '.join(PARTITIONS)}.", known=lambda: PARTITIONS),
+    output: str = setting(
+        "Path of the parts, with {part} for their names, such as parts/{part}.jsonl.gz.",
+        metavar="PATTERN",
+        flags=("--output", "-o"),
+    ),
+    parts: int | None = setting(
+        "With --by session: deal the sessions to this number of files. Default: a file for each.",
+        default=None,
+        min=1,
+    ),
+    every: float | None = setting("With --by time: seconds of a part.", default=None, metavar="SECONDS"),
 ) -> None:
     """Split a trace by session, by tenant (which undoes a merge), or by time."""
     opened = settings.open_trace()

@@ -196,7 +196,7 @@ class ReplayDriver:
         request.step_ends = self.manager.list_step_ends(request, prefix)
         found = FoundPrefix(prefix)
         if self.tiers is not None:
-            hit = self.tiers.find(request, prefix)
+            hit = self.tiers.onboarder.find_prefix(request, prefix, request.max_hit_tokens)
             if hit.num_tokens:
                 found = FoundPrefix(prefix, hit)
         self._look_up_ns.append(perf_counter_ns() - start)

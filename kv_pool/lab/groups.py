@@ -109,6 +109,3 @@ class PromptSteps:
                 return step_end - start
         aligned = stop - stop % self.end_at
         return (aligned if aligned > start else stop) - start
-
-
-WHOLE_PROMPTS: Final = PromptSteps()

@@ -39,8 +39,8 @@ class CopyLink:
 class ReplayTiers:
     """Lower tiers of the manager's pool, without bytes, and the copies to and from them, in virtual time.
 
-        find -> begin --> is_reading --> finish    the request has its blocks
-                                    \\--> abort   it has none
+        begin --> is_reading --> finish    the request has its blocks
+                            \\--> abort   it has none
 
     Args:
         manager: the manager of the pool.
@@ -81,10 +81,6 @@ class ReplayTiers:
         self._disk = disk
         self._num_linked = 0
         self._num_on_disk = 0
-
-    def find(self, request: ReplayRequest, prefix: CachedPrefix) -> TierHit:
-        """Find the prefix that the tiers have after the request's prefix on the device."""
-        return self.onboarder.find_prefix(request, prefix, request.max_hit_tokens)
 
     def begin(self, request: ReplayRequest, hit: TierHit, prefix: CachedPrefix, num_new_tokens: int) -> bool:
         """Allocate blocks for a hit and `num_new_tokens` more tokens, and start loading the hit's blocks.

@@ -104,8 +104,7 @@ class Provenance(msgspec.Struct):
 def find_commit(root: Path) -> str | None:
     """Return the commit of a checkout or worktree of kv_pool.
 
-    None for another folder, such as that of a project into which the package is installed, and if refs are
-    packed.
+    None for another folder, such as that of a project into which the package is installed.
     """
     folder = root / ".git"
     try:
@@ -116,7 +115,13 @@ def find_commit(root: Path) -> str | None:
             folder = root / folder.read_text().removeprefix("gitdir:").strip()
             shared = folder / (folder / "commondir").read_text().strip()
         head = (folder / "HEAD").read_text().strip()
-        return (shared / head[5:]).read_text().strip() if head.startswith("ref: ") else head
+        if not head.startswith("ref: "):
+            return head
+        ref = head.removeprefix("ref: ")
+        if (shared / ref).is_file():
+            return (shared / ref).read_text().strip()
+        lines = (shared / "packed-refs").read_text().splitlines()
+        return next((line.split()[0] for line in lines if line.endswith(f" {ref}")), None)
     except (OSError, ValueError):
         return None
 

@@ -9,7 +9,7 @@ from kv_pool.core.policy_names import PolicyChoice
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.lab.driver import FoundPrefix, ReplayDriver, ReplayRetention, ReplayTime
 from kv_pool.lab.event_feed import EventFeed
-from kv_pool.lab.groups import WHOLE_PROMPTS, PromptSteps, make_prefix_rules, parse_groups
+from kv_pool.lab.groups import PromptSteps, make_prefix_rules, parse_groups
 from kv_pool.lab.optimum_policy import find_optimum
 from kv_pool.lab.replay_request import ReplayRequest
 from kv_pool.lab.replay_tiers import CopyLink, HostSwap, ReplayTiers, swap_always
@@ -181,7 +181,7 @@ def run_instantly(
     requests: Iterable[ReplayRequest],
     driver: ReplayDriver,
     on_request: Callable[[], None],
-    steps: PromptSteps = WHOLE_PROMPTS,
+    steps: PromptSteps,
 ) -> ReplayReport:
     """Replay each request to its end before the next one, without output: the reference model.
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from kv_pool.ids import RequestId
 from kv_pool.lab.driver import ReplayDriver
-from kv_pool.lab.groups import WHOLE_PROMPTS, PromptSteps
+from kv_pool.lab.groups import PromptSteps
 from kv_pool.lab.replay_request import ReplayRequest
 from kv_pool.lab.report import ReplayReport
 from kv_pool.lab.settings import EngineRates
@@ -28,12 +28,7 @@ class TraceClock:
         steps: the division of prompts into steps. Steps of different prompts interleave.
     """
 
-    def __init__(
-        self,
-        driver: ReplayDriver,
-        rates: EngineRates,
-        steps: PromptSteps = WHOLE_PROMPTS,
-    ) -> None:
+    def __init__(self, driver: ReplayDriver, rates: EngineRates, steps: PromptSteps) -> None:
         self.driver = driver
         self.report = driver.report
         self.rates = rates

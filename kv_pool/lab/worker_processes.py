@@ -11,11 +11,10 @@ import socket
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
-from queue import SimpleQueue
 from threading import Lock, Thread, get_ident
 from typing import Any, ParamSpec, TypeVar
 
@@ -39,13 +38,29 @@ _NAME = "kv_pool replays"
 _LOOK_S = 0.2
 
 
-class WorkerProcesses(Executor):
-    """Runs jobs in processes; use it in a `with` statement, which starts them.
+@dataclass(frozen=True)
+class _Worker:
+    """A process, and the pipe on which it gets calls and returns results."""
 
-    Each process runs one job at a time. An exception that leaves the `with` block, such as KeyboardInterrupt,
-    kills all processes before it propagates. They also end if this process is killed. If a worker is lost,
-    the future of its job raises WorkerLostError and the other workers go on; with no worker left, all further
-    jobs raise it.
+    process: multiprocessing.process.BaseProcess
+    pipe: Connection
+
+    def end(self) -> None:
+        """Kill the process, wait for its end, and close both."""
+        self.process.kill()
+        self.process.join()
+        with suppress(ValueError):  # another thread, which starts a process, is reading its exit status
+            self.process.close()
+        self.pipe.close()
+
+
+class WorkerProcesses(Executor):
+    """Runs jobs in processes; use it in a `with` statement, which ends them.
+
+    Each process runs one job at a time, and starts with its first job. An exception that leaves the `with`
+    block, such as KeyboardInterrupt, kills all processes before it propagates. They also end if this process
+    is killed. If a worker is lost, the future of its job raises WorkerLostError; the other workers go on, and
+    another one starts for the next job.
 
     The processes import the calling script: it must use this under `if __name__ == "__main__":`.
 
@@ -53,31 +68,19 @@ class WorkerProcesses(Executor):
         num_processes: number of jobs that run at the same time.
     Raises:
         InvalidArgumentError: `num_processes` is below 1.
-        OutOfThreadsError: at the start of the `with` block, the system cannot start a thread.
     """
 
     def __init__(self, num_processes: int) -> None:
         self._num_processes = as_count("num_processes", num_processes, 1)
         # Spawned, not forked: forking is unsafe if the caller runs threads.
         self._context = multiprocessing.get_context("spawn")
-        self._processes: list[multiprocessing.process.BaseProcess] = []
-        self._pipes: list[Connection] = []
-        # A thread for each worker passes jobs to any idle one.
+        # Each thread passes its jobs to a worker of its own.
         self._threads = ThreadPoolExecutor(num_processes)
-        self._idle: SimpleQueue[Connection] = SimpleQueue()
+        self._workers: dict[int, _Worker] = {}  # by thread
         self._shares: dict[int, float] = {}  # of running jobs that report them, by thread
         self._lock = Lock()
-        self._num_left = num_processes
         self._is_closed = False
-
-    def __enter__(self) -> "WorkerProcesses":
-        with ExitStack() as on_failure:
-            on_failure.callback(self._kill)
-            # In another thread, so that no signal handler interrupts the start of a worker.
-            with ThreadPoolExecutor(1) as starter:
-                submit(starter, _NAME, self._start).result()
-            on_failure.pop_all()
-        return self
+        self._is_killed = False
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
@@ -117,63 +120,61 @@ class WorkerProcesses(Executor):
         finally:
             self._kill()
 
-    def _start(self) -> None:
-        """Start the workers with SIGINT, SIGTERM and SIGHUP blocked, here and in the calling thread."""
-        if hasattr(signal, "pthread_sigmask"):
-            resource_tracker.ensure_running()  # it unblocks signals
-            signal.pthread_sigmask(signal.SIG_BLOCK, _list_signals())
-        for _ in range(self._num_processes):
-            ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=work, args=(theirs,), daemon=True)
-            process.start()
-            theirs.close()
-            self._processes.append(process)
-            self._pipes.append(ours)
-            self._idle.put(ours)
-
     def _run(self, call: _Call) -> Any:
-        """Return what an idle worker returns for a call, or raise its error."""
-        pipe = self._idle.get()
+        """Return what the worker of this thread returns for a call, or raise its error."""
+        thread_id = get_ident()
+        worker = self._workers.get(thread_id) or self._start(thread_id)
         try:
-            pipe.send(call)
-            while isinstance(result := pipe.recv(), _Share):
-                self._shares[get_ident()] = result.share
+            worker.pipe.send(call)
+            while isinstance(result := worker.pipe.recv(), _Share):
+                self._shares[thread_id] = result.share
         except (EOFError, OSError) as error:
             with self._lock:
-                self._num_left -= 1
-                if self._num_left <= 0:
-                    self._idle.put(pipe)  # the others take the jobs; the last one refuses them
+                is_lost = self._workers.pop(thread_id, None) is not None
+            if is_lost:  # otherwise `_kill` ends it
+                worker.end()
             raise WorkerLostError(
                 "a worker process ended before its job: it was killed, the machine ran out of memory "
                 f"({self._num_processes} processes; use fewer), or a script starts it outside "
                 "`if __name__ == '__main__':`"
             ) from error
-        except Exception:  # the call or its result cannot be pickled
-            self._idle.put(pipe)
-            raise
         finally:
-            self._shares.pop(get_ident(), None)
-        self._idle.put(pipe)
+            self._shares.pop(thread_id, None)
         if isinstance(result, Exception):
             raise result
         return result
+
+    def _start(self, thread_id: int) -> "_Worker":
+        """Start the worker of a thread with SIGINT, SIGTERM and SIGHUP blocked, here and in the thread.
+
+        Raises:
+            WorkerLostError: all workers have been killed.
+        """
+        with self._lock:
+            if self._is_killed:
+                raise WorkerLostError("the worker processes were ended before this job")
+            if hasattr(signal, "pthread_sigmask"):
+                resource_tracker.ensure_running()  # it unblocks signals
+                signal.pthread_sigmask(signal.SIG_BLOCK, _list_signals())
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=work, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers[thread_id] = worker = _Worker(process, ours)
+        return worker
 
     def _kill(self) -> None:
         """Kill all workers, including running jobs, and cancel the queued jobs."""
         self._is_closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
         with self._lock:  # a shutdown without waiting may be here, too
-            processes, self._processes = self._processes, []
-            pipes, self._pipes = self._pipes, []
-        for process in processes:
-            process.kill()
-        for process in processes:
-            process.join()
-            with suppress(ValueError):  # another thread, which starts a process, is reading its exit status
-                process.close()
+            self._is_killed = True
+            workers, self._workers = self._workers, {}
+        for worker in workers.values():
+            worker.process.kill()
         self._threads.shutdown()
-        for pipe in pipes:
-            pipe.close()
+        for worker in workers.values():
+            worker.end()
 
 
 @dataclass(frozen=True)

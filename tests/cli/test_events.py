@@ -144,7 +144,7 @@ def test_narrow_terminal_shows_every_column_of_the_mirror(width):
     """It used to show the first ones, without `lost`, which the guide says to watch."""
     endpoint = "tcp://10.0.0.1:5557"
     with KVEventSubscriber("ipc://nowhere") as subscriber:
-        table = MirrorTable({endpoint: subscriber}, None, None, None, True)
+        table = MirrorTable({endpoint: subscriber}, None, LineFilter(), True)
         table._mirror.apply(endpoint, [BlockStored([*range(1234)], None, [], 4, None, "GPU", None)])
         console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
         table._console = console
@@ -161,7 +161,7 @@ def test_narrow_terminal_shows_every_column_of_the_mirror(width):
 def test_mirror_shows_each_publisher_of_a_bound_endpoint():
     endpoint = "tcp://10.0.0.1:5557"
     with KVEventSubscriber("ipc://nowhere") as subscriber:
-        table = MirrorTable({endpoint: subscriber}, None, None, None, True)
+        table = MirrorTable({endpoint: subscriber}, None, LineFilter(), True)
         for number, source in enumerate([StreamSource("kv@a", 0), StreamSource("kv@b", 1)], 1):
             store = BlockStored([*range(number)], None, [], 4, None, "GPU", None)
             table.take(endpoint, ReceivedBatch(0, DecodedBatch(1.0, [store], 0), source=source))
@@ -178,7 +178,7 @@ def test_mirror_shows_each_publisher_of_a_bound_endpoint():
 def test_mirror_says_that_a_publisher_is_not_connected(replay):
     """With a replay endpoint the table used to show the unanswered request instead."""
     with KVEventSubscriber("ipc://nowhere", replay) as subscriber:
-        table = MirrorTable({"ipc://nowhere": subscriber}, None, None, None, True)
+        table = MirrorTable({"ipc://nowhere": subscriber}, None, LineFilter(), True)
         console = Console(file=io.StringIO(), width=200)
         print_parts(table.lay_out(), console)
         assert subscriber.get_statistics().is_recovering == (replay is not None)

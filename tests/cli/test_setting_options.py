@@ -13,7 +13,9 @@ from kv_pool.cli.setting_options import takes, takes_given
 from kv_pool.cli.sub_commands import make_command
 from kv_pool.control.serve_settings import ServeSettings
 from kv_pool.lab.settings import EngineRates, ReplaySettings
-from kv_pool.option import Option, describe_options, list_options
+from kv_pool.option import Option, describe_options, list_options, setting
+
+OWN = setting("Of the command itself.", default=None)
 
 
 def read_rate(text):
@@ -55,8 +57,8 @@ def call(order, *, found=(), **given):
     """Return the arguments with which a command that takes `Settings` is called."""
     called = []
 
-    @takes(Settings, order, **dict(found))
-    def command(settings, own=None):
+    @takes(order, **dict(found))
+    def command(settings: Settings, own: str | None = OWN):
         called.append((settings, own))
 
     defaults = {
@@ -105,8 +107,8 @@ def test_an_unreadable_value_is_refused():
 
 
 def test_help_lists_options_in_the_given_order():
-    @takes(Settings, "own copy_rate trace")
-    def command(settings, own=None):
+    @takes("own copy_rate trace")
+    def command(settings: Settings, own: str | None = OWN):
         raise AssertionError
 
     assert list(inspect.signature(command).parameters) == ["own", "copy_rate", "trace"]
@@ -114,14 +116,14 @@ def test_help_lists_options_in_the_given_order():
 
 def test_unknown_name_in_the_order_is_an_error():
     with pytest.raises(KeyError, match="limt"):
-        takes(Settings, "trace limt")(lambda settings: None)
+        takes("limt")(lambda: None)
 
 
 def test_only_given_options_override_a_file():
     called = []
 
     @takes_given(ServeSettings, "blocks peer config")
-    def command(given, config=None):
+    def command(given, config: str | None = OWN):
         called.append((given, config))
 
     parameters = inspect.signature(command).parameters
