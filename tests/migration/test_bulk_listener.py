@@ -157,10 +157,11 @@ def test_stopped_readers_delay_no_other_call():
     with listen(MAX_READERS=80) as (_, calls):
         readers = [calls.connect_bulk(OPEN, LONG) for _ in range(70)]
         under_way = []
+        deadline = time.monotonic() + LONG / 3  # before the sender's own
         for bulk in readers:
             under_way.append(calls.begin(ReadBlocks(bulk.ticket, b"t", [-1])))
-            bulk.channel.receive([memoryview(bytearray(1))], soon())
-        assert calls.call(DescribeNode(), LONG) == DescribeNode()
+            bulk.channel.receive([memoryview(bytearray(1))], deadline)
+        assert calls.call(DescribeNode(), LONG / 3) == DescribeNode()
         check_serves(calls)
         for bulk, finish in zip(readers, under_way, strict=True):
             bulk.channel.close()
