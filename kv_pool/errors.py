@@ -225,7 +225,7 @@ class EventStreamError(KVPoolError, ValueError):
 
 
 class EndpointError(KVPoolError, OSError):
-    """An address cannot be bound or connected to, such as a port in use. Nothing was opened."""
+    """A socket cannot be opened, bound or connected, such as at a port in use. Nothing was opened."""
 
 
 class PublisherClosedError(KVPoolError, RuntimeError):

@@ -39,7 +39,7 @@ def get_default_path(node: NodeName | None = None) -> Path:
 
 
 def list_nodes() -> list[NodeName]:
-    """Return the names of the nodes that are served at their default sockets now, sorted."""
+    """Return the names of the nodes that listen at their default sockets now, also busy ones, sorted."""
     names = []
     for path in get_default_folder().glob(f"{_PREFIX}*{_SUFFIX}"):
         with suppress(OSError):

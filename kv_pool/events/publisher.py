@@ -114,10 +114,11 @@ class ZMQEventPublisher(Closing):
         try:
             if self._is_closed:
                 raise PublisherClosedError("publish() was called after close(); the events are not sent")
+            ts = self._clock()
             sequence = self._next_sequence
             self._next_sequence = sequence + 1
             if self._queue.qsize() < self._max_queue_size or self._make_room(events):
-                self._queue.put((sequence, self._clock(), events))
+                self._queue.put((sequence, ts, events))
         finally:
             self._publishing.release()
 
@@ -139,9 +140,11 @@ class ZMQEventPublisher(Closing):
     def _run(self) -> None:
         ready: list[_Ready] = []
         while (published := self._take_next()) is not None:
+            num_ready = len(ready)
             self._prepare(*published, ready)
+            has_failed = len(ready) == num_ready
             # If `_make_room` takes the last queued batch now, it puts another one at once.
-            if self._queue.empty() or len(ready) == MAX_SENT_TOGETHER:
+            if self._queue.empty() or has_failed or len(ready) == MAX_SENT_TOGETHER:
                 self._send(ready)
         self._send(ready)
         self._close_sockets()

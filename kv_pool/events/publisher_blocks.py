@@ -124,7 +124,8 @@ class PublisherTables:
 
     Attributes:
         tables: by group and medium; replaced, never modified, since lookups iterate over it without a lock.
-        num_by_block_size: the block sizes that can be found by tokens, and the number of publishers of each.
+        num_by_block_size: the block sizes that can be found by tokens, and the number of publishers of each;
+            modified in place, since a look-up copies the sizes in one step.
     """
 
     def __init__(self, learns_tokens: bool, max_places: int, max_block_sizes: int, max_blocks: int) -> None:

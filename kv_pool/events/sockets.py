@@ -61,14 +61,14 @@ class PublisherSockets:
         endpoint, replay_endpoint = config.rank_endpoint, config.rank_replay_endpoint
         endpoints = [endpoint] if replay_endpoint is None else [endpoint, replay_endpoint]
         self._is_shared = any(address.startswith("inproc://") for address in endpoints)
-        self.context = zmq.Context.instance() if self._is_shared else zmq.Context()
         self._keys: tuple[bytes, bytes] | None = None  # the public one and the secret one
         self._authenticator: ThreadAuthenticator | None = None
         self.replay: zmq.SyncSocket | None = None
         self.replay_endpoint: str | None = None
         with ExitStack() as on_failure:
-            on_failure.callback(self.end)
             try:
+                self.context = zmq.Context.instance() if self._is_shared else zmq.Context()
+                on_failure.callback(self.end)
                 if config.curve_secret_key_file is not None:
                     self._keys = load_key_pair("curve_secret_key_file", config.curve_secret_key_file)
                 if config.curve_client_keys_dir is not None:
@@ -83,7 +83,9 @@ class PublisherSockets:
                     self.replay.setsockopt(zmq.ROUTER_MANDATORY, 1)
                     self.replay_endpoint = attach(self.replay, replay_endpoint, binds=True)
             except zmq.ZMQError as error:  # such as no file descriptor for a socket
-                raise EndpointError(error.errno, f"cannot open a socket for {endpoint}: {error}") from error
+                raise EndpointError(
+                    error.errno, f"cannot open the sockets for {endpoint}: {error}"
+                ) from error
             if self._keys is None and not all(map(is_loopback, endpoints)):
                 _logger.warning(
                     "any reader that can connect to %s can read the token ids of all prompts; use CURVE keys",
@@ -133,7 +135,7 @@ class PublisherSockets:
             try:
                 authenticator.start()
             except Exception as error:
-                close_unused_pipes(authenticator)
+                _close_unused_pipes(authenticator)
                 if isinstance(error, (RuntimeError, MemoryError)):
                     raise make_out_of_threads("kv_pool authenticator", error) from error
                 raise
@@ -142,7 +144,7 @@ class PublisherSockets:
             raise InvalidArgumentError(f"curve_client_keys_dir {keys_dir}: {error}") from error
 
 
-def close_unused_pipes(authenticator: "ThreadAuthenticator") -> None:
+def _close_unused_pipes(authenticator: "ThreadAuthenticator") -> None:
     """Close the sockets to a thread that does not run: `stop` would wait for it, and the context for them."""
     if not authenticator.is_alive():
         for owner in (authenticator, authenticator.thread):

@@ -445,7 +445,7 @@ def test_invalid_keys_are_rejected_with_a_message(keys, tmp_path):
 def test_error_without_pyzmq_says_how_to_install_it():
     code = (
         "import sys; sys.modules['zmq'] = None\n"
-        "import kv_pool.events.event_publisher, kv_pool.events.event_publisher\n"
+        "import kv_pool.events.event_publisher\n"
         "from kv_pool.errors import MissingDependencyError\n"
         "try:\n    import kv_pool.events.publisher\n"
         "except MissingDependencyError as error: print(error)\n"
