@@ -140,11 +140,12 @@ class ZMQEventPublisher(Closing):
     def _run(self) -> None:
         ready: list[_Ready] = []
         while (published := self._take_next()) is not None:
-            num_ready = len(ready)
-            self._prepare(*published, ready)
-            has_failed = len(ready) == num_ready
-            # If `_make_room` takes the last queued batch now, it puts another one at once.
-            if self._queue.empty() or has_failed or len(ready) == MAX_SENT_TOGETHER:
+            prepared = self._prepare(*published)
+            if prepared is not None:
+                ready.append(prepared)
+            # Batches that fail delay no other one. If `_make_room` takes the last queued batch now, it puts
+            # another one at once.
+            if prepared is None or self._queue.empty() or len(ready) == MAX_SENT_TOGETHER:
                 self._send(ready)
         self._send(ready)
         self._close_sockets()
@@ -161,15 +162,15 @@ class ZMQEventPublisher(Closing):
                         self._next_sequence += 1
                         return self._next_sequence - 1, self._clock(), []
 
-    def _prepare(self, sequence: int, ts: float, events: list[KVCacheEvent], ready: list[_Ready]) -> None:
-        """Encode a batch, buffer it for replays and append it to `ready`; a hole if it fails. Never raises.
+    def _prepare(self, sequence: int, ts: float, events: list[KVCacheEvent]) -> _Ready | None:
+        """Encode a batch and buffer it for replays; return None and leave a hole if it fails.
 
         With a state the batch is sent even if no event is left: snapshots from now on include its sequence.
         """
         if self._monotonic() >= self._linger_deadline_s:
             # The last batch is the one before: a hole would end replays with a snapshot without blocks.
             self._counts.count_dropped(events, self._queue.qsize())
-            return
+            return None
         if sequence > self._expected:  # the queue has dropped the batches in between
             self._skip(sequence - 1)
         self._expected = sequence + 1
@@ -184,12 +185,12 @@ class ZMQEventPublisher(Closing):
             # One bad event must not end the stream: this batch becomes a hole, the next one is sent.
             self._skip(sequence)
             self._counts.count_failed(events)
-            return
+            return None
         if self._replay_server is not None:
             # Before sending: a reader that has seen a batch live can request it.
             self._replay_server.buffer.append(sequence, payload)
         self._counts.last_sequence = sequence
-        ready.append((number, payload, sent))
+        return number, payload, sent
 
     def _send(self, ready: list[_Ready]) -> None:
         """Send these batches and remove them from the list. Never raises.
