@@ -5,13 +5,13 @@ import time
 from contextlib import closing, contextmanager
 
 import pytest
-from made_threads import no_new_threads
 from migration.made_channels import LONG, beside, count_node_threads, has_ended, soon, wait_until
 
 from kv_pool.errors import EndpointError, MigrationError, PeerUnavailableError, StaleTransferError
 from kv_pool.migration import bulk_listener
 from kv_pool.migration.addresses import bind_listener, connect_to
 from kv_pool.migration.bulk_listener import BulkListener
+from kv_pool.migration.channel import Channel
 from kv_pool.migration.messages import Acknowledged, DescribeNode, OpenBulk, ReadBlocks
 from kv_pool.migration.remote_calls import CallServer, RemoteCalls
 
@@ -205,13 +205,14 @@ def test_readers_above_the_limit_get_an_error():
         bulk.channel.close()
 
 
-def test_a_read_without_a_thread_gets_an_error():
-    bulk = BulkListener({"numbers": make_sender})
-    server = CallServer("127.0.0.1:0", SECRET, lambda *_: DescribeNode(), bulk=bulk)
-    with server, closing(RemoteCalls(server.address, SECRET, "caller")) as calls:
-        with no_new_threads(), pytest.raises(PeerUnavailableError, match="limit of threads"):
-            calls.connect_bulk(OPEN, LONG)
-        check_serves(calls)
+def test_readers_without_reads_do_not_slow_other_calls(monkeypatch):
+    with listen() as (_, calls):
+        bulk, looks, begun_s = calls.connect_bulk(OPEN, LONG), [], time.monotonic()
+        monkeypatch.setattr(Channel, "is_quiet", lambda channel: looks.append(channel) is None)
+        for _ in range(100):
+            calls.call(DescribeNode(), LONG)
+        assert len(looks) <= (time.monotonic() - begun_s) / bulk_listener._LOOK_S + 2
+        bulk.channel.close()
 
 
 def test_stop_ends_connections_reads_and_threads():
