@@ -5,6 +5,7 @@ from contextlib import closing, contextmanager
 
 import msgspec
 import pytest
+from made_threads import no_new_threads
 from migration.backends.made_links import (
     SECRET,
     TRANSFER_ID,
@@ -14,8 +15,9 @@ from migration.backends.made_links import (
     read_all,
     serve_bulk,
 )
-from migration.made_channels import LONG, soon
+from migration.made_channels import LONG, count_node_threads, soon, wait_until
 
+from kv_pool import threads
 from kv_pool.errors import (
     InvalidArgumentError,
     InvalidBlockError,
@@ -104,6 +106,16 @@ def test_the_error_of_a_source_fails_the_read(num_bytes, kind):
         with pytest.raises(TransferFailedError, match="source"):
             reader.read(TRANSFER_ID, [1, 2], [3, 4], soon())
         reader.close()
+
+
+def test_a_read_without_a_thread_at_the_source_fails_at_once(monkeypatch):
+    """It was refused without a word on the connection of the bytes, and so lasted until its deadline."""
+    monkeypatch.setattr(threads, "_IDLE_S", 0.0)
+    with serve(8192) as server:
+        reader = make_backend(server.address).open("source", encode(Rows([4096])))
+        wait_until(lambda: count_node_threads() == 1)
+        with no_new_threads(), pytest.raises(TransferFailedError, match="limit of threads"):
+            reader.read(TRANSFER_ID, [1, 2], [3, 4], soon())
 
 
 def test_a_source_that_sends_too_little_is_late():
