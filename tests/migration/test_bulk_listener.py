@@ -5,12 +5,12 @@ import time
 from contextlib import closing, contextmanager
 
 import pytest
-from migration.made_channels import LONG, beside, count_node_threads, has_ended, soon, wait_until
+from migration.made_channels import LONG, beside, count_node_threads, has_ended, make_pair, soon, wait_until
 
 from kv_pool.errors import EndpointError, MigrationError, PeerUnavailableError, StaleTransferError
 from kv_pool.migration import bulk_listener
 from kv_pool.migration.addresses import bind_listener, connect_to
-from kv_pool.migration.bulk_listener import BulkListener
+from kv_pool.migration.bulk_listener import BulkListener, _Reader
 from kv_pool.migration.channel import Channel
 from kv_pool.migration.messages import Acknowledged, DescribeNode, OpenBulk, ReadBlocks
 from kv_pool.migration.remote_calls import CallServer, RemoteCalls
@@ -91,7 +91,7 @@ def test_the_port_can_be_chosen():
 
 
 def test_a_ticket_admits_one_connection_in_time():
-    with listen(TICKET_S=0.2) as (listener, calls):
+    with listen(TICKET_S=0.2, _LOOK_S=LONG) as (listener, calls):
         used, late = calls.connect_bulk(OPEN, LONG), calls.call(OPEN, LONG)
         check_works(calls, used)
         time.sleep(0.21)
@@ -99,7 +99,7 @@ def test_a_ticket_admits_one_connection_in_time():
             with connect(listener) as connection:
                 connection.sendall(opened.ticket)
                 assert has_ended(connection)
-        with pytest.raises(PeerUnavailableError, match="no connection"):
+        with pytest.raises(PeerUnavailableError, match="has not arrived"):
             calls.call(ReadBlocks(late.ticket, b"t", [1]), LONG)
         check_works(calls, used)
         used.channel.close()
@@ -151,6 +151,31 @@ def test_unused_connections_are_closed_at_both_ends():
         assert has_ended(idle.channel.connection)
         wait_until(lambda: not listener._readers)
         idle.channel.close()
+
+
+def test_a_connection_is_idle_only_between_reads():
+    with listen(IDLE_S=1.0, _LOOK_S=0.0) as (_, calls):
+        bulk = calls.connect_bulk(OPEN, LONG)
+        finish = calls.begin(ReadBlocks(bulk.ticket, b"t", [-1]), bulk.channel, soon())
+        time.sleep(1.01)
+        calls.call(DescribeNode(), LONG)
+        bulk.channel.receive([memoryview(bytearray(MANY))], soon())
+        assert finish(soon()) == Acknowledged()
+        calls.call(DescribeNode(), LONG)
+        check_works(calls, bulk)
+        bulk.channel.close()
+
+
+def test_a_connection_in_use_is_closed_by_its_user():
+    with make_pair() as (channel, _):
+        reader = _Reader("caller", None, 0.0, channel, is_reading=True)
+        reader.close()
+        assert channel.connection.fileno() >= 0
+        with pytest.raises(PeerUnavailableError):
+            channel.send([memoryview(b"x")], soon())
+        reader.is_reading = False
+        reader.close()
+        assert channel.connection.fileno() == -1
 
 
 def test_stopped_readers_delay_no_other_call():
