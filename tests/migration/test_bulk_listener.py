@@ -3,14 +3,16 @@
 import threading
 import time
 from contextlib import closing, contextmanager
+from types import SimpleNamespace
 
 import pytest
 from migration.made_channels import LONG, beside, count_node_threads, has_ended, make_pair, soon, wait_until
+from migration.made_nodes import Clock
 
 from kv_pool.errors import EndpointError, MigrationError, PeerUnavailableError, StaleTransferError
 from kv_pool.migration import bulk_listener
 from kv_pool.migration.addresses import bind_listener, connect_to
-from kv_pool.migration.bulk_listener import BulkListener, _Reader
+from kv_pool.migration.bulk_listener import IDLE_S, TICKET_S, BulkListener, _Reader
 from kv_pool.migration.channel import Channel
 from kv_pool.migration.messages import Acknowledged, DescribeNode, OpenBulk, ReadBlocks
 from kv_pool.migration.remote_calls import CallServer, RemoteCalls
@@ -42,6 +44,9 @@ def listen(port=0, **limits):
         server = CallServer("127.0.0.1:0", SECRET, lambda *_: DescribeNode(), bulk=bulk)
         with server, closing(RemoteCalls(server.address, SECRET, "caller")) as calls:
             yield bulk, calls
+            for _ in range(2):
+                server.stop()
+                assert server.address == ""
 
 
 def connect(listener):
@@ -106,7 +111,7 @@ def test_a_ticket_admits_one_connection_in_time():
 
 
 def test_a_read_waits_for_its_connection():
-    with listen() as (listener, calls):
+    with listen(TICKET_S=2 * LONG) as (listener, calls):
         opened = calls.call(OPEN, LONG)
         waiting = beside(calls.call, ReadBlocks(opened.ticket, b"t", [7]), LONG)
         with connect(listener) as connection:
@@ -143,26 +148,28 @@ def test_a_failed_read_ends_its_connection():
         check_serves(calls)
 
 
-def test_unused_connections_are_closed_at_both_ends():
-    with listen(IDLE_S=0.2) as (listener, calls):
-        left, idle = calls.connect_bulk(OPEN, LONG), calls.connect_bulk(OPEN, LONG)
-        check_works(calls, left)
-        left.channel.close()
-        assert has_ended(idle.channel.connection)
+def test_a_reader_that_leaves_makes_room():
+    with listen() as (listener, calls):
+        check_serves(calls)
         wait_until(lambda: not listener._readers)
-        idle.channel.close()
 
 
 def test_a_connection_is_idle_only_between_reads():
-    with listen(IDLE_S=1.0, _LOOK_S=0.0) as (_, calls):
+    clock = Clock()
+    with listen(time=SimpleNamespace(monotonic=clock)) as (listener, calls):
         bulk = calls.connect_bulk(OPEN, LONG)
+        wait_until(lambda: all(reader.channel for reader in listener._readers.values()))
+        clock.now += TICKET_S + 1
+        calls.call(DescribeNode(), LONG)
         finish = calls.begin(ReadBlocks(bulk.ticket, b"t", [-1]), bulk.channel, soon())
-        time.sleep(1.01)
+        clock.now += IDLE_S + 1
         calls.call(DescribeNode(), LONG)
         bulk.channel.receive([memoryview(bytearray(MANY))], soon())
         assert finish(soon()) == Acknowledged()
         calls.call(DescribeNode(), LONG)
         check_works(calls, bulk)
+        clock.now += IDLE_S + 1
+        assert has_ended(bulk.channel.connection)
         bulk.channel.close()
 
 
