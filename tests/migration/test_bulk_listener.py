@@ -166,6 +166,7 @@ def test_a_connection_is_idle_only_between_reads():
         calls.call(DescribeNode(), LONG)
         bulk.channel.receive([memoryview(bytearray(MANY))], soon())
         assert finish(soon()) == Acknowledged()
+        clock.now += 1
         calls.call(DescribeNode(), LONG)
         check_works(calls, bulk)
         clock.now += IDLE_S + 1
