@@ -28,6 +28,7 @@ IDLE_S = 600.0
 
 _TICKET_BYTES = 16
 _OUT_OF_HANDLES_S = 0.1
+_LOOK_S = 0.2
 
 
 @dataclass(eq=False)
@@ -82,6 +83,7 @@ class BulkListener:
         self._strangers: dict[socket.socket, float] = {}  # connection -> deadline, oldest first
         self._readers: dict[bytes, _Reader] = {}  # by ticket
         self._changed = threading.Condition()  # guards the readers
+        self._looked_s = 0.0  # when `go_on` last looked at the readers: it is called at each message
 
     def start(self, host: str) -> None:
         """Listen at this host, if a backend sends blocks. Raises EndpointError; nothing is open then."""
@@ -187,6 +189,9 @@ class BulkListener:
                 break
             del self._strangers[oldest]
             oldest.close()
+        if now < self._looked_s + _LOOK_S:
+            return
+        self._looked_s = now
         with self._changed:
             for ticket, reader in list(self._readers.items()):
                 if reader.is_reading:

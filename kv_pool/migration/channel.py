@@ -17,10 +17,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kv_pool.errors import PeerUnavailableError
 from kv_pool.ids import BlockId, TransferId
-from kv_pool.migration.messages import Message
+
+if TYPE_CHECKING:
+    from kv_pool.migration.remote_calls import RemoteCalls
 
 _TIMEVAL = struct.Struct("@ll")
 _MAX_BUFFERS = 1024  # limit of one sendmsg or recvmsg on Linux and macOS (IOV_MAX)
@@ -128,13 +131,12 @@ class Bulk:
     """The reader's end of an open connection for bytes of blocks.
 
     Attributes:
-        begin: sends a call to the source and returns a function that waits for its reply until a deadline:
-            `RemoteCalls.begin`.
+        calls: to the source, which asks it for bytes.
     """
 
     channel: Channel
     ticket: bytes
-    begin: Callable[[Message], Callable[[float], Message]]
+    calls: RemoteCalls
 
 
 SendBlocks = Callable[[Channel, TransferId, Sequence[BlockId]], object]

@@ -83,11 +83,6 @@ class MigrationBook:
         with self._lock:
             del self._migrations[migration.transfer_id]
 
-    def release_held(self) -> None:
-        """Release the blocks that pulls hold."""
-        for pull in self.list_pulls():
-            pull.release()
-
     def note_transfer(self, transfer: Transfer, source: SourceTransfers) -> None:
         """Handle a transfer of this source that was prepared or has ended."""
         message = transfer.message

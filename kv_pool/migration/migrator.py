@@ -204,7 +204,8 @@ class Migrator(Running):
             self._source.cancel(messages.CancelTransfer(transfer.message.transfer_id, "the source stops"))
         for workers in (self._pullers, self._pushers, self._settings.askers):
             workers.stop()
-        self._book.release_held()
+        for pull in self._book.list_pulls():
+            pull.release()
         self._links.close()
         for backend in self._backends:
             backend.close()

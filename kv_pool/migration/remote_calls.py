@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -60,6 +61,9 @@ class RemoteCalls:
     The connection is opened by the first call and encrypted. Concurrent calls use separate connections, so a
     long call does not delay others. Idle connections are reused; one that the node has closed is replaced
     before use.
+
+    Attributes:
+        is_closed: True after `close`.
     """
 
     def __init__(self, address: str, secret: bytes, caller: NodeName) -> None:
@@ -68,7 +72,7 @@ class RemoteCalls:
         self._caller = caller.encode()
         self._lock = threading.Lock()
         self._idle: list[_Connection] = []
-        self._is_closed = False
+        self.is_closed = False
 
     def call(self, message: messages.Message, timeout_s: float) -> messages.Message:
         """Send a message and return the node's reply.
@@ -82,14 +86,22 @@ class RemoteCalls:
         """
         return self.begin(message)(time.monotonic() + timeout_s)
 
-    def begin(self, message: messages.Message) -> Callable[[float], messages.Message]:
+    def begin(
+        self, message: messages.Message, beside: Channel | None = None, deadline: float = 0.0
+    ) -> Callable[[float], messages.Message]:
         """Send a message. Return a function that waits for the reply until a `time.monotonic()` deadline.
 
         Both raise the errors of `call`. The call is abandoned if the function is not called.
+
+        Args:
+            beside: if given, first wait until this channel has something to read, the call has ended, or
+                `deadline` has passed.
         """
         data = messages.encode_message(message)
         connection = self._take_connection()
         connection.send([self._caller, data])
+        if beside is not None:
+            connection.wait_beside(beside.connection, deadline - time.monotonic())
         return partial(self._finish, connection)
 
     def connect_bulk(self, message: messages.OpenBulk, timeout_s: float) -> Bulk:
@@ -107,12 +119,12 @@ class RemoteCalls:
             on_failure.callback(channel.close)
             channel.send([memoryview(opened.ticket)], deadline)
             on_failure.pop_all()
-        return Bulk(channel, opened.ticket, self.begin)
+        return Bulk(channel, opened.ticket, self)
 
     def close(self) -> None:
         """Close all connections. Calls in progress and later calls fail with PeerUnavailableError."""
         with self._lock:
-            self._is_closed = True
+            self.is_closed = True
             for connection in self._idle:
                 connection.close()
             self._idle.clear()
@@ -135,7 +147,7 @@ class RemoteCalls:
             on_failure.callback(connection.close)
             reply = messages.decode_message(self._wait_for_reply(connection, deadline))
             with self._lock:
-                if not self._is_closed and len(self._idle) < _MAX_IDLE:
+                if not self.is_closed and len(self._idle) < _MAX_IDLE:
                     self._idle.append(connection)
                     on_failure.pop_all()
         return messages.check_reply(reply, self.address)
@@ -149,7 +161,7 @@ class RemoteCalls:
         raise PeerUnavailableError(f"{self.address} did not answer in time")
 
     def _check_open(self) -> None:
-        if self._is_closed:
+        if self.is_closed:
             raise PeerUnavailableError(f"{self.address}: these calls were closed")
 
 
@@ -202,6 +214,12 @@ class _Connection:
             f"{self._address} closed the connection during the handshake: the node has another secret, or is "
             "not a kv_pool node"
         )
+
+    def wait_beside(self, other: socket.socket, timeout_s: float) -> None:
+        """Wait until `receive` would return or raise at once, or the other socket has something to read."""
+        self._poller.register(other, zmq.POLLIN)
+        self._poller.poll(max(1, int(timeout_s * 1000)))
+        self._poller.unregister(other)
 
     def is_quiet(self) -> bool:
         """Return True if the connection appears to be open and has no unread reply."""

@@ -198,20 +198,24 @@ class BulkReader(BlockReader):
     def _read(self, message: ReadBlocks, targets: IntArray, deadline: float) -> None:
         if not self.is_usable():
             raise PeerUnavailableError("the connection is closed")
-        finish = self._bulk.begin(message)
+        channel = self._bulk.channel
+        finish = self._bulk.calls.begin(message, channel, deadline)
+        # A call that ends before any byte arrives has usually failed: the source may not even know of it.
+        reply = finish(deadline) if channel.is_quiet() else None
         try:
-            self.receive(self._bulk.channel, targets, deadline)
+            self.receive(channel, targets, deadline)
         except PeerUnavailableError:
             # A source that fails shuts the connection down, and its reply has the reason.
-            finish(min(deadline, time.monotonic() + _REASON_S))
+            if reply is None:
+                finish(min(deadline, time.monotonic() + _REASON_S))
             raise
-        as_reply(finish(deadline), Acknowledged, self._peer_name)
+        as_reply(reply or finish(deadline), Acknowledged, self._peer_name)
 
     def is_settled(self) -> bool:
         return True
 
     def is_usable(self) -> bool:
-        return self._bulk.channel.is_quiet()
+        return self._bulk.channel.is_quiet() and not self._bulk.calls.is_closed
 
     def close(self) -> None:
         self._bulk.channel.close()

@@ -3,15 +3,17 @@
 import threading
 import time
 from contextlib import closing, contextmanager
+from types import SimpleNamespace
 
 import pytest
-from made_threads import no_new_threads
-from migration.made_channels import LONG, beside, count_node_threads, has_ended, soon, wait_until
+from migration.made_channels import LONG, beside, count_node_threads, has_ended, make_pair, soon, wait_until
+from migration.made_nodes import Clock
 
 from kv_pool.errors import EndpointError, MigrationError, PeerUnavailableError, StaleTransferError
 from kv_pool.migration import bulk_listener
 from kv_pool.migration.addresses import bind_listener, connect_to
-from kv_pool.migration.bulk_listener import BulkListener
+from kv_pool.migration.bulk_listener import IDLE_S, TICKET_S, BulkListener, _Reader
+from kv_pool.migration.channel import Channel
 from kv_pool.migration.messages import Acknowledged, DescribeNode, OpenBulk, ReadBlocks
 from kv_pool.migration.remote_calls import CallServer, RemoteCalls
 
@@ -42,6 +44,9 @@ def listen(port=0, **limits):
         server = CallServer("127.0.0.1:0", SECRET, lambda *_: DescribeNode(), bulk=bulk)
         with server, closing(RemoteCalls(server.address, SECRET, "caller")) as calls:
             yield bulk, calls
+            for _ in range(2):
+                server.stop()
+                assert server.address == ""
 
 
 def connect(listener):
@@ -91,7 +96,7 @@ def test_the_port_can_be_chosen():
 
 
 def test_a_ticket_admits_one_connection_in_time():
-    with listen(TICKET_S=0.2) as (listener, calls):
+    with listen(TICKET_S=0.2, _LOOK_S=LONG) as (listener, calls):
         used, late = calls.connect_bulk(OPEN, LONG), calls.call(OPEN, LONG)
         check_works(calls, used)
         time.sleep(0.21)
@@ -99,14 +104,14 @@ def test_a_ticket_admits_one_connection_in_time():
             with connect(listener) as connection:
                 connection.sendall(opened.ticket)
                 assert has_ended(connection)
-        with pytest.raises(PeerUnavailableError, match="no connection"):
+        with pytest.raises(PeerUnavailableError, match="has not arrived"):
             calls.call(ReadBlocks(late.ticket, b"t", [1]), LONG)
         check_works(calls, used)
         used.channel.close()
 
 
 def test_a_read_waits_for_its_connection():
-    with listen() as (listener, calls):
+    with listen(TICKET_S=2 * LONG) as (listener, calls):
         opened = calls.call(OPEN, LONG)
         waiting = beside(calls.call, ReadBlocks(opened.ticket, b"t", [7]), LONG)
         with connect(listener) as connection:
@@ -143,14 +148,42 @@ def test_a_failed_read_ends_its_connection():
         check_serves(calls)
 
 
-def test_unused_connections_are_closed_at_both_ends():
-    with listen(IDLE_S=0.2) as (listener, calls):
-        left, idle = calls.connect_bulk(OPEN, LONG), calls.connect_bulk(OPEN, LONG)
-        check_works(calls, left)
-        left.channel.close()
-        assert has_ended(idle.channel.connection)
+def test_a_reader_that_leaves_makes_room():
+    with listen() as (listener, calls):
+        check_serves(calls)
         wait_until(lambda: not listener._readers)
-        idle.channel.close()
+
+
+def test_a_connection_is_idle_only_between_reads():
+    clock = Clock()
+    with listen(time=SimpleNamespace(monotonic=clock)) as (listener, calls):
+        bulk = calls.connect_bulk(OPEN, LONG)
+        wait_until(lambda: all(reader.channel for reader in listener._readers.values()))
+        clock.now += TICKET_S + 1
+        calls.call(DescribeNode(), LONG)
+        finish = calls.begin(ReadBlocks(bulk.ticket, b"t", [-1]), bulk.channel, soon())
+        clock.now += IDLE_S + 1
+        calls.call(DescribeNode(), LONG)
+        bulk.channel.receive([memoryview(bytearray(MANY))], soon())
+        assert finish(soon()) == Acknowledged()
+        clock.now += 1
+        calls.call(DescribeNode(), LONG)
+        check_works(calls, bulk)
+        clock.now += IDLE_S + 1
+        assert has_ended(bulk.channel.connection)
+        bulk.channel.close()
+
+
+def test_a_connection_in_use_is_closed_by_its_user():
+    with make_pair() as (channel, _):
+        reader = _Reader("caller", None, 0.0, channel, is_reading=True)
+        reader.close()
+        assert channel.connection.fileno() >= 0
+        with pytest.raises(PeerUnavailableError):
+            channel.send([memoryview(b"x")], soon())
+        reader.is_reading = False
+        reader.close()
+        assert channel.connection.fileno() == -1
 
 
 def test_stopped_readers_delay_no_other_call():
@@ -205,13 +238,14 @@ def test_readers_above_the_limit_get_an_error():
         bulk.channel.close()
 
 
-def test_a_read_without_a_thread_gets_an_error():
-    bulk = BulkListener({"numbers": make_sender})
-    server = CallServer("127.0.0.1:0", SECRET, lambda *_: DescribeNode(), bulk=bulk)
-    with server, closing(RemoteCalls(server.address, SECRET, "caller")) as calls:
-        with no_new_threads(), pytest.raises(PeerUnavailableError, match="limit of threads"):
-            calls.connect_bulk(OPEN, LONG)
-        check_serves(calls)
+def test_readers_without_reads_do_not_slow_other_calls(monkeypatch):
+    with listen() as (_, calls):
+        bulk, looks, begun_s = calls.connect_bulk(OPEN, LONG), [], time.monotonic()
+        monkeypatch.setattr(Channel, "is_quiet", lambda channel: looks.append(channel) is None)
+        for _ in range(100):
+            calls.call(DescribeNode(), LONG)
+        assert len(looks) <= (time.monotonic() - begun_s) / bulk_listener._LOOK_S + 2
+        bulk.channel.close()
 
 
 def test_stop_ends_connections_reads_and_threads():

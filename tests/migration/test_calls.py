@@ -374,23 +374,6 @@ def wait_for_reply(connection):
     return reply
 
 
-def test_stop_ends_connections_and_threads():
-    server = CallServer("127.0.0.1:0", SECRET, Node().answer)
-    before = threading.active_count()
-    server.start()
-    calls = RemoteCalls(server.address, SECRET, "caller")
-    ask(calls)
-    stranger = connect_to(server.address, LONG)
-    server.stop()
-    server.stop()
-    assert threading.active_count() == before
-    assert server.address == ""
-    stranger.close()
-    with pytest.raises(PeerUnavailableError):
-        ask(calls)
-    calls.close()
-
-
 def test_listening_beyond_loopback_logs_a_warning(caplog):
     with caplog.at_level(logging.WARNING, "kv_pool"):
         with serve(Node()):

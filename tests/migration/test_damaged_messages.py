@@ -12,7 +12,7 @@ from migration.made_nodes import MadeEngine
 from kv_pool import KVPoolError
 from kv_pool.errors import InvalidArgumentError, TransferFailedError
 from kv_pool.migration import messages
-from kv_pool.migration.backends.tcp import Rows, TcpBackend, list_rows
+from kv_pool.migration.backends.tcp import TcpBackend, list_rows
 from kv_pool.migration.messages import BlocksSubject, PrefixSubject, SequenceSubject
 from kv_pool.migration.migrator import Migrator
 from kv_pool.migration.remote_calls import RemoteCalls
@@ -65,7 +65,7 @@ def test_a_node_answers_damaged_messages_with_typed_errors(seed):
 def test_damaged_descriptions_and_reads_get_typed_errors(seed, caplog):
     rng = random.Random(seed)
     engine, node = make_node()
-    rows = msgspec.msgpack.encode(Rows(list_rows(engine.storage)))
+    rows = msgspec.msgpack.encode(list_rows(engine.storage))
     with node, closing(RemoteCalls(node.address, SECRET, "m")) as calls:
         for _ in range(5):
             with suppress(KVPoolError):

@@ -424,6 +424,16 @@ def test_migrations_above_the_limit_wait(make_pair, over):
     pair.check()
 
 
+def test_idle_readers_are_not_used_after_the_address_has_changed(make_pair):
+    pair = make_pair("tcp")
+    links, source = pair.node_b._links, pair.node_b.ask("a")
+    for reader in [links.take_reader(source) for _ in range(3)]:
+        links.return_reader(source, reader)
+    pair.node_b.peers.add("a", pair.node_a.address.replace("127.0.0.1", "localhost"))
+    pair.a.start("r", range(10))
+    assert len(pair.node_b.fetch(SequenceSubject("r"), "a").wait(PATIENCE_S)) == 3
+
+
 def test_wait_raises_in_doubt_and_can_be_repeated(make_pair):
     def lose_the_source(status):
         if (status.direction, status.phase) == ("in", MigrationPhase.ACKNOWLEDGING):

@@ -30,12 +30,6 @@ _SPAN_BYTES = 8 * 1024
 _MAX_ROWS = 65_536
 
 
-class Rows(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The description of a side's memory: the spans of its blocks, in bytes."""
-
-    spans: list[int]
-
-
 class TcpBackend(BulkBackend):
     """The reference backend, and the fallback if no faster one is available.
 
@@ -56,7 +50,7 @@ class TcpBackend(BulkBackend):
         self._is_closed = False
 
     def describe(self) -> bytes:
-        return msgspec.msgpack.encode(Rows(list_rows(self.storage)))
+        return msgspec.msgpack.encode(list_rows(self.storage))
 
     def open(self, peer_name: NodeName, description: bytes) -> BlockReader:
         try:
@@ -74,7 +68,7 @@ class TcpBackend(BulkBackend):
     def _make_window(self, description: bytes) -> BlockWindow:
         """Return a window for a peer with this description."""
         try:
-            theirs = msgspec.msgpack.decode(description, type=Rows).spans
+            theirs = msgspec.msgpack.decode(description, type=list[int])
         except UNDECODABLE as error:
             raise MigrationError(f"cannot decode the description of its blocks: {error}") from error
         return BlockWindow(self.storage, choose_rows(list_rows(self.storage), theirs))

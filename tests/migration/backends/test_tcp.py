@@ -5,6 +5,7 @@ from contextlib import closing, contextmanager
 
 import msgspec
 import pytest
+from made_threads import no_new_threads
 from migration.backends.made_links import (
     SECRET,
     TRANSFER_ID,
@@ -14,8 +15,9 @@ from migration.backends.made_links import (
     read_all,
     serve_bulk,
 )
-from migration.made_channels import LONG, soon
+from migration.made_channels import LONG, count_node_threads, soon, wait_until
 
+from kv_pool import threads
 from kv_pool.errors import (
     InvalidArgumentError,
     InvalidBlockError,
@@ -25,7 +27,7 @@ from kv_pool.errors import (
     StaleTransferError,
     TransferFailedError,
 )
-from kv_pool.migration.backends.tcp import Rows, TcpBackend
+from kv_pool.migration.backends.tcp import TcpBackend
 from kv_pool.migration.bulk_listener import BulkListener
 from kv_pool.migration.messages import Acknowledged, OpenBulk, ReadBlocks
 from kv_pool.migration.remote_calls import CallServer, RemoteCalls
@@ -54,9 +56,7 @@ def ask(calls, bulk, block_ids):
     return calls.call(message, LONG)
 
 
-@pytest.mark.parametrize(
-    "rows", [b"nothing", Rows([]), Rows([4095]), Rows([4097]), Rows([0, 4096]), Rows([8192, -4096])]
-)
+@pytest.mark.parametrize("rows", [b"nothing", [], [4095], [4097], [0, 4096], [8192, -4096]])
 def test_a_reader_with_other_blocks_is_not_admitted(calls, rows):
     with pytest.raises((MigrationError, InvalidArgumentError), match="blocks"):
         calls.connect_bulk(OpenBulk("tcp", rows if isinstance(rows, bytes) else encode(rows)), LONG)
@@ -64,7 +64,7 @@ def test_a_reader_with_other_blocks_is_not_admitted(calls, rows):
 
 @pytest.mark.parametrize("block_ids", [[7, 8], [-1], [8], [2**62], [2**63], [0] * 9, [1.5], "all"])
 def test_a_read_of_unknown_blocks_fails_and_the_next_works(calls, block_ids):
-    opening = OpenBulk("tcp", encode(Rows([4096])))
+    opening = OpenBulk("tcp", encode([4096]))
     bulk = calls.connect_bulk(opening, LONG)
     with pytest.raises((InvalidBlockError, MigrationError)):
         ask(calls, bulk, block_ids)
@@ -95,7 +95,7 @@ def serve(num_bytes, error=None):
 @pytest.mark.parametrize("kind", [MigrationError, StaleTransferError, ZeroDivisionError])
 def test_the_error_of_a_source_fails_the_read(num_bytes, kind):
     with serve(num_bytes, kind("no reason")) as server:
-        reader = make_backend(server.address).open("source", encode(Rows([4096])))
+        reader = make_backend(server.address).open("source", encode([4096]))
         expected = StaleTransferError if kind is StaleTransferError else TransferFailedError
         with pytest.raises(expected, match="no reason"):
             reader.read(TRANSFER_ID, [1, 2], [3, 4], soon())
@@ -106,9 +106,19 @@ def test_the_error_of_a_source_fails_the_read(num_bytes, kind):
         reader.close()
 
 
+def test_a_read_without_a_thread_at_the_source_fails_at_once(monkeypatch):
+    """It was refused without a word on the connection of the bytes, and so lasted until its deadline."""
+    monkeypatch.setattr(threads, "_IDLE_S", 0.0)
+    with serve(8192) as server:
+        reader = make_backend(server.address).open("source", encode([4096]))
+        wait_until(lambda: count_node_threads() == 1)
+        with no_new_threads(), pytest.raises(TransferFailedError, match="limit of threads"):
+            reader.read(TRANSFER_ID, [1, 2], [3, 4], soon())
+
+
 def test_a_source_that_sends_too_little_is_late():
     with serve(8191) as server:
-        reader = make_backend(server.address).open("source", encode(Rows([4096])))
+        reader = make_backend(server.address).open("source", encode([4096]))
         with pytest.raises(TransferFailedError, match="in time"):
             reader.read(TRANSFER_ID, [1, 2], [3, 4], time.monotonic() + 0.1)
         reader.close()
@@ -119,7 +129,7 @@ def test_only_requested_blocks_are_written():
     fill(storage, 1)
     before = read_all(storage)
     with serve(12288) as server:
-        reader = make_backend(server.address, storage).open("source", encode(Rows([4096])))
+        reader = make_backend(server.address, storage).open("source", encode([4096]))
         reader.read(TRANSFER_ID, [1, 2], [3, 5], soon())
         assert not reader.is_usable()
         with pytest.raises(KVPoolError):
