@@ -170,24 +170,24 @@ class BlockRetention(TableListener):
         listed: list[RetentionDirective] = as_list_of("directives", directives, RetentionDirective)
         self.block_pool.holds.check_whole()
         ranges = [(one.start, one.end, make_claim(one)) for one in listed if not one.is_none]
-        pins: set[Place] = set()
-        num_replaced = len(self._promised.get(request_id, ()))
+        pinned = [(one.start, one.end) for one in listed if one.pin and one.end is not None]
+        pins: list[tuple[GroupId, int, int]] = []
         for group_id, block_size in enumerate(self._block_sizes):
-            for one in listed:
-                if block_size and one.pin and one.end is not None:
-                    self.expire()
-                    places = range(one.start // block_size, -(-one.end // block_size))
-                    if len(places) > self.max_pinned_blocks:  # too many to be listed
-                        self._check_pins(len(places), num_replaced)
-                    pins.update([(GroupId(group_id), index) for index in places])
+            if block_size and pinned:
+                stretches = [(start // block_size, -(-end // block_size)) for start, end in pinned]
+                pins += [(GroupId(group_id), low, high) for low, high in join_stretches(stretches)]
         if pins:
-            self._check_pins(len(pins), num_replaced)
+            self.expire()
+            num_pins = sum([high - low for _, low, high in pins])
+            self._check_pins(num_pins, len(self._promised.get(request_id, ())))
         self.block_pool.is_changing = True
         self.forget_request(request_id)
         if ranges:
             self._ranges[request_id] = ranges
         if pins:
-            self._promised[request_id] = pins
+            self._promised[request_id] = {
+                (group_id, index) for group_id, low, high in pins for index in range(low, high)
+            }
         self.block_pool.is_changing = False
 
     def change_directives(self, request: SchedulableRequest, directives: Sequence[RetentionDirective]) -> int:
@@ -519,6 +519,17 @@ def cut_into_segments(
         elif claims:
             segments.append((low, high, claims))
     return segments
+
+
+def join_stretches(stretches: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the same blocks as stretches `[low, high)` that are in order and do not overlap."""
+    joined: list[tuple[int, int]] = []
+    for low, high in sorted(stretches):
+        if joined and low <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(joined[-1][1], high)
+        elif low < high:
+            joined.append((low, high))
+    return joined
 
 
 def find_cached(

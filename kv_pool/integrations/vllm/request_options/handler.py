@@ -30,7 +30,7 @@ from kv_pool.integrations.vllm.request_options.options import (
 )
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.requests.request import SchedulableRequest
-from kv_pool.manager.retention.block_retention import BlockRetention
+from kv_pool.manager.retention.block_retention import BlockRetention, join_stretches
 from kv_pool.manager.retention.directive import DEFAULT_PRIORITY, RetentionDirective
 
 logger = logging.getLogger("vllm.kv_pool")
@@ -277,20 +277,21 @@ class RequestOptionsHandler:
         block_size = self._manager.block_size
         num_known = min(request.num_computed_tokens, request.num_tokens)
         num_full = num_known // block_size
-        covered: set[int] = set()
+        covered: list[tuple[int, int]] = []
         until_s = 0.0
         for one in kept.directives:
             if one.priority >= DEFAULT_PRIORITY and not one.is_none:
                 end = num_full if one.end is None else min(num_full, -(-one.end // block_size))
                 first = one.start // block_size
                 if first < end:
-                    covered.update(range(first, end))
+                    covered.append((first, end))
                     until_s = max(until_s, NEVER if one.duration_s is None else one.duration_s)
         if session is not None:
-            covered.update(range(num_full))
+            covered.append((0, num_full))
             until_s = max(until_s, session.duration_ms / 1000)
-        kept.report.retained_tokens = len(covered) * block_size
-        if covered and until_s < NEVER:
+        num_covered = sum([high - low for low, high in join_stretches(covered)])
+        kept.report.retained_tokens = num_covered * block_size
+        if num_covered and until_s < NEVER:
             kept.report.expires_in_ms = round(until_s * 1000)
 
     def _refuse(self, request_id: RequestId, report: RequestReport, error: Exception) -> None:
