@@ -142,13 +142,10 @@ class RunTable:
             blocks.pop()
 
     def end(self, run: CachedRun) -> None:
-        """Remove a run without blocks from its queue and from the table. Its parent has one child less."""
-        if run.parent is not None:
-            run.parent.num_children -= 1
+        """Remove a run without blocks and without a parent from its queue and from the table."""
         unlink(run)
         run.queue = None
         run.is_parked = False
-        run.parent = None
         number: int = run.number
         run.number = 0
         self.runs[number] = None

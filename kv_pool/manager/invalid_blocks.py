@@ -301,8 +301,7 @@ class _Spread:
         primary, *others = pool.list_keys([block])
         num_tokens = block.num_key_tokens
         if num_tokens < 1:
-            yield get_block_hash(primary), unit, 0
-            num_tokens = unit
+            num_tokens = max(unit, self._lineage.count_tokens(get_block_hash(primary)))
         start = self._find_start(primary, num_tokens)
         yield get_block_hash(primary), num_tokens, start
         for key in others:

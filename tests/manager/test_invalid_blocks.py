@@ -53,6 +53,16 @@ def test_a_request_past_the_bad_block_is_named_if_it_shares_more():
     assert {1, 2, 5, 6} < set(ids(report.evicted_blocks))
 
 
+def test_what_follows_a_bad_block_of_unknown_length_is_evicted():
+    """Its length was taken for one block, and longer blocks of the other group as proof that it is good."""
+    manager = make(groups=[FullAttentionSpec(block_size=4), FullAttentionSpec(block_size=8)])
+    manager.free(start(manager, "a", range(16)))
+    keys = Request("b", range(16), HASHER).block_hashes
+    bad, after = (manager.block_pool.get_cached_block(keys[place], [0])[0] for place in (2, 3))
+    bad.num_key_tokens = -1  # as in a dump by a pool that did not know it
+    assert after in manager.report_invalid_blocks([bad.block_id]).evicted_blocks
+
+
 def test_a_request_never_continues_from_a_bad_state():
     manager = make(groups=[FullAttentionSpec(block_size=4), MambaSpec(block_size=4)])
     start(manager, "a", range(9))

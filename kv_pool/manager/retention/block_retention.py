@@ -1,5 +1,6 @@
 """`BlockRetention`: which cached blocks are evicted before or after others, and until when."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -97,7 +98,9 @@ class BlockRetention(TableListener):
         self._clock: Callable[[], float] = clock
         self.max_pinned_blocks: int = as_count("max_pinned_blocks", max_pinned_blocks)
         self.max_sessions: int = as_count("max_sessions", max_sessions, 1)
-        self._sessions: dict[str, Session] = {}  # ended ones stay until `_forget_ended_sessions`
+        # Ended ones stay until there are this many.
+        self._sessions: dict[str, Session] = {}
+        self._num_to_sweep_at: int = min(self.max_sessions, 64)
         self._placed: PlacedClaims = PlacedClaims(block_pool, clock)
         self._deadlines: Deadlines = self._placed.deadlines
         # Tokens per block of each group; 0 for a group that is not cached.
@@ -111,7 +114,7 @@ class BlockRetention(TableListener):
     def __repr__(self) -> str:
         return (
             f"<BlockRetention: {self.num_retained} blocks retained, {self._count_pins()} of "
-            f"{self.max_pinned_blocks} pins, {len(self._sessions)} sessions>"
+            f"{self.max_pinned_blocks} pins, {self.num_sessions} sessions>"
         )
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
@@ -121,8 +124,8 @@ class BlockRetention(TableListener):
 
     @property
     def is_active(self) -> bool:
-        """True if there are claims, directives or sessions."""
-        return not self._placed.is_empty or len(self._ranges) > 0 or len(self._sessions) > 0
+        """True if there are claims, such as a session's, or directives."""
+        return not self._placed.is_empty or len(self._ranges) > 0
 
     @property
     def holds_blocks(self) -> bool:
@@ -266,7 +269,8 @@ class BlockRetention(TableListener):
             found += find_cached(self.block_pool, request, GroupId(group_id), block_size, 0, None)
         blocks = list(dict.fromkeys(found))  # a block may be found under several keys
         claim = Claim(priority, NEVER, until)
-        self._forget_ended_sessions()
+        if len(self._sessions) >= self._num_to_sweep_at:
+            self._forget_ended_sessions()
         self.block_pool.is_changing = True
         self._placed.change([(blocks, claim.alone)], lambda claim: claim.until > now, False)
         if session_id in self._sessions:
@@ -287,13 +291,13 @@ class BlockRetention(TableListener):
         check_type("session_id", session_id, str)
         self.block_pool.holds.check_whole()
         self.expire()
-        self._forget_ended_sessions()
         if session_id not in self._sessions:
             return False
+        is_kept = self._sessions[session_id][0].until > self._clock()
         self.block_pool.is_changing = True
         self._end_session(session_id)
         self.block_pool.is_changing = False
-        return True
+        return is_kept
 
     def list_sessions(self) -> list[tuple[str, float]]:
         """Return the sessions with their deadlines; the next to end comes first."""
@@ -454,6 +458,7 @@ class BlockRetention(TableListener):
         """Forget the sessions whose deadlines have passed; their claims end by themselves. O(sessions)."""
         now = self._clock()
         self._sessions = {name: kept for name, kept in self._sessions.items() if kept[0].until > now}
+        self._num_to_sweep_at = min(self.max_sessions, max(64, 2 * len(self._sessions)))
 
     def _count_pins(self) -> int:
         """Return the number of pinned and promised blocks. O(requests with promised pins)."""
@@ -501,19 +506,22 @@ def cut_into_segments(
     """
     if block_size == 0:
         return []
-    covers: list[tuple[int, int, Claim]] = []
+    # The claims that begin (1) and end (-1) before a block.
+    changes: dict[int, list[tuple[Claim, int]]] = {}
     for start, end, claim in ranges:
         low = max(0, start // block_size - first)
         high = num_blocks if end is None else min(num_blocks, -(-end // block_size) - first)
         if low < high:
-            covers.append((low, high, claim))
-    if len(covers) == 1:  # the usual case, which needs no sorting
-        low, high, claim = covers[0]
-        return [(low, high, claim.alone)]
-    covers.sort(key=lambda cover: rank_claim(cover[2]))
+            if len(ranges) == 1:  # the usual case, which needs no sorting
+                return [(low, high, claim.alone)]
+            changes.setdefault(low, []).append((claim, 1))
+            changes.setdefault(high, []).append((claim, -1))
+    counts: Counter[Claim] = Counter()
     segments: list[tuple[int, int, tuple[Claim, ...]]] = []
-    for low, high in pairwise(sorted({edge for start, end, _ in covers for edge in (start, end)})):
-        claims = join_claims([claim for start, end, claim in covers if start <= low < end])
+    for low, high in pairwise(sorted(changes)):
+        for claim, change in changes[low]:
+            counts[claim] += change
+        claims = join_claims(sorted(+counts, key=rank_claim))
         if segments and segments[-1][1:] == (low, claims):
             segments[-1] = segments[-1][0], high, claims
         elif claims:

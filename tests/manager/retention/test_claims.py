@@ -1,6 +1,7 @@
 """The claims of many ranges on each block, and stretches that do not overlap."""
 
 import random
+import time
 
 import pytest
 
@@ -50,6 +51,15 @@ def test_each_block_has_the_claims_of_the_ranges_one_by_one(seed):
             kinds = {(claim.strength, claim.duration_s) for claim in claims_there}
             assert kinds == {(claim.strength, claim.duration_s) for claim in expected}
             assert len(claims_there) == len(expected)
+
+
+def test_the_claims_of_many_ranges_take_linear_time():
+    """A client's request with 10,000 directives stopped the scheduler for seconds."""
+    claim = Claim(50, 1.0)
+    ranges = [(4 * place, 4 * place + 4, claim) for place in range(10_000)]
+    started = time.process_time()
+    assert cut_into_segments(ranges, 0, 10_000, 4) == [(0, 10_000, claim.alone)]
+    assert time.process_time() - started < 1
 
 
 @pytest.mark.parametrize("seed", range(20))

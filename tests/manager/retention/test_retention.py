@@ -100,6 +100,20 @@ def test_pinned_blocks_are_listed_by_the_end_of_their_pins():
     assert list_holds(bench.pool).holds[2].remaining_s == 7.0
 
 
+def test_ended_sessions_are_forgotten():
+    bench = Bench(8)
+    request = bench.run("a", prompt(1, 1))
+    for number in range(200):
+        bench.clock.now = number
+        bench.retention.keep_session(f"s{number}", request, number + 1)
+        assert len(bench.retention._sessions) <= 64
+    bench.clock.now = 300
+    bench.retention.expire()
+    assert not bench.retention.is_active
+    assert not bench.retention.end_session("s199")
+    assert repr(bench.retention).endswith(" 0 sessions>")
+
+
 def test_a_refused_pin_gives_the_reason_and_changes_nothing():
     bench = Bench(8, max_pinned_blocks=3)
     request = bench.start("a", prompt(1, 2), RetentionDirective(0, 8, pin=True))
