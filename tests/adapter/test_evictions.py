@@ -71,6 +71,20 @@ def test_blocks_move_before_a_sequence_is_evicted_for_a_run():
         take(pool, 5, 4, contiguous="require")
 
 
+def test_watched_blocks_are_no_place_to_move_to():
+    """A sequence was evicted in vain: the watched blocks were counted as if blocks could move there."""
+    pool = GPUKVPool(8, 4, placement="oldest", on_moved=lambda relocation: None)
+    for sequence_id in range(1, 9):
+        take(pool, sequence_id, 1)
+    blocks = pool.block_pool.blocks
+    pool.block_pool.holds.open_place_hold("watched", lambda: {blocks[4]: 0.0, blocks[6]: 0.0})
+    for sequence_id in (2, 4, 6):
+        pool.free_sequence(sequence_id)
+    assert take(pool, 9, 3, contiguous="require") == [1, 2, 3]
+    assert pool.list_sequences() == [5, 7, 8, 9]
+    check(pool)
+
+
 def test_few_moves_save_an_eviction_for_a_required_run():
     pool = GPUKVPool(3, 4, placement="oldest", on_moved=lambda relocation: None)
     for sequence_id in (1, 2, 1):
