@@ -85,14 +85,25 @@ def test_watched_blocks_are_no_place_to_move_to():
     check(pool)
 
 
-def test_few_moves_save_an_eviction_for_a_required_run():
-    pool = GPUKVPool(3, 4, placement="oldest", on_moved=lambda relocation: None)
-    for sequence_id in (1, 2, 1):
-        take(pool, sequence_id, 1, contiguous="no")
-    pool.note_access(2)
-    assert is_run(take(pool, 3, 2, contiguous="require", max_moves=1))
-    assert pool.list_sequences() == [2, 3]
+def test_no_more_are_evicted_for_a_required_run_than_a_few_moves_need():
+    pool = GPUKVPool(9, 4, placement="oldest", on_moved=lambda relocation: None)
+    for sequence_id in range(1, 10):
+        take(pool, sequence_id, 1)
+    pool.pin([5])
+    for sequence_id in (3, 2, 7, 8, 9):
+        pool.note_access(sequence_id)
+    # Blocks 1, 4 and 6 are enough, but no run of them is one move away, since 5 stays; with 3, one is.
+    assert is_run(take(pool, 10, 3, contiguous="require", max_moves=1))
+    assert pool.list_sequences() == [5, 2, 7, 8, 9, 10]
     check(pool)
+
+
+def test_nothing_is_evicted_for_a_run_that_a_pinned_block_prevents():
+    pool = make_full(on_moved=lambda relocation: None)
+    pool.pin([5])
+    with pytest.raises(PoolExhaustedError, match="no run even if all candidates are evicted"):
+        take(pool, 4, 5, contiguous="require")
+    assert pool.list_sequences() == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
