@@ -39,12 +39,14 @@ def make_evicted(**options):
 
 
 def test_pinned_sequences_and_hopeless_requests_evict_nothing():
-    pool = make_full()
-    pool.pin(pool.blocks_of(2)[:1])
+    pool = make_full(placement="oldest", on_moved=lambda relocation: None)
+    pool.pin([5])
     with pytest.raises(
         PoolExhaustedError, match=r"0 are free of 9\. Tried: eviction \(too few blocks may be evicted\)"
     ):
         take(pool, 4, 7)
+    with pytest.raises(PoolExhaustedError, match="no run even if all candidates are evicted"):
+        take(pool, 4, 5, contiguous="require")
     assert pool.list_sequences() == [1, 2, 3]
     take(pool, 4, 6)
     assert pool.list_sequences() == [2, 4]
@@ -96,14 +98,6 @@ def test_no_more_are_evicted_for_a_required_run_than_a_few_moves_need():
     assert is_run(take(pool, 10, 3, contiguous="require", max_moves=1))
     assert pool.list_sequences() == [5, 2, 7, 8, 9, 10]
     check(pool)
-
-
-def test_nothing_is_evicted_for_a_run_that_a_pinned_block_prevents():
-    pool = make_full(on_moved=lambda relocation: None)
-    pool.pin([5])
-    with pytest.raises(PoolExhaustedError, match="no run even if all candidates are evicted"):
-        take(pool, 4, 5, contiguous="require")
-    assert pool.list_sequences() == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
