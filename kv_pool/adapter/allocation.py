@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn, cast, get_args
 
 from kv_pool.contiguous import compaction, plan
@@ -206,15 +207,15 @@ class Allocation:
         if not self._has_policy:
             reasons.append("no eviction (eviction_policy is None)")
             return False
-        has_run = None
+        make_run_check = None
         why = "too few blocks may be evicted"
         if request.contiguous == "require" and num_blocks > 1:
             max_moves = 0 if self._on_moved is None else request.max_moves
-            has_run = plan.make_run_check(self._run_pool, num_blocks, max_moves)
+            make_run_check = partial(plan.make_run_check, self._run_pool, num_blocks, max_moves)
             why = "no run even if all candidates are evicted"
         num_missing = num_blocks - self.count_available(request.priority)
         spared = {request.sequence_id, *together}
-        victims = self._holdings.choose_victims(request.priority, spared, num_missing, has_run)
+        victims = self._holdings.choose_victims(request.priority, spared, num_missing, make_run_check)
         if victims is not None:
             self.evict(victims, request.sequence_id)
             if num_blocks <= self.count_available(request.priority):

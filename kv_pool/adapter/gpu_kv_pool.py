@@ -284,7 +284,7 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
         Raises:
             PoolExhaustedError: too few blocks, or no run where one is required; also a `MemoryError`. The
                 message lists what was tried. Nothing has changed, but sequences may have been evicted in vain
-                if `on_evicted` has taken or pinned blocks, or for a required run over watched blocks.
+                if `on_evicted` has taken or pinned blocks.
             EvictedSequenceError: the sequence was evicted, see `take_evictions`; also a `MemoryError`.
                 Nothing has changed.
             PinLimitError: a pinned request would exceed the pin limit. Nothing has changed, unless it is

@@ -291,33 +291,36 @@ def plan_clear_run(
 def make_run_check(
     pool: RunBlockPool, num_blocks: int, max_moves: int | None
 ) -> Callable[[Collection[BlockId]], bool]:
-    """Return a function that tells whether there would be a run if other blocks were free as well.
+    """Return a function that tells whether there would be a run if further blocks were free as well.
 
-    The function takes the ids of those blocks, with which at least `num_blocks` are free. The run is free
-    then, or `plan_clear_run` can clear it with `max_moves`. O(number of blocks), in NumPy.
+    It takes the ids of these blocks, and remembers them for the next call. There would be a run if one is
+    free then, or if `plan_clear_run` can clear one with `max_moves`. O(number of blocks).
     """
     import numpy as np
 
     run = ANY_AGE[1:2] * num_blocks
     limit = num_blocks if max_moves is None else max_moves
     pool.flush_evicted()
+    is_free = bytearray(pool.run_index.ages.translate(ANY_AGE))
     is_movable = bytearray([1]) * pool.num_gpu_blocks
     for block_id in (0, *pool.holds.list_immovable_ids()):
         is_movable[block_id] = 0
+    free = np.frombuffer(is_free, dtype=bool)
+    movable = np.frombuffer(is_movable, dtype=bool)
     if run not in is_movable:
         limit = 0
 
     def has_run(freed_ids: Collection[BlockId]) -> bool:
-        is_free = bytearray(pool.run_index.ages.translate(ANY_AGE))
         for block_id in freed_ids:
             is_free[block_id] = 1
-        if limit >= num_blocks or run in is_free:
+        # Blocks move to free ids that may be overwritten: as many as they leave, wherever the run is.
+        may_clear = limit > 0 and np.count_nonzero(free & movable) >= num_blocks
+        if (may_clear and limit >= num_blocks) or run in is_free:
             return True
-        if limit == 0:
+        if not may_clear:
             return False
-        num_free = _count_windows(np.frombuffer(is_free, dtype=bool), num_blocks)
-        num_movable = _count_windows(np.frombuffer(is_movable, dtype=bool), num_blocks)
-        return bool(((num_free >= num_blocks - limit) & (num_movable == num_blocks)).any())
+        is_place = _count_windows(movable, num_blocks) == num_blocks
+        return bool((is_place & (_count_windows(free, num_blocks) >= num_blocks - limit)).any())
 
     return has_run
 

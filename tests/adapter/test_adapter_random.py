@@ -190,8 +190,7 @@ class Life:
                 priority=priority,
             )
         except PoolExhaustedError:
-            # A watched block counts as free, but no required run can contain it.
-            assert not self.evicted or self.waited_for
+            assert not self.evicted
             self.forget_evicted()
         except CopyFailedError:
             self.forget_evicted()

@@ -39,12 +39,14 @@ def make_evicted(**options):
 
 
 def test_pinned_sequences_and_hopeless_requests_evict_nothing():
-    pool = make_full()
-    pool.pin(pool.blocks_of(2)[:1])
+    pool = make_full(placement="oldest", on_moved=lambda relocation: None)
+    pool.pin([5])
     with pytest.raises(
         PoolExhaustedError, match=r"0 are free of 9\. Tried: eviction \(too few blocks may be evicted\)"
     ):
         take(pool, 4, 7)
+    with pytest.raises(PoolExhaustedError, match="no run even if all candidates are evicted"):
+        take(pool, 4, 5, contiguous="require")
     assert pool.list_sequences() == [1, 2, 3]
     take(pool, 4, 6)
     assert pool.list_sequences() == [2, 4]
@@ -71,13 +73,30 @@ def test_blocks_move_before_a_sequence_is_evicted_for_a_run():
         take(pool, 5, 4, contiguous="require")
 
 
-def test_few_moves_save_an_eviction_for_a_required_run():
-    pool = GPUKVPool(3, 4, placement="oldest", on_moved=lambda relocation: None)
-    for sequence_id in (1, 2, 1):
-        take(pool, sequence_id, 1, contiguous="no")
-    pool.note_access(2)
-    assert is_run(take(pool, 3, 2, contiguous="require", max_moves=1))
-    assert pool.list_sequences() == [2, 3]
+def test_watched_blocks_are_no_place_to_move_to():
+    """A sequence was evicted in vain: the watched blocks were counted as if blocks could move there."""
+    pool = GPUKVPool(8, 4, placement="oldest", on_moved=lambda relocation: None)
+    for sequence_id in range(1, 9):
+        take(pool, sequence_id, 1)
+    blocks = pool.block_pool.blocks
+    pool.block_pool.holds.open_place_hold("watched", lambda: {blocks[4]: 0.0, blocks[6]: 0.0})
+    for sequence_id in (2, 4, 6):
+        pool.free_sequence(sequence_id)
+    assert take(pool, 9, 3, contiguous="require") == [1, 2, 3]
+    assert pool.list_sequences() == [5, 7, 8, 9]
+    check(pool)
+
+
+def test_no_more_are_evicted_for_a_required_run_than_a_few_moves_need():
+    pool = GPUKVPool(9, 4, placement="oldest", on_moved=lambda relocation: None)
+    for sequence_id in range(1, 10):
+        take(pool, sequence_id, 1)
+    pool.pin([5])
+    for sequence_id in (3, 2, 7, 8, 9):
+        pool.note_access(sequence_id)
+    # Blocks 1, 4 and 6 are enough, but no run of them is one move away, since 5 stays; with 3, one is.
+    assert is_run(take(pool, 10, 3, contiguous="require", max_moves=1))
+    assert pool.list_sequences() == [5, 2, 7, 8, 9, 10]
     check(pool)
 
 

@@ -20,6 +20,15 @@ def test_a_pool_cannot_be_resized_by_a_negative_number(name, pool_class):
     invariants.check(pool)
 
 
+@pytest.mark.parametrize(("count", "what"), [(3, "block 2 is in use"), (5, "block 0 is null")])
+def test_only_free_blocks_are_removed(count, what):
+    pool = make_pool(PICTURE)
+    with pytest.raises(InvalidBlockError, match=what):
+        pool.remove_last_blocks(count)
+    assert state(pool) == PICTURE
+    invariants.check(pool)
+
+
 @pytest.mark.parametrize("pool_class", [BlockPool, RunBlockPool])
 def test_a_reference_count_cannot_overflow(pool_class):
     pool = make_pool(PICTURE, pool_class)

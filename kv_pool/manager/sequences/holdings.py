@@ -346,7 +346,7 @@ class Holdings:
         priority: int,
         spared: Collection[SequenceId],
         num_blocks: int,
-        has_run: Callable[[list[BlockId]], bool] | None = None,
+        make_run_check: Callable[[], Callable[[list[BlockId]], bool]] | None = None,
         is_ranked_again: bool = False,
     ) -> list[Holder] | None:
         """Return the first sequences in the order of eviction that free `num_blocks`; None if all do not.
@@ -354,12 +354,15 @@ class Holdings:
         Args:
             priority: sequences of higher priority are not evicted.
             spared: sequences that are not evicted.
-            has_run: called with the ids that would become free; evict more sequences while it returns False.
+            make_run_check: returns a function that is called with the ids that would become free since its
+                last call; evict more sequences while it returns False.
             is_ranked_again: the policy has just ranked the sequences that it had left out.
         """
         victims: list[Holder] = []
-        if num_blocks <= 0 and has_run is None:
+        if num_blocks <= 0 and make_run_check is None:
             return victims
+        has_run = None if make_run_check is None else make_run_check()
+        num_freed = 0
         freed_ids: list[BlockId] = []
         left: dict[KVCacheBlock, int] = {}
         # Closed here: an error in a generator that Python drops would be lost.
@@ -369,13 +372,16 @@ class Holdings:
                 for position, block in enumerate(holder.blocks):
                     left[block] = left.get(block, block.ref_cnt) - 1
                     if left[block] == 0 and not self._will_pin(holder, position, block):
+                        num_freed += 1
                         freed_ids.append(block.block_id)
-                if len(freed_ids) >= num_blocks and (has_run is None or has_run(freed_ids)):
-                    return victims
+                if num_freed >= num_blocks:
+                    if has_run is None or has_run(freed_ids):
+                        return victims
+                    freed_ids.clear()
         if is_ranked_again or not self.order.has_excluded:
             return None
         self.order.rebuild(self.holders.values())
-        return self.choose_victims(priority, spared, num_blocks, has_run, True)
+        return self.choose_victims(priority, spared, num_blocks, make_run_check, True)
 
     def iter_candidates(self, priority: int, spared: Collection[SequenceId]) -> Generator[Holder, None, None]:
         """Yield the sequences that may be evicted, in the order of eviction. Change none meanwhile.
