@@ -661,7 +661,7 @@ class TierPrefixes:
         indexes = self._list_indexes()
         levels: list[int] = []
         for block_hash in group.list_hashes(request, needed.start, needed.stop):
-            key = BlockHashWithGroupId(block_hash + suffix)
+            key = block_hash + suffix
             for level, index in indexes:
                 if key in index:
                     levels.append(level)

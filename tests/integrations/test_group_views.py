@@ -48,6 +48,11 @@ def test_an_interval_that_does_not_fit_changes_nothing(interval, rules):
     assert list_cached(manager) == [8]
 
 
+def test_the_full_attention_group_is_the_first_that_keeps_all_tokens():
+    assert make_view(SPECS[::-1])[1].full_attention_group_id == 1
+    assert make_view(SPECS[1:] * 2)[1].full_attention_group_id is None
+
+
 def test_a_state_saved_on_the_way_is_shown_for_its_step():
     specs = [FullAttentionSpec(block_size=4), MambaSpec(block_size=4, prefill_checkpoint_alignment=2)]
     manager, view = make_view(specs)

@@ -25,7 +25,7 @@ def test_source_walk_finds_the_known_uses_in_vllm():
         "BlockHashToBlockMap": {"get_one_block"},
         "KVCacheMetricsCollector": {"drain_events"},
         "KVCacheManager": {"allocate_slots", "coordinator", "take_boundary_state_offloads", "usage"},
-        "KVCacheCoordinator": {"enable_partial_hash_hits"},
+        "KVCacheCoordinator": {"enable_partial_hash_hits", "full_attention_group_id"},
         "SingleTypeKVCacheManager": {"block_size", "kv_cache_spec"},
         "KVCacheBlocks": {"blocks"},
     }

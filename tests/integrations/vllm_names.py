@@ -164,14 +164,19 @@ def find_used_names(level):
         tree = ast.parse(path.read_text())
         loop_variables = list_group_variables(tree)
         for node in ast.walk(tree):
-            if not isinstance(node, ast.Attribute):
-                continue
-            variable, place = last_name(node.value), f"{path}:{node.lineno}"
+            match node:
+                case ast.Attribute(thing, name):
+                    pass
+                case ast.Call(ast.Name("getattr"), [thing, ast.Constant(name), *_]):
+                    pass
+                case _:
+                    continue
+            variable, place = last_name(thing), f"{path}:{node.lineno}"
             for class_name, variables in VARIABLES[level].items():
                 if variable in variables:
-                    used[class_name].setdefault(node.attr, place)
-            if level == "manager" and variable in loop_variables and isinstance(node.value, ast.Name):
-                used["SingleTypeKVCacheManager"].setdefault(node.attr, place)
+                    used[class_name].setdefault(name, place)
+            if level == "manager" and variable in loop_variables and isinstance(thing, ast.Name):
+                used["SingleTypeKVCacheManager"].setdefault(name, place)
     return used
 
 

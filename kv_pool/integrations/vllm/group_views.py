@@ -104,6 +104,7 @@ class GroupsView:
         single_type_managers: one `GroupView` per group.
         scheduler_block_size: tokens; a chunk of a prefill that ends at a multiple can be continued by a hit.
         get_num_blocks_to_allocate: `EngineManager.count_needed_blocks`.
+        full_attention_group_id: the first group that keeps all tokens; None if there is none.
 
     Contract: what vLLM 0.33 reads of a `KVCacheCoordinator` outside its manager.
     """
@@ -124,6 +125,8 @@ class GroupsView:
         self._cache_hit_alignment_tokens: int = count_hit_alignment(engine)  # vLLM's name; its tests read it
         self.eagle_group_ids = eagle_group_ids
         self.enable_partial_hash_hits: bool = engine.rules.is_partial
+        full = engine.rules.lookup.full
+        self.full_attention_group_id: GroupId | None = None if full is None else full.group_ids[0]
         self.single_type_managers = tuple(
             [
                 view_class(engine, GroupId(group_id), spec)
