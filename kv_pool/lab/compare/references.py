@@ -10,7 +10,7 @@ from kv_pool.lab.compare.comparison import ComparedTrace
 from kv_pool.lab.compare.policy_run import Origin, pack
 from kv_pool.lab.curves.curve_report import CurveCounts
 from kv_pool.lab.curves.estimates import Estimates
-from kv_pool.lab.curves.reuse import ReuseRecorder, read_prompt_keys
+from kv_pool.lab.curves.reuse import ReuseRecorder, find_key_bytes, read_prompt_keys
 from kv_pool.lab.curves.sampling import UnitFinder
 from kv_pool.lab.report import InfiniteCache
 from kv_pool.lab.settings import find_block_size
@@ -75,7 +75,7 @@ def measure_references(compared: ComparedTrace, origin: Origin) -> References:
     numbers: dict[bytes, int] = {}
     unit_of = array("q")
     sizes: list[tuple[int, int]] = []
-    recorder = ReuseRecorder(block_size)
+    recorder = ReuseRecorder(block_size, find_key_bytes(trace, block_size))
     curves: Estimates | None = None
     obstacle = settings.find_optimum_obstacle()
     for prompt in read_prompt_keys(settings, trace, block_size):

@@ -30,7 +30,7 @@ def search(prompts, capacity, count, keep_prefixes=False):
     for prompt in prompts:
         if prompt.size.num_blocks > capacity:
             continue
-        ids = [prompt.keys[start : start + 16] for start in range(0, len(prompt.keys), 16)]
+        ids = [prompt.keys[start : start + 8] for start in range(0, len(prompt.keys), 8)]
         parents |= dict(zip(ids, [None, *ids], strict=False))
         after = {}
         for cached, value in best.items():
@@ -75,8 +75,8 @@ def test_exhaustive_search_finds_no_more_hits(tmp_path, part):
         path = write_trace(tmp_path / "trace.jsonl", records)
         for convention in CONVENTIONS:
             settings = ReplaySettings(str(path), 1, trace_block_size=SIZE, convention=convention)
-            prompts, _ = read_prompts(settings)
-            reuse = record_reuse(prompts, SIZE)
+            prompts, _, key_bytes = read_prompts(settings)
+            reuse = record_reuse(prompts, SIZE, key_bytes)
             if reuse.num_distinct > 9:
                 continue
             curve = OptimumCurve(reuse)
