@@ -53,11 +53,17 @@ class PromptSizes:
     def __init__(self) -> None:
         self._numbers = array("q")
 
-    def __len__(self) -> int:
-        return len(self._numbers) // len(PromptSize._fields)
+    def __iter__(self) -> Iterator[tuple[int, int, int, int]]:
+        """Yield the numbers of each prompt, as in `PromptSize`."""
+        return zip(*[iter(self._numbers)] * 4, strict=True)
 
-    def __iter__(self) -> Iterator[PromptSize]:
-        return map(PromptSize._make, zip(*[iter(self._numbers)] * len(PromptSize._fields), strict=True))
+    def list_all(self, name: str) -> "array[int]":
+        """Return one of the numbers of all prompts."""
+        return self._numbers[PromptSize._fields.index(name) :: 4]
+
+    def count_totals(self) -> tuple[int, int]:
+        """Return the cacheable blocks and the prompt tokens of all prompts."""
+        return sum(self.list_all("num_cacheable")), sum(self.list_all("input_length"))
 
     def append(self, size: PromptSize) -> None:
         """Add the size of the next prompt."""
@@ -176,16 +182,12 @@ class Reuse:
         self._end = array("q")
 
     def __len__(self) -> int:
-        return len(self.sizes)
+        return len(self._first_piece) - 1
 
     @property
     def largest_request(self) -> int:
         """Blocks of the largest request: a pool of this capacity refuses none."""
-        return max((size.num_blocks for size in self.sizes), default=0)
-
-    def count_totals(self) -> tuple[int, int]:
-        """Return the cacheable blocks and the prompt tokens of all requests."""
-        return sum(size.num_cacheable for size in self.sizes), sum(size.input_length for size in self.sizes)
+        return max(self.sizes.list_all("num_blocks"), default=0)
 
     def append(self, size: PromptSize, pieces: Sequence[Piece]) -> None:
         """Add the next request."""
@@ -198,8 +200,8 @@ class Reuse:
         self.num_distinct += size.num_cacheable - num_known
         self.num_recomputed += max(0, num_known - size.max_hit)
 
-    def list_pieces(self) -> Iterator[tuple[PromptSize, list[Piece]]]:
-        """Yield each request's size and its pieces."""
+    def list_pieces(self) -> Iterator[tuple[tuple[int, int, int, int], list[Piece]]]:
+        """Yield each request's numbers, as in `PromptSize`, and its pieces."""
         pieces = zip(self._owner, self._end, strict=True)
         step = max(1, len(self) // 1000)
         for number, (size, (first, last)) in enumerate(
@@ -221,7 +223,8 @@ def admit(reuse: Reuse, capacity: int) -> Reuse:
     admitted.on_share = reuse.on_share
     number_of: list[int] = []  # -1 for a refused request
     pieces_of_refused: dict[int, list[Piece]] = {}
-    for number, (size, known) in enumerate(reuse.list_pieces()):
+    for number, (numbers, known) in enumerate(reuse.list_pieces()):
+        size = PromptSize(*numbers)
         pieces: list[Piece] = []
         start = 0
         for owner, end in known:

@@ -111,9 +111,10 @@ def read_prompts(
     group_recorders = [ReuseRecorder(block_size, key_bytes) for _ in range(NUM_GROUPS if finder else 0)]
     sizes = PromptSizes()
     first_ms, last_ms = float("inf"), 0.0
-    for prompt in read_prompt_keys(settings, trace, block_size, has_output=has_output):
-        if len(sizes) % _REQUESTS_BETWEEN_PROGRESS == 0:
-            on_progress(max(trace.position, len(sizes) / settings.limit if settings.limit else 0.0))
+    prompts = read_prompt_keys(settings, trace, block_size, has_output=has_output)
+    for number, prompt in enumerate(prompts):
+        if number % _REQUESTS_BETWEEN_PROGRESS == 0:
+            on_progress(max(trace.position, number / settings.limit if settings.limit else 0.0))
         first_ms, last_ms = min(first_ms, prompt.arrival_ms), max(last_ms, prompt.arrival_ms)
         sizes.append(prompt.size)
         if finder is not None and rate is not None:

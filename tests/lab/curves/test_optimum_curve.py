@@ -130,7 +130,7 @@ def test_optimum_in_the_pool_equals_the_curve(tmp_path, convention, seed):
     reuse = read_reuse(replace(settings, policy="lru"))
     curve = OptimumCurve(reuse)
     for capacity in random.Random(seed).sample(
-        range(min(size.num_blocks for size in reuse.sizes), reuse.num_distinct + 4), 5
+        range(min(reuse.sizes.list_all("num_blocks")), reuse.num_distinct + 4), 5
     ):
         report = run_replay(replace(settings, num_blocks=capacity))
         assert (report.blocks_hit, report.tokens_hit) == curve.count_hits(capacity)
