@@ -251,17 +251,24 @@ class ReplaySettings:
             )
         if self.policy != OPTIMUM:
             find_policy(self.policy, (OPTIMUM,))
-        elif (
-            self.clock != "instant"
-            or self.groups != "full"
-            or self.has_tiers
-            or self.keep_session_s
-            or self.keep_prefix_tokens
-        ):
+        elif (obstacle := self.find_optimum_obstacle()) is not None:
             raise InvalidArgumentError(
-                f"the cache policy {OPTIMUM} is optimal for the instant clock, full attention, no lower "
-                "tiers and no kept sessions or prefixes only; leave their defaults, or choose another policy"
+                f"no {OPTIMUM}: {obstacle}; leave the defaults, or choose another policy"
             )
+
+    def find_optimum_obstacle(self) -> str | None:
+        """Return why the optimum of these replays is not known, or None."""
+        if self.clock != "instant":
+            return (
+                "with the trace clock, running requests hold blocks; the optimum is known for one at a time"
+            )
+        if self.groups != "full":
+            return "the optimum is known for full attention only"
+        if self.has_tiers:
+            return "the optimum is known without lower tiers only"
+        if self.keep_session_s or self.keep_prefix_tokens:
+            return "the optimum is known without kept sessions and prefixes only"
+        return None
 
     def check_used(self, used: Container[str], reader: str, why: str) -> None:
         """Raise InvalidArgumentError if a setting of the replay or the engine is changed, and not in `used`.

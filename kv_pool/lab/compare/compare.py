@@ -130,7 +130,7 @@ def compare_policies(
         }
         trace, seed = traces[number], compared.settings.seed
         provenance = make_provenance(trace, digests[number], seed)
-        contradictions += find_contradictions(references, of_trace, provenance.trace)
+        contradictions += find_contradictions(compared, references, of_trace, provenance.trace)
         found.append(
             compare_trace(
                 compared, names, references, of_trace, provenance, settings.resamples, settings.seed

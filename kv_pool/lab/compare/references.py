@@ -10,10 +10,10 @@ from kv_pool.lab.compare.comparison import ComparedTrace
 from kv_pool.lab.compare.policy_run import Origin, pack
 from kv_pool.lab.curves.curve_report import CurveCounts
 from kv_pool.lab.curves.estimates import Estimates
-from kv_pool.lab.curves.reuse import ReuseRecorder, read_prompt_keys
+from kv_pool.lab.curves.reuse import ReuseRecorder, find_key_bytes, read_prompt_keys
 from kv_pool.lab.curves.sampling import UnitFinder
 from kv_pool.lab.report import InfiniteCache
-from kv_pool.lab.settings import ReplaySettings, find_block_size
+from kv_pool.lab.settings import find_block_size
 from kv_pool.lab.sweep import count_infinite_hits
 
 
@@ -64,21 +64,6 @@ class References(msgspec.Struct, frozen=True, tag="references"):
     points: tuple[OptimumPoint, ...]
 
 
-def find_obstacle(settings: ReplaySettings) -> str | None:
-    """Return why the optimum of these replays is not known, or None."""
-    if settings.clock != "instant":
-        return "with the trace clock, running requests hold blocks; the optimum is known for one at a time"
-    if settings.groups != "full":
-        return "the optimum is known for full attention only"
-    if settings.has_tiers:
-        return "the optimum is known without lower tiers only"
-    if settings.keep_session_s or settings.keep_prefix_tokens:
-        return "the optimum is known without kept sessions and prefixes only"
-    if settings.runs:
-        return "a pool that prefers runs evicts for other reasons, too"
-    return None
-
-
 def measure_references(compared: ComparedTrace, origin: Origin) -> References:
     """Read a trace once, and compute the curves. Raises TraceError and InvalidArgumentError."""
     origin.check_version()
@@ -90,9 +75,9 @@ def measure_references(compared: ComparedTrace, origin: Origin) -> References:
     numbers: dict[bytes, int] = {}
     unit_of = array("q")
     sizes: list[tuple[int, int]] = []
-    recorder = ReuseRecorder(block_size)
+    recorder = ReuseRecorder(block_size, find_key_bytes(trace, block_size))
     curves: Estimates | None = None
-    obstacle = find_obstacle(settings)
+    obstacle = settings.find_optimum_obstacle()
     for prompt in read_prompt_keys(settings, trace, block_size):
         unit_of.append(numbers.setdefault(finder.find(prompt), len(numbers)))
         sizes.append((prompt.size.num_cacheable, prompt.size.input_length))

@@ -35,7 +35,7 @@ class Estimates:
         self.optimum_blocks = "optimal" if is_optimal else "bound"
         self.optimum_tokens = "optimal" if is_optimal and self.optimum.has_optimal_tokens else "bound"
         self._reuse = reuse
-        self._totals = reuse.count_totals()
+        self._totals = reuse.sizes.count_totals()
         self._groups = [Estimates(group, rate=rate / NUM_GROUPS) for group in groups]
 
     def count_lru(self, capacity: int) -> CurveCounts:

@@ -24,7 +24,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from kv_pool.lab.curves.reuse import Piece, PromptSize, Reuse, admit
+from kv_pool.lab.curves.reuse import Piece, Reuse, admit
 
 
 class LruCurve:
@@ -45,7 +45,7 @@ class LruCurve:
     def __init__(self, reuse: Reuse, rate: float = 1.0) -> None:
         self._reuse = reuse
         self._rate = rate
-        self._sizes = np.unique([0, *(size.num_blocks for size in reuse.sizes)])
+        self._sizes = np.unique([0, *reuse.sizes.list_all("num_blocks")])
         self._passes: dict[int, _StepFunctions] = {}
 
     def count_hits(self, capacity: int) -> tuple[int, int]:
@@ -126,11 +126,12 @@ class LruStack:
         # Copies that no hit will touch: their request, position in it and threshold, in this order.
         self._copies: list[tuple[int, int, int]] = []
 
-    def access(self, number: int, size: PromptSize, pieces: list[Piece]) -> None:
+    def access(self, number: int, size: tuple[int, int, int, int], pieces: list[Piece]) -> None:
         """Count the hits of a request, and move its blocks to the top.
 
         Args:
             number: of the request, counted from 0.
+            size, pieces: as in `Reuse.list_pieces`.
         """
         num_cacheable, num_blocks, max_hit, input_length = size
         start = 0

@@ -65,7 +65,8 @@ def measure_curves(
     read_at = perf_counter()
     read.reuse.on_share = lambda share: notify("LRU", share)
     estimates = Estimates(read.reuse, read.groups, sample_rate or 1.0)
-    sizes = np.sort([size.num_blocks for size in read.sizes])
+    blocks_looked_up, tokens_in = read.sizes.count_totals()
+    sizes = np.sort(read.sizes.list_all("num_blocks"))
     largest = int(max(sizes, default=1))
     if capacities is None:
         capacities = choose_capacities(largest, estimates.lru.find_least_full_capacity())
@@ -89,8 +90,8 @@ def measure_curves(
         block_size=block_size,
         convention=settings.convention,
         requests=len(sizes),
-        blocks_looked_up=sum(size.num_cacheable for size in read.sizes),
-        tokens_in=sum(size.input_length for size in read.sizes),
+        blocks_looked_up=blocks_looked_up,
+        tokens_in=tokens_in,
         largest_request=largest,
         optimum_blocks=estimates.optimum_blocks,
         optimum_tokens=estimates.optimum_tokens,

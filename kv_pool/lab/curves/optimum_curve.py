@@ -18,7 +18,7 @@ Frontiers, 2017), for one capacity and for intervals of many blocks.
 
 from array import array
 
-from kv_pool.lab.curves.reuse import Piece, PromptSize, Reuse, admit
+from kv_pool.lab.curves.reuse import Piece, Reuse, admit
 
 
 class OptimumCurve:
@@ -44,7 +44,9 @@ class OptimumCurve:
         self._rate = rate
         self._passes: dict[int, tuple[int, int]] = {}
         block_size = reuse.block_size
-        self.has_optimal_tokens = all(size.max_hit * block_size <= size.input_length for size in reuse.sizes)
+        self.has_optimal_tokens = all(
+            max_hit * block_size <= input_length for _, _, max_hit, input_length in reuse.sizes
+        )
         self.is_prefix_closed = not reuse.num_recomputed
 
     def count_hits(self, capacity: int) -> tuple[int, int]:
@@ -67,7 +69,9 @@ class OptimumCurve:
         if len(admitted) == len(self._reuse):
             return admitted
         left = iter(admitted)
-        return array("q", [next(left) if size.num_blocks <= capacity else 0 for size in self._reuse.sizes])
+        return array(
+            "q", [next(left) if size <= capacity else 0 for size in self._reuse.sizes.list_all("num_blocks")]
+        )
 
     def bound_tokens(self, capacity: int) -> int:
         """Return an upper bound of the token hits: the most possible if `has_optimal_tokens`."""
@@ -84,10 +88,12 @@ class OptimumCurve:
         block_size = reuse.block_size
         num_tokens = 0
         hits = array("q")
-        for number, (size, pieces) in enumerate(reuse.list_pieces()):
-            num_kept_across = round((capacity - size.num_blocks) * self._rate)
-            hits.append(one_pass.access(number, num_kept_across, size, pieces))
-            num_tokens += min(hits[-1] * block_size, size.input_length)
+        for number, ((num_cacheable, num_blocks, max_hit, input_length), pieces) in enumerate(
+            reuse.list_pieces()
+        ):
+            num_kept_across = round((capacity - num_blocks) * self._rate)
+            hits.append(one_pass.access(number, num_kept_across, num_cacheable, max_hit, pieces))
+            num_tokens += min(hits[-1] * block_size, input_length)
         self._passes[capacity] = sum(hits), num_tokens
         return hits
 
@@ -105,18 +111,21 @@ class _OptimumPass:
         self._grown = [0] * (num_requests + 1)
         self._before = list(range(num_requests + 1))  # an entry at or before this one that may not be empty
 
-    def access(self, number: int, num_kept_across: int, size: PromptSize, pieces: list[Piece]) -> int:
+    def access(
+        self, number: int, num_kept_across: int, num_cacheable: int, max_hit: int, pieces: list[Piece]
+    ) -> int:
         """Return the number of blocks of a request that are hits, from its head.
 
         Args:
             number: of the request, counted from 0.
             num_kept_across: blocks that the pool can keep for later while the request runs: the capacity
                 without all blocks of the request.
+            num_cacheable, max_hit: as in `PromptSize`.
         """
         start = 0
         for owner, end in pieces:
             # The first pieces are the shortest intervals, so a parent is kept in preference to its children.
-            wanted = min(end, size.max_hit) - start
+            wanted = min(end, max_hit) - start
             if wanted <= 0:
                 break
             kept = self._remove(owner + 1, wanted)
@@ -124,8 +133,8 @@ class _OptimumPass:
             if kept < wanted:
                 break
         self._remove(number, self._free - num_kept_across)
-        self._grown[number + 1] = size.num_cacheable
-        self._free += size.num_cacheable
+        self._grown[number + 1] = num_cacheable
+        self._free += num_cacheable
         return start
 
     def _remove(self, entry: int, wanted: int) -> int:

@@ -27,7 +27,7 @@ from kv_pool.lab.settings import ReplaySettings
 from kv_pool.lab.trace import Trace
 from kv_pool.threads import Workers
 
-KEY_BYTES = 16
+_ID_BYTES = 8
 _UNKNOWN = np.uint64(1 << 63)
 
 
@@ -47,13 +47,36 @@ class PromptSize(NamedTuple):
     input_length: int
 
 
+class PromptSizes:
+    """The sizes of prompts, in 32 bytes each."""
+
+    def __init__(self) -> None:
+        self._numbers = array("q")
+
+    def __iter__(self) -> Iterator[tuple[int, int, int, int]]:
+        """Yield the numbers of each prompt, as in `PromptSize`."""
+        return zip(*[iter(self._numbers)] * 4, strict=True)
+
+    def list_all(self, name: str) -> "array[int]":
+        """Return one of the numbers of all prompts."""
+        return self._numbers[PromptSize._fields.index(name) :: 4]
+
+    def count_totals(self) -> tuple[int, int]:
+        """Return the cacheable blocks and the prompt tokens of all prompts."""
+        return sum(self.list_all("num_cacheable")), sum(self.list_all("input_length"))
+
+    def append(self, size: PromptSize) -> None:
+        """Add the size of the next prompt."""
+        self._numbers.extend(size)
+
+
 @dataclass(slots=True)
 class PromptKeys:
     """The cacheable blocks of one prompt.
 
     Attributes:
-        keys: one key of `KEY_BYTES` for each cacheable block of the prompt, head first. Equal keys are equal
-            prefixes.
+        keys: one key of `find_key_bytes` for each cacheable block of the prompt, head first. Equal keys are
+            equal prefixes.
         size: its numbers.
         arrival_ms: milliseconds since the trace's first request.
         line: the request's line in the trace, from 1.
@@ -67,6 +90,11 @@ class PromptKeys:
     session_id: str | None
 
 
+def find_key_bytes(trace: Trace, block_size: int) -> int:
+    """Return the width of the keys of this trace in bytes."""
+    return _ID_BYTES if trace.block_size and block_size % trace.block_size == 0 else 2 * _ID_BYTES
+
+
 def read_prompt_keys(
     settings: ReplaySettings, trace: Trace, block_size: int, *, has_output: bool = False
 ) -> Iterator[PromptKeys]:
@@ -78,10 +106,11 @@ def read_prompt_keys(
         TraceError: the trace cannot be read.
     """
     hasher = BlockHasher("xxh3_128", settings.seed, block_size)
+    key_bytes = find_key_bytes(trace, block_size)
     for traced in islice(trace, settings.limit):
         num_tokens = traced.input_length
         if traced.hash_ids is None or trace.block_size is None:
-            keys = b"".join(hasher.hash_blocks(traced.token_ids or []))
+            keys = b"".join(one[:key_bytes] for one in hasher.hash_blocks(traced.token_ids or []))
         else:
             if settings.convention.startswith("ids_as_blocks"):
                 num_tokens = len(traced.hash_ids) * trace.block_size
@@ -102,13 +131,12 @@ def read_prompt_keys(
 def _pack_ids(ids: list[int], id_tokens: int, block_size: int, num_blocks: int, line: int) -> bytes:
     """Return the keys of the first blocks of a prompt of hash ids, as in `hash_ids_to_block_hashes`.
 
-    A key is the id of the trace's block in which the block ends, and the number of blocks that end in it
-    before. Full blocks after the last id have unknown content; each has a key of its own.
+    A key is the id of the trace's block in which the block ends, and, where several may end in it, the number
+    of those before. Full blocks after the last id have unknown content; each has a key of its own.
     """
-    if block_size == id_tokens and num_blocks <= len(ids):  # the usual case, much faster without NumPy
-        pairs = array("Q", bytes(KEY_BYTES * num_blocks))
-        pairs[::2] = array("Q", ids if num_blocks == len(ids) else ids[:num_blocks])
-        return pairs.tobytes()
+    if block_size % id_tokens == 0:
+        ids_per_block = block_size // id_tokens
+        return array("Q", ids[ids_per_block - 1 :: ids_per_block][:num_blocks]).tobytes()
     keys = np.empty((num_blocks, 2), dtype=np.uint64)
     num_known = min(num_blocks, len(ids) * id_tokens // block_size)
     last_tokens = np.arange(1, num_known + 1) * block_size - 1
@@ -146,7 +174,7 @@ class Reuse:
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self.on_share: Callable[[float], object] = lambda share: None
-        self.sizes: list[PromptSize] = []
+        self.sizes = PromptSizes()
         self.num_distinct = 0
         self.num_recomputed = 0
         self._first_piece = array("q", [0])  # of each request; one more entry than requests
@@ -154,16 +182,12 @@ class Reuse:
         self._end = array("q")
 
     def __len__(self) -> int:
-        return len(self.sizes)
+        return len(self._first_piece) - 1
 
     @property
     def largest_request(self) -> int:
         """Blocks of the largest request: a pool of this capacity refuses none."""
-        return max((size.num_blocks for size in self.sizes), default=0)
-
-    def count_totals(self) -> tuple[int, int]:
-        """Return the cacheable blocks and the prompt tokens of all requests."""
-        return sum(size.num_cacheable for size in self.sizes), sum(size.input_length for size in self.sizes)
+        return max(self.sizes.list_all("num_blocks"), default=0)
 
     def append(self, size: PromptSize, pieces: Sequence[Piece]) -> None:
         """Add the next request."""
@@ -176,14 +200,16 @@ class Reuse:
         self.num_distinct += size.num_cacheable - num_known
         self.num_recomputed += max(0, num_known - size.max_hit)
 
-    def list_pieces(self) -> Iterator[tuple[PromptSize, list[Piece]]]:
-        """Yield each request's size and its pieces."""
-        pieces = list(zip(self._owner, self._end, strict=True))
+    def list_pieces(self) -> Iterator[tuple[tuple[int, int, int, int], list[Piece]]]:
+        """Yield each request's numbers, as in `PromptSize`, and its pieces."""
+        pieces = zip(self._owner, self._end, strict=True)
         step = max(1, len(self) // 1000)
-        for number, (first, last) in enumerate(pairwise(self._first_piece)):
+        for number, (size, (first, last)) in enumerate(
+            zip(self.sizes, pairwise(self._first_piece), strict=True)
+        ):
             if number % step == 0:
                 self.on_share(number / len(self))
-            yield self.sizes[number], pieces[first:last]
+            yield size, list(islice(pieces, last - first))
 
 
 def admit(reuse: Reuse, capacity: int) -> Reuse:
@@ -197,7 +223,8 @@ def admit(reuse: Reuse, capacity: int) -> Reuse:
     admitted.on_share = reuse.on_share
     number_of: list[int] = []  # -1 for a refused request
     pieces_of_refused: dict[int, list[Piece]] = {}
-    for number, (size, known) in enumerate(reuse.list_pieces()):
+    for number, (numbers, known) in enumerate(reuse.list_pieces()):
+        size = PromptSize(*numbers)
         pieces: list[Piece] = []
         start = 0
         for owner, end in known:
@@ -240,40 +267,42 @@ class ReuseRecorder:
 
     Args:
         block_size: tokens per block.
+        key_bytes: width of the prompts' keys.
 
     Cost: one comparison of memory per prompt, and memory for one key per distinct block.
     """
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, key_bytes: int) -> None:
+        self._key_bytes = key_bytes
         self._reuse = Reuse(block_size)
         self._rests: dict[bytes, _Rest] = {}  # by their first key
         self._new_keys: list[bytes] = []
 
     def add(self, prompt: PromptKeys) -> None:
         """Add the next prompt of the trace. Raises TraceError if a key has another position than before."""
-        rests, keys = self._rests, prompt.keys
+        rests, keys, key_bytes = self._rests, prompt.keys, self._key_bytes
         pieces: list[Piece] = []
         place = 0
         while place < len(keys):
-            rest = rests.pop(keys[place : place + KEY_BYTES], None)
+            rest = rests.pop(keys[place : place + key_bytes], None)
             if rest is None:
                 break
-            if rest.start * KEY_BYTES != place:
+            if rest.start * key_bytes != place:
                 raise TraceError(
-                    f"line {prompt.line}: block {place // KEY_BYTES} of the prompt has the id of a block "
+                    f"line {prompt.line}: block {place // key_bytes} of the prompt has the id of a block "
                     f"with another prefix; {_NEEDED}"
                 )
-            num_equal = _count_equal(keys, place, rest.keys)
+            num_equal = _count_equal(keys, place, rest.keys, key_bytes)
             place += num_equal
-            pieces.append((rest.owner, place // KEY_BYTES))
+            pieces.append((rest.owner, place // key_bytes))
             if num_equal < len(rest.keys):
-                rest.start = place // KEY_BYTES
+                rest.start = place // key_bytes
                 rest.keys = rest.keys[num_equal:]
-                rests[rest.keys[:KEY_BYTES]] = rest
+                rests[rest.keys[:key_bytes]] = rest
         if place < len(keys):
             self._new_keys.append(keys[place:] if place else keys)
         if keys:
-            rests[keys[:KEY_BYTES]] = _Rest(len(self._reuse), 0, keys)
+            rests[keys[:key_bytes]] = _Rest(len(self._reuse), 0, keys)
         self._reuse.append(prompt.size, pieces)
 
     def finish(self) -> Reuse:
@@ -286,26 +315,27 @@ class ReuseRecorder:
         # In another thread: a signal such as Ctrl-C would wait for the sort, of seconds for a long trace.
         workers = Workers("kv_pool curve", 1)
         try:
-            counted = workers.submit(partial(_count_distinct, self._new_keys))
+            counted = workers.submit(partial(_count_distinct, self._new_keys, self._key_bytes))
             num_distinct = counted.result()
         finally:
             workers.stop()
-        if num_distinct != sum(map(len, self._new_keys)) // KEY_BYTES:
+        if num_distinct != sum(map(len, self._new_keys)) // self._key_bytes:
             raise TraceError(f"a block occurs after two different prefixes, or twice in a prompt; {_NEEDED}")
         return self._reuse
 
 
-def _count_equal(keys: bytes, place: int, other: bytes) -> int:
+def _count_equal(keys: bytes, place: int, other: bytes, key_bytes: int) -> int:
     """Return the bytes of the whole keys in which `keys[place:]` and `other` agree from the start."""
     if keys.startswith(other, place):
         return len(other)
     most = min(len(other), len(keys) - place)
     differ = np.frombuffer(keys, np.uint8, most, place) != np.frombuffer(other, np.uint8, most)
     num_equal = int(differ.argmax()) if differ.any() else most
-    return num_equal // KEY_BYTES * KEY_BYTES
+    return num_equal // key_bytes * key_bytes
 
 
-def _count_distinct(new_keys: list[bytes]) -> int:
-    pairs = np.frombuffer(b"".join(new_keys), dtype=np.uint64).reshape(-1, 2)
-    pairs = pairs[np.lexsort(pairs.T)]
-    return len(pairs) and 1 + int(np.count_nonzero((pairs[1:] != pairs[:-1]).any(axis=1)))
+def _count_distinct(new_keys: list[bytes], key_bytes: int) -> int:
+    keys = np.frombuffer(b"".join(new_keys), dtype=np.uint64).reshape(-1, key_bytes // _ID_BYTES)
+    # Much faster in one column; np.unique, which hashes since NumPy 2.3, takes ten times as long.
+    keys = np.sort(keys, axis=0) if key_bytes == _ID_BYTES else keys[np.lexsort(keys.T)]
+    return len(keys) and 1 + int(np.count_nonzero((keys[1:] != keys[:-1]).any(axis=1)))

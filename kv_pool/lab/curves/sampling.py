@@ -11,7 +11,14 @@ from os.path import commonprefix
 import xxhash
 
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.lab.curves.reuse import KEY_BYTES, PromptKeys, PromptSize, Reuse, ReuseRecorder, read_prompt_keys
+from kv_pool.lab.curves.reuse import (
+    PromptKeys,
+    PromptSizes,
+    Reuse,
+    ReuseRecorder,
+    find_key_bytes,
+    read_prompt_keys,
+)
 from kv_pool.lab.settings import ReplaySettings
 from kv_pool.lab.trace import Trace
 
@@ -37,11 +44,9 @@ class UnitFinder:
         first = list(islice(read_prompt_keys(settings, trace, block_size), _REQUESTS_TO_CHOOSE_UNIT))
         self.unit = "session" if all(prompt.session_id is not None for prompt in first) else "root"
         # The root comes after the blocks that all these prompts begin with.
-        num_common = len(commonprefix([prompt.keys for prompt in first])) // KEY_BYTES  # noqa: RUF071, no paths
-        # Without the zeros behind an id: samples depend on these bytes, and are to stay as they are.
-        is_id = trace.block_size is not None and block_size % trace.block_size == 0
-        width = KEY_BYTES // 2 if is_id else KEY_BYTES
-        self._root = slice(num_common * KEY_BYTES, num_common * KEY_BYTES + width)
+        key_bytes = find_key_bytes(trace, block_size)
+        num_common = len(commonprefix([prompt.keys for prompt in first])) // key_bytes  # noqa: RUF071, no paths
+        self._root = slice(num_common * key_bytes, (num_common + 1) * key_bytes)
 
     def find(self, prompt: PromptKeys) -> bytes:
         """Return the session or the root of a prompt; empty if it has none."""
@@ -62,7 +67,7 @@ class ReadPrompts:
         span_ms: time from the first to the last arrival.
     """
 
-    sizes: list[PromptSize]
+    sizes: PromptSizes
     reuse: Reuse
     groups: list[Reuse]
     unit: str | None
@@ -101,13 +106,15 @@ def read_prompts(
     if rate is not None and not 0 < rate < 1:
         raise InvalidArgumentError(f"the sample's rate is {rate}; it must be above 0 and below 1")
     finder = None if rate is None else UnitFinder(settings, trace, block_size)
-    recorder = ReuseRecorder(block_size)
-    group_recorders = [ReuseRecorder(block_size) for _ in range(NUM_GROUPS if finder else 0)]
-    sizes: list[PromptSize] = []
+    key_bytes = find_key_bytes(trace, block_size)
+    recorder = ReuseRecorder(block_size, key_bytes)
+    group_recorders = [ReuseRecorder(block_size, key_bytes) for _ in range(NUM_GROUPS if finder else 0)]
+    sizes = PromptSizes()
     first_ms, last_ms = float("inf"), 0.0
-    for prompt in read_prompt_keys(settings, trace, block_size, has_output=has_output):
-        if len(sizes) % _REQUESTS_BETWEEN_PROGRESS == 0:
-            on_progress(max(trace.position, len(sizes) / settings.limit if settings.limit else 0.0))
+    prompts = read_prompt_keys(settings, trace, block_size, has_output=has_output)
+    for number, prompt in enumerate(prompts):
+        if number % _REQUESTS_BETWEEN_PROGRESS == 0:
+            on_progress(max(trace.position, number / settings.limit if settings.limit else 0.0))
         first_ms, last_ms = min(first_ms, prompt.arrival_ms), max(last_ms, prompt.arrival_ms)
         sizes.append(prompt.size)
         if finder is not None and rate is not None:

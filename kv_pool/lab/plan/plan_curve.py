@@ -68,7 +68,7 @@ class PlanCurve:
         reuse = read.reuse
         reuse.on_share = lambda share: notify((1 + share) / 2)
         self.requests = len(reuse)
-        self._num_cacheable, self.tokens_in = reuse.count_totals()
+        self._num_cacheable, self.tokens_in = reuse.sizes.count_totals()
         self.block_size = block_size
         self.block_bytes = model.count_block_bytes(block_size)
         span_ms = read.span_ms / (settings.rates.speedup if has_output else 1.0)

@@ -50,8 +50,9 @@ def strip_times(comparison):
     return found
 
 
-def test_rows_equal_single_replays(traces):
-    settings = make_settings(traces, ["s3fifo", "flat:sieve"])
+@pytest.mark.parametrize("runs", [False, True])
+def test_rows_equal_single_replays(traces, runs):
+    settings = make_settings(traces, ["s3fifo", "flat:sieve"], runs=runs)
     found = compare_policies(settings, CountingExecutor())
     for compared, of_trace in zip(settings.traces, found.traces, strict=True):
         names = [(row.policy, row.num_blocks) for row in of_trace.rows]

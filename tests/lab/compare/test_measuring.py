@@ -170,10 +170,11 @@ def test_failed_runs_have_no_results():
 def test_policies_above_the_optimum_are_contradictions():
     sizes, units, lru, best = [10, 10], [0, 1], [1, 2], [4, 5]
     references = make_references(sizes, units, best, lru)
+    compared = make_settings(["trace"], [], [5]).traces[0]
     fine = {("lru", 5): make_run(lru, sizes), ("new", 5): make_run(best, sizes), ("x", 5): Failure("E", "")}
-    assert find_contradictions(references, fine, "trace") == []
+    assert find_contradictions(compared, references, fine, "trace") == []
     wrong = {("lru", 5): make_run([1, 1], sizes), ("new", 5): make_run([5, 5], sizes)}
-    first, second = find_contradictions(references, wrong, "trace")
+    first, second = find_contradictions(compared, references, wrong, "trace")
     assert first.startswith(
         "trace: lru at 5 blocks has 2 block hits and 20 token hits in the replay, 3 and 30"
     )

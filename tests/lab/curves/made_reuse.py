@@ -4,20 +4,21 @@ import random
 
 from lab.made_trace import record
 
-from kv_pool.lab.curves.reuse import ReuseRecorder, read_prompt_keys
+from kv_pool.lab.curves.reuse import ReuseRecorder, find_key_bytes, read_prompt_keys
 from kv_pool.lab.settings import find_block_size
 
 
 def read_prompts(settings):
-    """Return the prompts of a trace and the block size."""
+    """Return the prompts of a trace, the block size and the width of a key."""
     trace = settings.open_trace()
     block_size = find_block_size(settings.block_size, trace)
-    return list(read_prompt_keys(settings, trace, block_size)), block_size
+    prompts = list(read_prompt_keys(settings, trace, block_size))
+    return prompts, block_size, find_key_bytes(trace, block_size)
 
 
-def record_reuse(prompts, block_size):
+def record_reuse(prompts, block_size, key_bytes):
     """Return the pieces of these prompts."""
-    recorder = ReuseRecorder(block_size)
+    recorder = ReuseRecorder(block_size, key_bytes)
     for prompt in prompts:
         recorder.add(prompt)
     return recorder.finish()

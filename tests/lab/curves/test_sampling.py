@@ -48,7 +48,7 @@ def test_all_or_no_prompts_of_a_conversation_are_sampled(tmp_path, with_sessions
     assert finder.unit == ("session" if with_sessions else "root")
     groups_of = {}
     for prompt in read_prompts(settings)[0]:
-        conversation = prompt.keys[32:48]  # the first block after the system prompt of two blocks
+        conversation = prompt.keys[16:24]  # the first block after the system prompt of two blocks
         groups_of.setdefault(conversation, set()).add(find_group(finder.find(prompt), 0.25))
     assert len(groups_of) == 200
     assert all(len(groups) == 1 for groups in groups_of.values())
