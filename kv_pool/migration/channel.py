@@ -140,4 +140,4 @@ class Bulk:
 
 
 SendBlocks = Callable[[Channel, TransferId, Sequence[BlockId]], object]
-"""Sends the bytes of leased blocks to one reader of a backend; made by `TransferBackend.make_sender`."""
+"""Sends the bytes of leased blocks to one reader of a backend; made by `BulkBackend.make_sender`."""

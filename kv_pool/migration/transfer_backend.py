@@ -152,7 +152,7 @@ class BulkBackend(TransferBackend):
         """
 
     def connect(self, peer_name: NodeName, timeout_s: float) -> Bulk:
-        """Connect to the backend of this name at a peer. Raises PeerUnavailableError."""
+        """Connect to the backend of this name at a peer. Raises the errors of `PeerLinks.connect_bulk`."""
         return self.connect_bulk(peer_name, OpenBulk(self.name, self.describe()), timeout_s)
 
 

@@ -106,7 +106,7 @@ class TcpReader(BulkReader):
         size = count_piece_blocks(self.storage)
         for start in range(0, len(targets), size):
             some = targets[start : start + size]
-            channel.receive(self._window.list_target_views(some), deadline)
+            channel.receive(self._window.list_views(some), deadline)
             self._window.write_in(some)
 
 
@@ -171,18 +171,17 @@ class BlockWindow:
 
     def read_out(self, block_ids: IntArray) -> list[memoryview]:
         """Return views of the bytes of these blocks, in wire order."""
-        if self._buffer is None:
-            return self._spans.list_views(block_ids)
-        places = np.arange(len(block_ids), dtype=np.int64)
-        self._storage.copy_to(self._buffer, np.stack([block_ids, places], axis=1))
-        return self._spans.list_views(places)
+        if self._buffer is not None:
+            places = np.arange(len(block_ids), dtype=np.int64)
+            self._storage.copy_to(self._buffer, np.stack([block_ids, places], axis=1))
+        return self.list_views(block_ids)
 
-    def list_target_views(self, block_ids: IntArray) -> list[memoryview]:
+    def list_views(self, block_ids: IntArray) -> list[memoryview]:
         """Return views to receive the bytes of these blocks into, in wire order; then call `write_in`."""
         return self._spans.list_views(block_ids if self._buffer is None else np.arange(len(block_ids)))
 
     def write_in(self, block_ids: IntArray) -> None:
-        """Complete a receive: the views of `list_target_views` are full; on return the blocks have them."""
+        """Complete a receive: the views of `list_views` are full; on return the blocks have them."""
         if self._buffer is not None:
             places = np.arange(len(block_ids), dtype=np.int64)
             self._buffer.copy_to(self._storage, np.stack([places, block_ids], axis=1))
