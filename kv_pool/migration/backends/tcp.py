@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 import numpy as np
@@ -13,10 +13,13 @@ import numpy as np
 from kv_pool.errors import InvalidArgumentError, MigrationError, PeerUnavailableError, StaleTransferError
 from kv_pool.foreign_bytes import UNDECODABLE
 from kv_pool.ids import BlockId, NodeName, TransferId
-from kv_pool.migration.channel import Bulk, Channel, SendBlocks
+from kv_pool.migration.channel import Channel, SendBlocks
 from kv_pool.migration.transfer_backend import BlockReader, BulkBackend, BulkReader
 from kv_pool.storage.block_storage import BlockStorage, make_host_buffer
 from kv_pool.storage.segments import IntArray, SegmentTable, make_block_ids, split_alike
+
+if TYPE_CHECKING:
+    from kv_pool.migration.remote_calls import Bulk
 
 # The source checks the lease between two pieces, about every ten milliseconds. Smaller pieces cost
 # throughput: no bytes are copied during the check.
