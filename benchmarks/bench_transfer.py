@@ -34,9 +34,8 @@ from kv_pool.migration.addresses import bind_listener, connect_to, format_addres
 from kv_pool.migration.backends.in_process import InProcessBackend
 from kv_pool.migration.backends.tcp import TcpBackend
 from kv_pool.migration.bulk_listener import BulkListener
-from kv_pool.migration.channel import Bulk
 from kv_pool.migration.messages import Cancelled, OpenBulk
-from kv_pool.migration.remote_calls import CallServer, RemoteCalls
+from kv_pool.migration.remote_calls import Bulk, CallServer, RemoteCalls
 from kv_pool.migration.transfer_backend import BlockReader, BulkBackend, ConnectBulk, TransferBackend
 from kv_pool.storage import KVStorage
 from kv_pool.storage.checksums import checksum_blocks

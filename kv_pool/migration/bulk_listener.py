@@ -62,7 +62,7 @@ class BulkListener:
     belongs to the node that it was given to. Anything else closes the connection, and so does a failed read.
 
     Args:
-        senders: by backend name, `TransferBackend.make_sender`.
+        senders: by backend name, `BulkBackend.make_sender`.
         port: 0 selects a free port.
 
     At most `MAX_READERS` readers are admitted. A connection without a ticket is closed after `TICKET_S`, and
@@ -110,7 +110,7 @@ class BulkListener:
         Raises:
             MigrationError: this node has no such backend that sends blocks.
             PeerUnavailableError: `MAX_READERS` readers are admitted.
-            Errors of `TransferBackend.make_sender`.
+            Errors of `BulkBackend.make_sender`.
         """
         make_sender = self._senders.get(message.backend)
         if make_sender is None:

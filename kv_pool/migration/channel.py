@@ -1,4 +1,4 @@
-"""`Channel`: the raw bytes of blocks over a connection between two backends; `Bulk`: its reader's end.
+"""`Channel`: the raw bytes of blocks over a connection between two backends.
 
 A channel carries nothing else. Every message about it is an encrypted call to the source:
 
@@ -16,14 +16,9 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from kv_pool.errors import PeerUnavailableError
 from kv_pool.ids import BlockId, TransferId
-
-if TYPE_CHECKING:
-    from kv_pool.migration.remote_calls import RemoteCalls
 
 _TIMEVAL = struct.Struct("@ll")
 _MAX_BUFFERS = 1024  # limit of one sendmsg or recvmsg on Linux and macOS (IOV_MAX)
@@ -126,18 +121,5 @@ class Channel:
         )
 
 
-@dataclass(frozen=True)
-class Bulk:
-    """The reader's end of an open connection for bytes of blocks.
-
-    Attributes:
-        calls: to the source, which asks it for bytes.
-    """
-
-    channel: Channel
-    ticket: bytes
-    calls: RemoteCalls
-
-
 SendBlocks = Callable[[Channel, TransferId, Sequence[BlockId]], object]
-"""Sends the bytes of leased blocks to one reader of a backend; made by `TransferBackend.make_sender`."""
+"""Sends the bytes of leased blocks to one reader of a backend; made by `BulkBackend.make_sender`."""

@@ -13,7 +13,6 @@ import msgspec
 from kv_pool.errors import InvalidArgumentError, MissingDependencyError, PeerUnavailableError
 from kv_pool.ids import NodeName
 from kv_pool.migration.addresses import parse_address
-from kv_pool.migration.channel import Bulk
 from kv_pool.migration.messages import (
     AnnounceNode,
     Answer,
@@ -28,7 +27,7 @@ from kv_pool.migration.messages import (
 from kv_pool.migration.transfer_backend import BlockReader, TransferBackend
 
 if TYPE_CHECKING:
-    from kv_pool.migration.remote_calls import RemoteCalls
+    from kv_pool.migration.remote_calls import Bulk, RemoteCalls
 
 _SHOWN_NAMES = 10
 _MAX_IDLE_READERS = 4

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from functools import partial
 
 from kv_pool.closing import Running
@@ -24,7 +25,7 @@ from kv_pool.events.sockets import zmq
 from kv_pool.ids import NodeName
 from kv_pool.migration import addresses, messages
 from kv_pool.migration.bulk_listener import MAX_READERS, BulkListener
-from kv_pool.migration.channel import Bulk, Channel
+from kv_pool.migration.channel import Channel
 from kv_pool.migration.secret import derive_curve_pair
 from kv_pool.threads import Workers, start_thread
 
@@ -163,6 +164,19 @@ class RemoteCalls:
     def _check_open(self) -> None:
         if self.is_closed:
             raise PeerUnavailableError(f"{self.address}: these calls were closed")
+
+
+@dataclass(frozen=True)
+class Bulk:
+    """The reader's end of an open connection for bytes of blocks.
+
+    Attributes:
+        calls: to the source, which asks it for bytes.
+    """
+
+    channel: Channel
+    ticket: bytes
+    calls: RemoteCalls
 
 
 class _Connection:

@@ -9,7 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -21,10 +21,13 @@ from kv_pool.errors import (
     TransferFailedError,
 )
 from kv_pool.ids import BlockId, NodeName, TransferId
-from kv_pool.migration.channel import Bulk, Channel, SendBlocks
+from kv_pool.migration.channel import Channel, SendBlocks
 from kv_pool.migration.messages import Acknowledged, OpenBulk, ReadBlocks, as_reply
 from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.storage.segments import IntArray, find_runs, make_block_ids
+
+if TYPE_CHECKING:
+    from kv_pool.migration.remote_calls import Bulk
 
 _REASON_S = 1.0
 
@@ -32,7 +35,7 @@ CheckLeased = Callable[[TransferId, Sequence[BlockId]], object]
 """Raises StaleTransferError unless the transfer of this id leases all these blocks, as they were offered."""
 
 
-ConnectBulk = Callable[[NodeName, OpenBulk, float], Bulk]
+ConnectBulk = Callable[[NodeName, OpenBulk, float], "Bulk"]
 """Opens a connection to a backend of a node, within some seconds: `PeerLinks.connect_bulk`."""
 
 
@@ -152,7 +155,7 @@ class BulkBackend(TransferBackend):
         """
 
     def connect(self, peer_name: NodeName, timeout_s: float) -> Bulk:
-        """Connect to the backend of this name at a peer. Raises PeerUnavailableError."""
+        """Connect to the backend of this name at a peer. Raises the errors of `PeerLinks.connect_bulk`."""
         return self.connect_bulk(peer_name, OpenBulk(self.name, self.describe()), timeout_s)
 
 

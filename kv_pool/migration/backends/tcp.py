@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 import numpy as np
@@ -13,10 +13,13 @@ import numpy as np
 from kv_pool.errors import InvalidArgumentError, MigrationError, PeerUnavailableError, StaleTransferError
 from kv_pool.foreign_bytes import UNDECODABLE
 from kv_pool.ids import BlockId, NodeName, TransferId
-from kv_pool.migration.channel import Bulk, Channel, SendBlocks
+from kv_pool.migration.channel import Channel, SendBlocks
 from kv_pool.migration.transfer_backend import BlockReader, BulkBackend, BulkReader
 from kv_pool.storage.block_storage import BlockStorage, make_host_buffer
 from kv_pool.storage.segments import IntArray, SegmentTable, make_block_ids, split_alike
+
+if TYPE_CHECKING:
+    from kv_pool.migration.remote_calls import Bulk
 
 # The source checks the lease between two pieces, about every ten milliseconds. Smaller pieces cost
 # throughput: no bytes are copied during the check.
@@ -106,7 +109,7 @@ class TcpReader(BulkReader):
         size = count_piece_blocks(self.storage)
         for start in range(0, len(targets), size):
             some = targets[start : start + size]
-            channel.receive(self._window.list_target_views(some), deadline)
+            channel.receive(self._window.list_views(some), deadline)
             self._window.write_in(some)
 
 
@@ -171,18 +174,17 @@ class BlockWindow:
 
     def read_out(self, block_ids: IntArray) -> list[memoryview]:
         """Return views of the bytes of these blocks, in wire order."""
-        if self._buffer is None:
-            return self._spans.list_views(block_ids)
-        places = np.arange(len(block_ids), dtype=np.int64)
-        self._storage.copy_to(self._buffer, np.stack([block_ids, places], axis=1))
-        return self._spans.list_views(places)
+        if self._buffer is not None:
+            places = np.arange(len(block_ids), dtype=np.int64)
+            self._storage.copy_to(self._buffer, np.stack([block_ids, places], axis=1))
+        return self.list_views(block_ids)
 
-    def list_target_views(self, block_ids: IntArray) -> list[memoryview]:
+    def list_views(self, block_ids: IntArray) -> list[memoryview]:
         """Return views to receive the bytes of these blocks into, in wire order; then call `write_in`."""
         return self._spans.list_views(block_ids if self._buffer is None else np.arange(len(block_ids)))
 
     def write_in(self, block_ids: IntArray) -> None:
-        """Complete a receive: the views of `list_target_views` are full; on return the blocks have them."""
+        """Complete a receive: the views of `list_views` are full; on return the blocks have them."""
         if self._buffer is not None:
             places = np.arange(len(block_ids), dtype=np.int64)
             self._buffer.copy_to(self._storage, np.stack([places, block_ids], axis=1))

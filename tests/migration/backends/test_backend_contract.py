@@ -183,6 +183,7 @@ def test_closed_and_unattached_backends_serve_nothing(kind, make_link):
     link.source_backend.check_leased = type(link.source_backend)(link.source).check_leased
     with pytest.raises(StaleTransferError, match="not attached to a node"):
         other.read(TRANSFER_ID, [1], [1], soon())
+    link.source_backend.check_leased = link._check_leased
     link.source_backend.close()
     with pytest.raises(MigrationError):
         reader.read(TRANSFER_ID, [1], [1], soon())
