@@ -75,7 +75,6 @@ class SampledStack:
         Returns:
             The ranks that these blocks had, that of `last` first.
         """
-        is_top = last.stamp >> _STAMP_BITS == self._num_accesses and self._is_deepest(last)
         order = self.order
         num_blocks: i64 = len(order)
         moved: list[SampledBlock] = []
@@ -84,20 +83,14 @@ class SampledStack:
         while block is not None:
             start = self._find(block.stamp)
             end = start
-            # Those moved from lower positions are counted, too.
-            rank = num_blocks - start
-            if not is_top:
-                rank -= len(moved)
+            rank = num_blocks - start - len(moved)  # those moved from lower positions are counted, too
             while block is not None and end < len(order) and order[end] is block:
                 moved.append(block)
                 ranks.append(rank)
                 rank -= 1
                 end += 1
                 block = block.parent
-            if not is_top:
-                del order[start:end]
-        if is_top:
-            return ranks  # they are at the top already
+            del order[start:end]
         stamp = self._start_access()
         for block in moved:
             block.stamp = stamp

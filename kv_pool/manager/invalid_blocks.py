@@ -86,7 +86,7 @@ def report_invalid_blocks(state: ManagerState, block_ids: Collection[BlockId]) -
         num_valid_tokens[holder.request_id] = num_valid
         state._has_forks = True
     if pool.lower_tiers is not None:
-        keys = spread.list_tier_keys()
+        keys = spread.list_bad_keys(pool.lower_tiers.list_parents())
         if keys:
             pool.lower_tiers.on_content_invalidated(keys)
     evicted: list[KVCacheBlock] = []
@@ -161,14 +161,10 @@ class _Spread:
             self._find_requests()
             self._judge_cached()
 
-    def list_tier_keys(self) -> list[BlockHashWithGroupId]:
-        """Return the keys under which tiers may have bad content."""
-        tiers = self._pool.lower_tiers
+    def list_bad_keys(self, in_tiers: Iterable[BlockHashWithGroupId]) -> list[BlockHashWithGroupId]:
+        """Return the keys under which pools and tiers may have bad content, of these in tiers."""
         keys = dict.fromkeys(key for pool in self.pools for key in pool.list_keys(self.list_suspect(pool)))
-        if tiers is not None:
-            keys |= dict.fromkeys(
-                key for key in tiers.list_parents() if self._may_be_bad(get_block_hash(key))
-            )
+        keys |= dict.fromkeys(key for key in in_tiers if self._may_be_bad(get_block_hash(key)))
         return list(keys)
 
     def list_suspect(self, pool: BlockPoolCore) -> list[KVCacheBlock]:

@@ -3,16 +3,6 @@ import pytest
 from kv_pool import BlockPool, InvalidBlockError, KVCacheBlock
 
 
-def test_a_new_block_is_bare():
-    block = KVCacheBlock(7)
-    assert (block.block_id, block.ref_cnt, block.is_null) == (7, 0, False)
-    assert block.block_hash is None
-    assert block.block_hash_num_tokens is None
-    assert block.prev_free_block is None
-    assert block.next_free_block is None
-    assert block.pool is None
-
-
 def test_a_hash_can_be_set_again_only_after_a_reset():
     block = KVCacheBlock(1)
     block.set_block_hash(b"first", 16)
@@ -36,13 +26,6 @@ def test_hash_and_count_are_read_only():
 def test_unknown_attributes_are_refused():
     with pytest.raises(AttributeError):
         KVCacheBlock(1).note = "x"
-
-
-def test_blocks_compare_by_identity_and_are_hashable():
-    one, twin = KVCacheBlock(1), KVCacheBlock(1)
-    assert one == one
-    assert one != twin
-    assert len({one, twin}) == 2
 
 
 def test_repr_names_neighbours_by_id():

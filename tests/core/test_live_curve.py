@@ -99,18 +99,18 @@ def test_the_stack_is_sound_after_any_calls(seed):
     rng = random.Random(seed)
     pool = BlockPool(rng.choice([9, 40, 200]), True, 4, live_curve=True)
     curve = LiveCurve(
-        pool.num_gpu_blocks - 1, 4, lambda: 0.0, max_samples=rng.choice([1, 3, 16, 60]), max_rate=1.0
+        pool.num_gpu_blocks - 1, 4, lambda: 0.0, max_samples=rng.choice([1, 3, 60, 600]), max_rate=1.0
     )
     pool.parts[:] = [curve]
     chains = [[]]
     for number in range(600):
         known = rng.choice(chains[-8:])
         chain = [
-            *known[: rng.randrange(len(known) + 1)],
+            *known[: rng.choice([len(known), rng.randrange(len(known) + 1)])],
             *(b"%d %d" % (number, n) for n in range(rng.randrange(9))),
         ]
         chains.append(chain)
-        start_at = rng.randrange(len(chain) + 1)
+        start_at = rng.choice([min(len(known), len(chain)), rng.randrange(len(chain) + 1)])
         nulls = rng.randrange(start_at + 1) if rng.random() < 0.3 else 0
         table = make_blocks(*[None] * nulls, *chain[nulls:])
         kind = rng.random()

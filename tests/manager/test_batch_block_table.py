@@ -33,16 +33,6 @@ def test_appending_leaves_existing_entries_unchanged():
     assert rows(batch) == ["99 4 5 0 0"]
 
 
-def test_rewrite_reads_changed_ids():
-    table = make_table(5, 6)
-    batch = make_batch(table)
-    table.blocks[0].block_id = 2
-    assert batch.update() == []
-    batch.rewrite()
-    assert rows(batch) == ["2 6 0 0 0"]
-    assert batch.update() == []
-
-
 def test_a_table_longer_than_a_row_is_refused_before_writing():
     first, second = make_table(1), make_table(2)
     batch = make_batch(first, second)

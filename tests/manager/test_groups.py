@@ -39,6 +39,11 @@ def test_a_window_releases_blocks_the_next_token_does_not_see():
     stop(manager, a)
 
 
+def test_a_window_may_begin_anywhere_in_a_block():
+    manager = make_manager((SlidingWindowSpec(block_size=4, sliding_window=6),), 20, max_in_flight_tokens=1)
+    assert manager.count_max_blocks(40) == 3  # such as for tokens 3 to 8
+
+
 # ---- chunks --------------------------------------------------------------------------------------
 
 

@@ -39,6 +39,19 @@ def test_blocks_computed_from_a_bad_block_are_evicted_too():
     assert state(manager.block_pool) == "free: 9 10 11 12 | in use: 1* 2 3 4 5 6* 7* 8"
 
 
+def test_what_another_request_has_computed_itself_stays():
+    """In one step, two requests compute the same prefix; one of them is loaded, badly."""
+    manager = make()
+    prompts = [Request(name, range(18), HASHER) for name in "ab"]
+    prefixes = [manager.get_computed_blocks(request) for request in prompts]
+    for request, prefix in zip(prompts, prefixes, strict=True):
+        assert manager.allocate_slots(request, 18, prefix) is not None
+    report = manager.report_invalid_blocks([1])
+    assert report.num_valid_tokens == {"a": 0}
+    assert ids(report.evicted_blocks) == [1, 2, 3, 4, 5]
+    assert manager.get_computed_blocks(Request("c", range(18), HASHER)).num_tokens == 16
+
+
 def test_a_request_past_the_bad_block_is_named_if_it_shares_more():
     """The request continued with content that had been evicted as bad."""
     groups = [FullAttentionSpec(block_size=8), SlidingWindowSpec(block_size=4, sliding_window=6)]
