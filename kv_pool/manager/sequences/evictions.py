@@ -55,9 +55,9 @@ class Evictions:
             return
         target_of = dict(moves)
         for sequence_id, block_ids in self._unnotified.items():
-            new_ids = {target_of[one] for one in block_ids & target_of.keys()} - block_ids
-            if new_ids:
-                self._guard(sequence_id, new_ids)
+            moved = block_ids & target_of.keys()
+            if moved:
+                self._guard(sequence_id, {target_of[one] for one in moved} - block_ids)
 
     def forget(self, sequence_id: SequenceId) -> None:
         """Drop the eviction of a sequence; no-op if there is none."""
