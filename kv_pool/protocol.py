@@ -28,8 +28,7 @@ class BlockAllocationRequest:
         pinned: pin the blocks from the start: they are neither evicted nor moved until `unpin`.
         device_id: device that the blocks must be on; None for the pool's device.
         contiguous: see `Contiguity`.
-        max_moves: the most blocks that may be moved to make a run. None: `num_blocks` if a run is preferred,
-            no limit if it is required.
+        max_moves: the most blocks that may be moved to make a run; None: `num_blocks`, which always suffice.
     """
 
     num_blocks: int

@@ -5,7 +5,7 @@ hold their blocks in place.
 """
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -290,7 +290,7 @@ def plan_clear_run(
 
 def make_run_check(
     pool: RunBlockPool, num_blocks: int, max_moves: int | None
-) -> Callable[[Collection[BlockId]], bool]:
+) -> Callable[[list[BlockId]], bool]:
     """Return a function that tells whether there would be a run if further blocks were free as well.
 
     It takes the ids of these blocks, and remembers them for the next call. There would be a run if one is
@@ -301,21 +301,17 @@ def make_run_check(
     run = ANY_AGE[1:2] * num_blocks
     limit = num_blocks if max_moves is None else max_moves
     pool.flush_evicted()
-    is_free = bytearray(pool.run_index.ages.translate(ANY_AGE))
-    is_movable = bytearray([1]) * pool.num_gpu_blocks
-    for block_id in (0, *pool.holds.list_immovable_ids()):
-        is_movable[block_id] = 0
-    free = np.frombuffer(is_free, dtype=bool)
-    movable = np.frombuffer(is_movable, dtype=bool)
-    if run not in is_movable:
+    free = np.frombuffer(pool.run_index.ages, dtype=np.uint8) != IN_USE
+    movable = np.ones(pool.num_gpu_blocks, dtype=bool)
+    movable[[0, *pool.holds.list_immovable_ids()]] = False
+    if run not in movable.tobytes():
         limit = 0
 
-    def has_run(freed_ids: Collection[BlockId]) -> bool:
-        for block_id in freed_ids:
-            is_free[block_id] = 1
+    def has_run(freed_ids: list[BlockId]) -> bool:
+        free[freed_ids] = True
         # Blocks move to free ids that may be overwritten: as many as they leave, wherever the run is.
         may_clear = limit > 0 and np.count_nonzero(free & movable) >= num_blocks
-        if (may_clear and limit >= num_blocks) or run in is_free:
+        if (may_clear and limit >= num_blocks) or run in free.tobytes():
             return True
         if not may_clear:
             return False

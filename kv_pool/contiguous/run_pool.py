@@ -6,14 +6,13 @@ from typing import Any
 from kv_pool.contiguous import fragmentation
 from kv_pool.contiguous.run_index import PLACEMENTS, FreeRunIndex
 from kv_pool.contiguous.run_search import IN_USE
-from kv_pool.core.arguments import as_count, as_int, as_list_of, check_type
+from kv_pool.core.arguments import as_count, as_int, check_type
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_pool import BlockPool
 from kv_pool.core.deadlines import read_clock
 from kv_pool.core.kv_events import KV_EVENT_TYPES, MEDIUM_GPU, KVEventTypes
 from kv_pool.core.pool_part import BlockObserver
 from kv_pool.core.pool_state import check_whole
-from kv_pool.core.repairing import repair_pool
 from kv_pool.core.taking import refuse_count, take, take_listed
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockId
@@ -88,7 +87,6 @@ class RunBlockPool(BlockPool):
             clock=clock,
             live_curve=live_curve,
         )
-        self.early_share: float = early_share
         self.run_index: FreeRunIndex = FreeRunIndex(self.num_gpu_blocks, early_share, placement)
         self.free_index = self.run_index
         self.parts.append(self.run_index)
@@ -112,7 +110,7 @@ class RunBlockPool(BlockPool):
             exchanged = tuple(moved)
             self.blocks = exchanged  # no call from here on, so no interruption
             self.epoch += 1
-        repair_pool(self, as_list_of("blocks", blocks, KVCacheBlock))
+        super().repair(blocks)
 
     # ---- taking ----------------------------------------------------------------------------------
 

@@ -38,7 +38,7 @@ _MAX_PLACES: Final = 16
 
 
 def find_first_fit(num_blocks: int, ages: bytearray, max_age: int) -> BlockId:
-    """Return the lowest id of `num_blocks` consecutive free ids, none older than `max_age`; 0 for none."""
+    """Return the lowest id of `num_blocks` consecutive free ids, no age above `max_age`; 0 for none."""
     is_free = ages.translate(_ORDINARY_AGE if max_age < RETAINED else ANY_AGE)
     return cast(BlockId, max(0, is_free.find(ANY_AGE[1:2] * num_blocks)))
 

@@ -292,6 +292,7 @@ def test_on_evicted_allows_the_sequence_to_start_again():
 
 def test_sequences_returned_by_evict_count_as_notified():
     pool = make_full()
+    assert pool.evict(0) == []
     assert pool.evict(4) == [1, 2]
     take(pool, 1, 1)
     with pytest.raises(EvictedSequenceError, match=r"sequence 2 was evicted by evict\(\)"):

@@ -10,6 +10,7 @@ from drawing import blocks, cache, ids, state
 from kv_pool import InvalidArgumentError, InvalidTypeError, OutOfBlocksError
 from kv_pool.contiguous import invariants
 from kv_pool.contiguous.run_pool import RunBlockPool
+from kv_pool.core.eviction_order import BandPolicy
 
 # ---- runs on request -----------------------------------------------------------------------------
 
@@ -55,6 +56,14 @@ def test_the_run_is_the_oldest_of_the_first_16_places(seed):
         assert ids(taken) == list(range(first, first + length))
         assert max(ages[first : first + length]) == min(youngest[:16])
     invariants.check(pool)
+
+
+def test_an_empty_run_that_is_not_aligned_is_taken_before_retained_blocks():
+    pool = make_run_pool("free: 2* 3* 5 6 | in use: 1 4 7", placement="buddy")
+    pool.open_bands(BandPolicy())
+    pool.move_to_band(blocks(pool, 2, 3), 1)
+    assert ids(pool.get_new_run(2)) == [5, 6]
+    assert ids(pool.get_new_run(2)) == [2, 3]
 
 
 def test_a_run_longer_than_the_free_blocks_is_refused():

@@ -29,6 +29,15 @@ def test_only_free_blocks_are_removed(count, what):
     invariants.check(pool)
 
 
+@pytest.mark.parametrize("pairs", [[(1, 3), (3, 4)], [(0, 1)], [(1, 5)]])
+def test_ids_are_swapped_once_and_only_those_of_the_pool(pairs):
+    pool = make_pool(PICTURE)
+    with pytest.raises(InvalidBlockError):
+        pool.swap_block_ids(pairs)
+    assert state(pool) == PICTURE
+    invariants.check(pool)
+
+
 @pytest.mark.parametrize("pool_class", [BlockPool, RunBlockPool])
 def test_a_reference_count_cannot_overflow(pool_class):
     pool = make_pool(PICTURE, pool_class)

@@ -74,7 +74,6 @@ class RankedOrder(AccessOrder):
         super().__init__()
         self._holdings = holdings
         self._policy = policy
-        self._ranks_each_time = bool(getattr(policy, "ranks_each_time", False))
         self._runs: list[list[Run]] = [[] for _ in self._queues]
         self._num_tickets = 0
 
@@ -92,7 +91,7 @@ class RankedOrder(AccessOrder):
             self.note_access(holder)
 
     def rank(self, priority: int) -> Iterator[Holder]:
-        if self._ranks_each_time:
+        if getattr(self._policy, "ranks_each_time", False):
             self.rebuild(self._holdings.holders.values())
         for number, changed in enumerate(self._queues):
             if changed:
