@@ -17,9 +17,7 @@ def make_view(specs=SPECS, **rules):
         BlockPool(40, True, 4), groups=specs, max_model_len=200, prefix_rules=PrefixRules(**rules)
     )
     engine = EngineManager(manager, event_labels=[("full", None), ("other", None)])
-    return manager, GroupsView(
-        engine, [GroupView, GroupView], specs, scheduler_block_size=4, eagle_group_ids=set()
-    )
+    return manager, GroupsView(engine, [GroupView, GroupView], specs, scheduler_block_size=4)
 
 
 def list_cached(manager, name="r"):

@@ -165,18 +165,15 @@ def find_used_names(level):
         loop_variables = list_group_variables(tree)
         for node in ast.walk(tree):
             match node:
-                case ast.Attribute(thing, name):
-                    pass
-                case ast.Call(ast.Name("getattr"), [thing, ast.Constant(name), *_]):
-                    pass
-                case _:
-                    continue
-            variable, place = last_name(thing), f"{path}:{node.lineno}"
-            for class_name, variables in VARIABLES[level].items():
-                if variable in variables:
-                    used[class_name].setdefault(name, place)
-            if level == "manager" and variable in loop_variables and isinstance(thing, ast.Name):
-                used["SingleTypeKVCacheManager"].setdefault(name, place)
+                case ast.Attribute(thing, name) | ast.Call(
+                    ast.Name("getattr"), [thing, ast.Constant(name), *_]
+                ):
+                    variable, place = last_name(thing), f"{path}:{node.lineno}"
+                    for class_name, variables in VARIABLES[level].items():
+                        if variable in variables:
+                            used[class_name].setdefault(name, place)
+                    if level == "manager" and variable in loop_variables and isinstance(thing, ast.Name):
+                        used["SingleTypeKVCacheManager"].setdefault(name, place)
     return used
 
 

@@ -660,12 +660,14 @@ def test_the_tokens_of_a_hit_within_a_block_add_up(num_tokens):
     assert request.num_computed_tokens == (32 if num_tokens == 33 else 12)
 
 
-def test_admit_counts_external_tokens_itself(tmp_path):
+def test_options_that_admit_refuses_change_nothing(tmp_path):
     engine = make_engine(tmp_path)
-    request = engine.make_request("r", range(9))
-    with pytest.raises(InvalidArgumentError, match="num_external_computed_tokens"):
-        engine.onboarder.admit(request, num_external_computed_tokens=4)
-    assert engine.onboarder.admit(request) is not None
+    first, *_ = fill(engine, 4)
+    request = again(engine, first)
+    for option in ("num_lookahead_tokens", "num_external_computed_tokens"):
+        with pytest.raises(InvalidArgumentError, match=option):
+            engine.onboarder.admit(request, **{option: -1})
+        invariants.check(engine.onboarder)
 
 
 class Bare:

@@ -116,14 +116,12 @@ class GroupsView:
         specs: Sequence[Any],
         *,
         scheduler_block_size: int,
-        eagle_group_ids: set[GroupId],
     ) -> None:
         self._engine = engine
         self.block_pool: BlockPoolCore = engine.block_pool
         self.hash_block_size: int = engine.block_pool.hash_block_size
         self.scheduler_block_size = scheduler_block_size
         self._cache_hit_alignment_tokens: int = count_hit_alignment(engine)  # vLLM's name; its tests read it
-        self.eagle_group_ids = eagle_group_ids
         self.enable_partial_hash_hits: bool = engine.rules.is_partial
         full = engine.rules.lookup.full
         self.full_attention_group_id: GroupId | None = None if full is None else full.group_ids[0]
@@ -164,10 +162,6 @@ class GroupsView:
     def get_blocks(self, request_id: RequestId) -> tuple[list[KVCacheBlock], ...]:
         """Return the live block tables of the request; empty lists for an unknown one."""
         return tuple([view.req_to_blocks[request_id] for view in self.single_type_managers])
-
-    def reset_prefix_cache(self) -> bool:
-        """Evict every prefix; see `EngineManager.reset_prefix_cache`."""
-        return self._engine.reset_prefix_cache()
 
 
 def count_hit_alignment(engine: EngineManager) -> int:

@@ -28,7 +28,6 @@ from kv_pool.integrations.vllm.request_options.handler import EngineOptions, rea
 from kv_pool.integrations.vllm.served_config import (
     NotServedError,
     check_served,
-    list_eagle_groups,
     read_groups,
     read_rules,
 )
@@ -157,7 +156,6 @@ class KVCacheManager(EngineManager):
             ],
             specs,
             scheduler_block_size=scheduler_block_size,
-            eagle_group_ids=set(list_eagle_groups(kv_cache_config, use_eagle)),
         )
         # Log here as well as in `register`, for the reason given in `pool_classes`.
         logger.info(
