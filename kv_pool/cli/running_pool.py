@@ -175,12 +175,9 @@ def defrag(
         f"{report.fragmentation_rate_after:.1%} (runs of {report.run_length})",
     ]
     if not report.moved_blocks and report.fragmentation_rate_after:
-        is_single = max_moves == 1
-        why = (
-            "exchanging two blocks takes two moves"
-            if is_single
-            else "the blocks are compact, or held in place"
-        )
+        why = "the blocks are compact, or held in place"
+        if max_moves == 1:
+            why = "exchanging two blocks takes two moves"
         shown.append(f"  Nothing moved: {why}.")
     print_report(Report(report, shown), pool.json)
 

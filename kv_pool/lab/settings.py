@@ -259,9 +259,7 @@ class ReplaySettings:
     def find_optimum_obstacle(self) -> str | None:
         """Return why the optimum of these replays is not known, or None."""
         if self.clock != "instant":
-            return (
-                "with the trace clock, running requests hold blocks; the optimum is known for one at a time"
-            )
+            return "with the trace clock, running requests hold blocks; the optimum is for one at a time"
         if self.groups != "full":
             return "the optimum is known for full attention only"
         if self.has_tiers:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 from kv_pool.errors import InvalidArgumentError, WorkerLostError
@@ -92,11 +93,8 @@ def count_infinite_hits(settings: ReplaySettings) -> InfiniteCache:
     found = InfiniteCache()
     num_blocks = num_tokens = 0
     for request in settings.read_requests(trace, block_size):
-        num_hits = 0
-        for block_hash in request.block_hashes[: request.max_hit_tokens // block_size]:
-            if block_hash not in cached:
-                break
-            num_hits += 1
+        candidates = request.block_hashes[: request.max_hit_tokens // block_size]
+        num_hits = len(list(takewhile(cached.__contains__, candidates)))
         cached.update(request.block_hashes)
         found.blocks_hit += num_hits
         found.tokens_hit += min(num_hits * block_size, request.input_length)

@@ -24,7 +24,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from kv_pool.lab.curves.reuse import Piece, Reuse, admit
+from kv_pool.lab.curves.reuse import Numbers, Piece, Reuse, admit
 
 
 class LruCurve:
@@ -126,7 +126,7 @@ class LruStack:
         # Copies that no hit will touch: their request, position in it and threshold, in this order.
         self._copies: list[tuple[int, int, int]] = []
 
-    def access(self, number: int, size: tuple[int, int, int, int], pieces: list[Piece]) -> None:
+    def access(self, number: int, size: Numbers, pieces: list[Piece]) -> None:
         """Count the hits of a request, and move its blocks to the top.
 
         Args:

@@ -50,7 +50,13 @@ def measure_curves(
     Cost: reading the trace once; O(pieces * log requests) for LRU at all capacities that refuse no request,
     and the same for each other one; O(pieces) for each capacity of the optimum. `Reuse` explains the pieces.
     """
-    _check(settings, capacities)
+    why = "it is for one request at a time and full attention; leave the default, or use a sweep"
+    settings.check_used(USED, "a curve", why)
+    if capacities is not None and (not capacities or min(capacities) < 1):
+        raise InvalidArgumentError(
+            f"the capacities are {list(capacities)}; a curve needs at least one, each of 1 block or more"
+        )
+    settings.check()
     most: dict[str, float] = {}
 
     def notify(doing: str, share: float) -> None:
@@ -107,16 +113,6 @@ def measure_curves(
         settings={name: value for name, value in settings.describe().items() if name in _REPORTED},
         provenance=make_provenance(trace, trace.digest(), settings.seed),
     )
-
-
-def _check(settings: ReplaySettings, capacities: Sequence[int] | None) -> None:
-    why = "it is for one request at a time and full attention; leave the default, or use a sweep"
-    settings.check_used(USED, "a curve", why)
-    if capacities is not None and (not capacities or min(capacities) < 1):
-        raise InvalidArgumentError(
-            f"the capacities are {list(capacities)}; a curve needs at least one, each of 1 block or more"
-        )
-    settings.check()
 
 
 def choose_capacities(first: int, last: int) -> list[int]:

@@ -18,7 +18,7 @@ Frontiers, 2017), for one capacity and for intervals of many blocks.
 
 from array import array
 
-from kv_pool.lab.curves.reuse import Piece, Reuse, admit
+from kv_pool.lab.curves.reuse import Numbers, Piece, Reuse, admit
 
 
 class OptimumCurve:
@@ -88,11 +88,10 @@ class OptimumCurve:
         block_size = reuse.block_size
         num_tokens = 0
         hits = array("q")
-        for number, ((num_cacheable, num_blocks, max_hit, input_length), pieces) in enumerate(
-            reuse.list_pieces()
-        ):
+        for number, (size, pieces) in enumerate(reuse.list_pieces()):
+            _, num_blocks, _, input_length = size
             num_kept_across = round((capacity - num_blocks) * self._rate)
-            hits.append(one_pass.access(number, num_kept_across, num_cacheable, max_hit, pieces))
+            hits.append(one_pass.access(number, num_kept_across, size, pieces))
             num_tokens += min(hits[-1] * block_size, input_length)
         self._passes[capacity] = sum(hits), num_tokens
         return hits
@@ -111,17 +110,16 @@ class _OptimumPass:
         self._grown = [0] * (num_requests + 1)
         self._before = list(range(num_requests + 1))  # an entry at or before this one that may not be empty
 
-    def access(
-        self, number: int, num_kept_across: int, num_cacheable: int, max_hit: int, pieces: list[Piece]
-    ) -> int:
+    def access(self, number: int, num_kept_across: int, size: Numbers, pieces: list[Piece]) -> int:
         """Return the number of blocks of a request that are hits, from its head.
 
         Args:
             number: of the request, counted from 0.
             num_kept_across: blocks that the pool can keep for later while the request runs: the capacity
                 without all blocks of the request.
-            num_cacheable, max_hit: as in `PromptSize`.
+            size, pieces: as in `Reuse.list_pieces`.
         """
+        num_cacheable, _, max_hit, _ = size
         start = 0
         for owner, end in pieces:
             # The first pieces are the shortest intervals, so a parent is kept in preference to its children.

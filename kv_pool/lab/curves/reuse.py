@@ -47,14 +47,18 @@ class PromptSize(NamedTuple):
     input_length: int
 
 
+Numbers = tuple[int, int, int, int]
+"""The numbers of a `PromptSize`, in passes over all requests, in which each object costs time."""
+
+
 class PromptSizes:
     """The sizes of prompts, in 32 bytes each."""
 
     def __init__(self) -> None:
         self._numbers = array("q")
 
-    def __iter__(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yield the numbers of each prompt, as in `PromptSize`."""
+    def __iter__(self) -> Iterator[Numbers]:
+        """Yield the numbers of each prompt."""
         return zip(*[iter(self._numbers)] * 4, strict=True)
 
     def list_all(self, name: str) -> "array[int]":
@@ -200,8 +204,8 @@ class Reuse:
         self.num_distinct += size.num_cacheable - num_known
         self.num_recomputed += max(0, num_known - size.max_hit)
 
-    def list_pieces(self) -> Iterator[tuple[tuple[int, int, int, int], list[Piece]]]:
-        """Yield each request's numbers, as in `PromptSize`, and its pieces."""
+    def list_pieces(self) -> Iterator[tuple[Numbers, list[Piece]]]:
+        """Yield each request's numbers and its pieces."""
         pieces = zip(self._owner, self._end, strict=True)
         step = max(1, len(self) // 1000)
         for number, (size, (first, last)) in enumerate(

@@ -156,7 +156,7 @@ def convert_trace(settings: ConvertSettings, output: str) -> ConvertReport:
     )
     report = ConvertReport()
     first_arrivals_ms: list[float] = []
-    requests = _renumber(_sort(reader, report, first_arrivals_ms), settings, reader, report)
+    requests = _renumber(_sort(reader, output, report, first_arrivals_ms), settings, reader, report)
     if settings.target_format == "kv-cache-tester":
         _write_sessions(requests, report, output)
     else:
@@ -176,9 +176,13 @@ def convert_trace(settings: ConvertSettings, output: str) -> ConvertReport:
 
 
 def _sort(
-    requests: Iterable[TraceRequest], report: ConvertReport, first_arrivals_ms: list[float]
+    requests: Iterable[TraceRequest], output: str, report: ConvertReport, first_arrivals_ms: list[float]
 ) -> Iterator[TraceRequest]:
-    """Yield requests by arrival, as far as `MAX_REORDERED` requests tell, the first one at 0 ms."""
+    """Yield requests by arrival, as far as `MAX_REORDERED` requests tell, the first one at 0 ms.
+
+    Raises:
+        TraceError: there is no request for the output.
+    """
     pending: list[tuple[float, int, TraceRequest]] = []
     first_ms = last_ms = float("-inf")
     for number, request in enumerate(chain(requests, repeat(None))):
@@ -186,6 +190,8 @@ def _sort(
             heapq.heappush(pending, (request.arrival_ms, number, request))
             if len(pending) <= MAX_REORDERED:
                 continue
+        elif not report.num_requests and not pending:
+            raise TraceError(f"{output}: not written: the input contains no request")
         elif not pending:
             return
         arrival_ms, _, found = heapq.heappop(pending)
@@ -239,7 +245,6 @@ def _write_lines(
     report: ConvertReport,
     output: str,
 ) -> None:
-    number = 0
     with open_trace_writer(output) as write:
         for number, request in enumerate(requests, 1):
             try:
@@ -248,8 +253,6 @@ def _write_lines(
                 raise TraceError(f"{settings.source}:{request.line}: {error}") from error
             for line in lines:
                 write(line)
-        if not number:
-            raise TraceError(f"{output}: not written: the input contains no request")
 
 
 def _write_sessions(requests: Iterable[TraceRequest], report: ConvertReport, pattern: str) -> None:
@@ -259,7 +262,7 @@ def _write_sessions(requests: Iterable[TraceRequest], report: ConvertReport, pat
         pattern: path of the files, with `{part}` for the number of the session.
     Raises:
         InvalidArgumentError: the pattern has no `{part}`, or there are too many sessions.
-        TraceError: there is no request, or a file cannot be written. No file has changed.
+        TraceError: a request cannot be read, or a file not written. No file has changed.
     """
     sessions: dict[tuple[str | None, str | None, int], tuple[str, float]] = {}
     with open_parts(pattern) as parts:
@@ -277,7 +280,5 @@ def _write_sessions(requests: Iterable[TraceRequest], report: ConvertReport, pat
                 parts.append(found[0], request.line, b",\n")
             line = make_session_request(request, found[1], block_size)
             parts.append(found[0], request.line, parts.encode(line))
-        if not sessions:
-            raise TraceError(f"{pattern}: not written: the input contains no request")
         for part, _ in sessions.values():
             parts.append(part, 0, b"]}\n")

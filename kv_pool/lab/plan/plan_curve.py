@@ -58,15 +58,14 @@ class PlanCurve:
         trace: Trace,
         block_size: int,
         model: ModelKV,
-        on_progress: Callable[[float], None] | None = None,
+        on_progress: Callable[[float], None] = lambda share: None,
     ) -> None:
         has_output = settings.clock == "trace"
-        notify = on_progress or (lambda share: None)
         read = read_prompts(
-            settings, trace, block_size, lambda share: notify(share / 2), has_output=has_output
+            settings, trace, block_size, lambda share: on_progress(share / 2), has_output=has_output
         )
         reuse = read.reuse
-        reuse.on_share = lambda share: notify((1 + share) / 2)
+        reuse.on_share = lambda share: on_progress((1 + share) / 2)
         self.requests = len(reuse)
         self._num_cacheable, self.tokens_in = reuse.sizes.count_totals()
         self.block_size = block_size
