@@ -73,7 +73,7 @@ class NamesAbsentQueue(CachePolicy):
 
 class ChoosesAbsentQueue(CachePolicy):
     def choose(self):
-        return -7
+        return -1  # STAY, which only `freed` may return
 
 
 class ChoosesEmptyQueue(CachePolicy):
