@@ -140,7 +140,7 @@ def _pack_ids(ids: list[int], id_tokens: int, block_size: int, num_blocks: int, 
     """
     if block_size % id_tokens == 0:
         ids_per_block = block_size // id_tokens
-        return array("Q", ids[ids_per_block - 1 :: ids_per_block][:num_blocks]).tobytes()
+        return array("Q", ids[ids_per_block - 1 : num_blocks * ids_per_block : ids_per_block]).tobytes()
     keys = np.empty((num_blocks, 2), dtype=np.uint64)
     num_known = min(num_blocks, len(ids) * id_tokens // block_size)
     last_tokens = np.arange(1, num_known + 1) * block_size - 1
