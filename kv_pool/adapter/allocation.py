@@ -224,7 +224,7 @@ class Allocation:
         return False
 
     def evict(self, victims: Sequence[Holder], for_sequence_id: SequenceId = NO_SEQUENCE) -> list[SequenceId]:
-        """Evict these sequences, one after the other; skip those that `on_evicted` has freed.
+        """Evict these sequences, one after the other; skip those that `on_evicted` has freed or pinned.
 
         Args:
             for_sequence_id: the sequence that needs blocks; NO_SEQUENCE: the caller notifies the owners.
@@ -238,7 +238,7 @@ class Allocation:
             block_ids = [block.block_id for block in holder.blocks]
             if self._on_evicted is not None and holders.get(holder.sequence_id) is holder:
                 self._on_evicted(holder.sequence_id, block_ids)
-            if holders.get(holder.sequence_id) is not holder:
+            if holders.get(holder.sequence_id) is not holder or holdings.pins.is_any_pinned(holder.blocks):
                 continue
             blocks = list(holder.blocks)
             pool.is_changing = True

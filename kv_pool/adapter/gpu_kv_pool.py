@@ -104,8 +104,8 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
         eviction_policy: which sequences to evict for a request that finds too few free blocks: by default the
             least recently used one of the lowest priority first. None: evict no sequence.
         on_evicted: called with a sequence's id and its block ids before the sequence loses them. The pool is
-            locked: do not wait for another thread in it. It may free sequences and allocate blocks. Without
-            this callback, see `take_evictions`.
+            locked: do not wait for another thread in it. It may free sequences and allocate blocks; a
+            sequence that it pins stays. Without this callback, see `take_evictions`.
         on_moved: called with a `Relocation` when ids have changed, before any old id can be taken. The pool
             is locked, and it may not allocate or free. Without it only `defragment` and `shrink` change ids.
         migration_hook: called with the request that is about to be refused and the number of blocks that are

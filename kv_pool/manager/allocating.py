@@ -73,6 +73,7 @@ def allocate_step(
             for plan, table in zip(step.plans, tables):  # noqa: B905 (compiles to a loop)
                 if plan.num_external:
                     table.blocks += take_after(state, table, plan.num_external)
+                    table.num_hits = len(table.blocks)
     elif state._has_forks:
         replace_shared(state, tables, step)
     added = extend_tables(state, tables, step)

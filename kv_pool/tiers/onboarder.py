@@ -112,9 +112,6 @@ class OnboardPlan(TwoPhasePlan):
             return False
         self._plans.begin(self, PlanState.ABORTED)
         self._tables = tables = manager.pop_tables(self.request_id)
-        for table, spec in zip(tables, manager.groups, strict=True):
-            # A report of invalid blocks tells what a request has found from what it has computed.
-            table.num_hits = -(-self.num_computed_tokens // spec.block_size)
         self._targets = [
             table.blocks[position] for table, row in zip(tables, self._rows, strict=True) for position in row
         ]

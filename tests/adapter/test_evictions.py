@@ -399,6 +399,14 @@ def test_a_pinned_request_counts_what_on_evicted_has_pinned():
     assert take(pool, 9, 3)
 
 
+def test_a_sequence_that_on_evicted_has_pinned_stays():
+    pool = make_full(max_pinned_blocks=1, on_evicted=lambda *evicted: pool.pin(pool.blocks_of(2)[:1]))
+    with pytest.raises(PoolExhaustedError):
+        take(pool, 9, 5)
+    assert 2 in pool.list_sequences()
+    check(pool)
+
+
 def test_a_pinned_request_counts_what_on_moved_has_pinned():
     pool = GPUKVPool(
         32, 16, max_pinned_blocks=4, on_moved=lambda relocation: pool.pin([pool.blocks_of(2)[0]], 2)

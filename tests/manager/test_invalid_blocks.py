@@ -52,6 +52,16 @@ def test_what_another_request_has_computed_itself_stays():
     assert manager.get_computed_blocks(Request("c", range(18), HASHER)).num_tokens == 16
 
 
+def test_external_tokens_may_come_from_a_bad_block():
+    manager = make()
+    start(manager, "a", range(13))
+    request = Request("b", range(13), HASHER)
+    manager.allocate_slots(request, 1, num_external_computed_tokens=12, delay_cache_blocks=True)
+    request.num_computed_tokens = 12
+    manager.cache_blocks(request, 12)
+    assert manager.report_invalid_blocks([1]).num_valid_tokens == {"a": 0, "b": 0}
+
+
 def test_a_request_past_the_bad_block_is_named_if_it_shares_more():
     """The request continued with content that had been evicted as bad."""
     groups = [FullAttentionSpec(block_size=8), SlidingWindowSpec(block_size=4, sliding_window=6)]
