@@ -2,6 +2,7 @@
 
 import csv
 import platform
+import subprocess
 import sys
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,8 @@ from kv_pool.lab.request_outcomes import BreakdownRow
 from kv_pool.lab.trace import Trace
 from kv_pool.lab.trace_writer import writing
 from kv_pool.version import __version__
+
+_GIT_S = 5.0
 
 
 class CallTimes(msgspec.Struct):
@@ -104,26 +107,17 @@ class Provenance(msgspec.Struct):
 def find_commit(root: Path) -> str | None:
     """Return the commit of a checkout or worktree of kv_pool.
 
-    None for another folder, such as that of a project into which the package is installed.
+    None without git, and for another folder, such as that of a project into which the package is installed.
     """
-    folder = root / ".git"
     try:
-        if 'name = "kv_pool"' not in (root / "pyproject.toml").read_text().splitlines():
+        is_ours = 'name = "kv_pool"' in (root / "pyproject.toml").read_text().splitlines()
+        if not is_ours or not (root / ".git").exists():
             return None
-        shared = folder
-        if folder.is_file():  # of a worktree
-            folder = root / folder.read_text().removeprefix("gitdir:").strip()
-            shared = folder / (folder / "commondir").read_text().strip()
-        head = (folder / "HEAD").read_text().strip()
-        if not head.startswith("ref: "):
-            return head
-        ref = head.removeprefix("ref: ")
-        if (shared / ref).is_file():
-            return (shared / ref).read_text().strip()
-        lines = (shared / "packed-refs").read_text().splitlines()
-        return next((line.split()[0] for line in lines if line.endswith(f" {ref}")), None)
-    except (OSError, ValueError):
+        command = ["git", "--git-dir", str(root / ".git"), "rev-parse", "--verify", "HEAD"]
+        found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_GIT_S)
+    except (OSError, ValueError, subprocess.SubprocessError):
         return None
+    return found.stdout.strip()
 
 
 def make_provenance(trace: Trace, digest: str, seed: str) -> Provenance:
