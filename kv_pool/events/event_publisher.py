@@ -1,4 +1,4 @@
-"""What all publishers share: settings, counters and methods; and a publisher that sends nothing."""
+"""`EventPublisher`: the settings, counters and methods of all publishers; and one that sends nothing."""
 
 import logging
 from collections.abc import Callable, Mapping

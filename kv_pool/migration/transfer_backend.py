@@ -189,7 +189,7 @@ class BulkReader(BlockReader):
         try:
             self._read(ReadBlocks(self._bulk.ticket, transfer_id, list(remote_ids)), targets, deadline)
         except BaseException as error:
-            self.close()
+            self.close()  # also after an interrupt: the rest of these bytes must not reach the next read
             is_stale = isinstance(error, StaleTransferError)
             if is_stale or not isinstance(error, MigrationError | CopyFailedError):
                 raise

@@ -225,4 +225,4 @@ CLASSES: dict[str, Any] = {
     "KVCacheManager": KVCacheManager if RELEASE >= (0, 32) else OlderKVCacheManager,
     "KVCacheBlocks": KVCacheBlocks,
 }
-"""What replaces vLLM's manager, by the names of `releases.REPLACED`."""
+"""The replacements of vLLM's manager classes, by the names in `releases.REPLACED`."""

@@ -133,4 +133,4 @@ CLASSES: dict[str, Any] = {
     "KVCacheMetricsCollector": KVCacheMetricsCollector,
     "BlockMetricsState": BlockMetricsState,
 }
-"""What replaces the classes of `releases.POOL_LEVEL`, by their names."""
+"""The replacements of the classes in `releases.POOL_LEVEL`, by their names."""
