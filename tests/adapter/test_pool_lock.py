@@ -10,8 +10,8 @@ import pytest
 from interrupting import alarm_that_raises, interrupt_everywhere, run_until_interrupted
 
 from kv_pool import BlockAllocationRequest, ForkedPoolError, GPUKVPool
-from kv_pool.adapter import gpu_kv_pool
-from kv_pool.adapter.gpu_kv_pool import PoolLock
+from kv_pool.adapter import pool_lock
+from kv_pool.adapter.pool_lock import PoolLock
 
 
 def is_free(lock):
@@ -111,7 +111,7 @@ def test_an_interrupted_inner_entry_keeps_the_outer_one():
     assert is_free(lock)
 
 
-@pytest.mark.parametrize("num_failures", [0, 2, gpu_kv_pool._NUM_TRIES])
+@pytest.mark.parametrize("num_failures", [0, 2, pool_lock._NUM_TRIES])
 def test_an_interrupt_while_waiting_leaves_the_lock_free(num_failures, monkeypatch):
     """The holder releases after a number of tries; after the last one the thread blocks or is about to."""
     locks = []
@@ -128,10 +128,10 @@ def test_an_interrupt_while_waiting_leaves_the_lock_free(num_failures, monkeypat
         num_pauses += 1
         if num_pauses > num_failures:
             locks[-1].let_go()
-        elif num_pauses == gpu_kv_pool._NUM_TRIES:
+        elif num_pauses == pool_lock._NUM_TRIES:
             locks[-1].begin_to_let_go()
 
-    monkeypatch.setattr(gpu_kv_pool, "sleep", pause)
+    monkeypatch.setattr(pool_lock, "sleep", pause)
 
     def check(lock):
         lock.let_go()
@@ -197,10 +197,10 @@ def test_a_thread_blocks_after_many_tries_and_gets_the_lock(monkeypatch):
 
     def pause(seconds):
         pauses.append(seconds)
-        if len(pauses) == gpu_kv_pool._NUM_TRIES:
+        if len(pauses) == pool_lock._NUM_TRIES:
             last_try.set()
 
-    monkeypatch.setattr(gpu_kv_pool, "sleep", pause)
+    monkeypatch.setattr(pool_lock, "sleep", pause)
     lock = HeldLock()
     waiting = threading.Thread(target=enter, args=(lock,), daemon=True)
     waiting.start()
@@ -209,7 +209,7 @@ def test_a_thread_blocks_after_many_tries_and_gets_the_lock(monkeypatch):
     lock.let_go()
     waiting.join(timeout=120)
     assert not waiting.is_alive(), "deadlock"
-    assert len(pauses) == gpu_kv_pool._NUM_TRIES
+    assert len(pauses) == pool_lock._NUM_TRIES
     assert sum(pauses) == pytest.approx(0.01275)
     assert is_free(lock)
 
