@@ -17,7 +17,7 @@ from kv_pool.manager.block_groups.block_table import BlockTable
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.tiers.open_plans import OpenPlans, PlanState, TwoPhasePlan, list_tail_first
-from kv_pool.tiers.tier import GroupKeys, TierPrefixes
+from kv_pool.tiers.tier_prefixes import GroupKeys, TierPrefixes
 from kv_pool.tiers.tiered_cache import TieredCache
 
 

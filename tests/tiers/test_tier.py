@@ -13,7 +13,8 @@ from kv_pool.tiers import invariants
 from kv_pool.tiers.disk_tier import DiskTier
 from kv_pool.tiers.formats import make_format
 from kv_pool.tiers.host_tier import HostTier
-from kv_pool.tiers.tier import GroupKeys, Tier, TierPrefixes, TierStack
+from kv_pool.tiers.tier import Tier, TierStack
+from kv_pool.tiers.tier_prefixes import GroupKeys, TierPrefixes
 
 A, B, C, D, E = (make_key(name) for name in "ABCDE")
 

@@ -13,7 +13,7 @@ from kv_pool.integrations.vllm.connector.tier_scheduler import TierScheduler
 from kv_pool.integrations.vllm.connector.tier_worker import TierWorker
 from kv_pool.storage import BlockLayout, BlockStorage
 from kv_pool.tiers.disk_tier import DiskTier
-from kv_pool.tiers.tier import GroupKeys
+from kv_pool.tiers.tier_prefixes import GroupKeys
 
 BLOCK_SIZE = 4
 TIMEOUT_S = 60

@@ -26,7 +26,7 @@ from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.storage.segments import Segment, SegmentTable
 from kv_pool.storage.tensors import find_device
 from kv_pool.tiers.disk_tier import DiskTier
-from kv_pool.tiers.tier import GroupKeys
+from kv_pool.tiers.tier_prefixes import GroupKeys
 
 _FULL = {
     KVCacheSpecKind.FULL_ATTENTION,

@@ -18,7 +18,7 @@ from kv_pool.integrations.vllm.connector.tier_index import (
     TierIndex,
     WorkerReport,
 )
-from kv_pool.tiers.tier import GroupKeys, Rows, TierPrefixes
+from kv_pool.tiers.tier_prefixes import GroupKeys, Rows, TierPrefixes
 
 _logger = logging.getLogger("vllm.kv_pool")
 

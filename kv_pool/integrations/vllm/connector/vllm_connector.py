@@ -47,7 +47,7 @@ from kv_pool.integrations.vllm.connector.tier_scheduler import COUNTS, TierSched
 from kv_pool.integrations.vllm.connector.tier_worker import TierWorker
 from kv_pool.integrations.vllm.request_options.handler import note_arrival, report_end
 from kv_pool.integrations.vllm_warnings import warn_if_unused
-from kv_pool.tiers.tier import GroupKeys
+from kv_pool.tiers.tier_prefixes import GroupKeys
 
 logger = logging.getLogger("vllm.kv_pool")
 
