@@ -36,6 +36,10 @@ class Allocation:
     rungs are tried again. PoolExhaustedError lists what was tried. `GPUKVPool` calls the migration hook,
     without the lock, and then repeats the request.
 
+    The rungs take nothing: they only find free blocks, and `append` takes them. So it alone sets
+    `pool.is_changing` when it takes them, and clears it when they belong to the sequence. What moves blocks
+    or evicts a sequence before that is a change of its own, and callbacks run between the changes.
+
     Args:
         policy: which sequences are evicted first; None: none is evicted for a request.
         on_evicted: called with a sequence's id and its block ids before it loses them. Without it
@@ -104,56 +108,59 @@ class Allocation:
         if holdings.retention is not None:
             holdings.retention.expire()
         reasons = list(tried)
-        taken = self._take(request, after, reasons)
-        if taken is None and self._evict_for(request, together, reasons):
-            taken = self._take(request, after, reasons)
-        if taken is None:
+        found = self._find(request, after, reasons)
+        if found is None and self._evict_for(request, together, reasons):
+            found = self._find(request, after, reasons)
+        if found is None:
             self._refuse(request, reasons)
-        if request.pinned and not holdings.pins.has_room(len(taken)):  # a callback has pinned others
-            free_listed(pool, taken)
+        pool.is_changing = True
+        if found:
+            take_listed(pool, found)
+        else:
+            found = take(pool, request.num_blocks, after)
+        if request.pinned and not holdings.pins.has_room(len(found)):  # a callback has pinned others
+            free_listed(pool, found)
             pool.is_changing = False
-            holdings.pins.check_room(len(taken))
+            holdings.pins.check_room(len(found))
         sequence = holdings.holders.get(sequence_id)  # `on_evicted` may have started or freed it
         if sequence is None:
             holdings.evictions.forget(sequence_id)
             sequence = Holder(sequence_id, request.priority, holdings.clock())
         else:
             sequence.priority = max(sequence.priority, request.priority)
-        holdings.hold(sequence, taken)
+        holdings.hold(sequence, found)
         if request.pinned:
-            holdings.pins.pin(taken)
+            holdings.pins.pin(found)
         pool.is_changing = False
-        return taken
+        return found
 
     # ---- rungs of free blocks ----------------------------------------------------------------------
 
-    def _take(
+    def _find(
         self, request: BlockAllocationRequest, after: KVCacheBlock | None, reasons: list[str]
     ) -> list[KVCacheBlock] | None:
-        """Take the blocks that the first rung finds. `is_changing` is then set: the caller enters the blocks.
+        """Find the blocks of the first rung that has some.
 
         Args:
             after: the last block of the request's sequence; ids directly after it are preferred.
             reasons: receives why a rung has none, for the error message.
         Returns:
-            None, with nothing taken, if too few blocks are free, or no rung has blocks.
+            A run of free blocks; [] if any free blocks will do; None if too few are free, or no rung has a
+            run that is required.
         Raises:
-            CopyFailedError: no block was taken.
+            CopyFailedError: no block has moved.
         """
-        pool, num_blocks = self._pool, request.num_blocks
-        if num_blocks > self.count_available(request.priority):
+        if request.num_blocks > self.count_available(request.priority):
             return None
-        contiguous = request.contiguous if num_blocks > 1 else "no"
-        if contiguous == "prefer" and pool.free_index is None:
-            contiguous = "no"  # a run would take other blocks than the cache policy chooses
-        run = None if contiguous == "no" else self._find_run(request, after, reasons)
-        if run is None and contiguous == "require":
-            return None
-        pool.is_changing = True
-        if run is None:
-            return take(pool, num_blocks, after)
-        take_listed(pool, run)
-        return run
+        is_required = request.contiguous == "require"
+        if request.num_blocks == 1 or request.contiguous == "no":
+            return []
+        if not is_required and self._pool.free_index is None:
+            return []  # a run would take other blocks than the cache policy chooses
+        run = self._find_run(request, after, True, reasons)
+        if run is None and is_required and self._index.has_retained():
+            run = self._find_run(request, after, False, reasons)
+        return [] if run is None and not is_required else run
 
     def count_available(self, priority: int) -> int:
         """Return how many blocks a request of this priority can take; negative if the reserve is in use."""
@@ -161,26 +168,29 @@ class Allocation:
         return num_free if priority != NORMAL else num_free - self.reserved_blocks
 
     def _find_run(
-        self, request: BlockAllocationRequest, after: KVCacheBlock | None, reasons: list[str]
+        self,
+        request: BlockAllocationRequest,
+        after: KVCacheBlock | None,
+        avoids_retained: bool,
+        reasons: list[str],
     ) -> list[KVCacheBlock] | None:
-        """Find a run, or clear one; a required one may contain cached blocks of high priority."""
-        pool, index, num_blocks = self._pool, self._index, request.num_blocks
-        run = index.find(pool, num_blocks, after, avoids_retained=True, lowest_empty=True)
-        run = run or self._clear_run(request, True, reasons)
-        if run is None and request.contiguous == "require" and pool.eviction_order.has_retained:
-            run = index.find(pool, num_blocks, after) or self._clear_run(request, False, reasons)
-        return run
+        """Find a free run, or move blocks out of one, unless that exceeds `max_moves` of the request.
 
-    def _clear_run(
-        self, request: BlockAllocationRequest, avoids_retained: bool, reasons: list[str]
-    ) -> list[KVCacheBlock] | None:
-        """Move blocks out of a run, unless that exceeds `max_moves` of the request."""
+        Args:
+            avoids_retained: find no run with cached blocks of high priority.
+        """
+        num_blocks = request.num_blocks
+        run = self._index.find(
+            self._pool, num_blocks, after, avoids_retained=avoids_retained, lowest_empty=avoids_retained
+        )
+        if run is not None:
+            return run
         if self._on_moved is None:
             reasons.append("no compaction (ids change in a call of allocate only with on_moved=)")
             return None
         run = compaction.clear_run(
             self._run_pool,
-            request.num_blocks,
+            num_blocks,
             self._copy,
             self._on_moved,
             avoids_retained=avoids_retained,
@@ -255,7 +265,7 @@ class Allocation:
     # ---- refusal -----------------------------------------------------------------------------------
 
     def _refuse(self, request: BlockAllocationRequest, reasons: Sequence[str]) -> NoReturn:
-        num_free = self._pool.get_num_free_blocks()
+        num_free = self.count_available(URGENT)
         num_reserved = num_free - self.count_available(NORMAL)
         kept = f", {num_reserved} of them reserved" if num_reserved and request.priority == NORMAL else ""
         run = "a run of " if request.contiguous == "require" else ""

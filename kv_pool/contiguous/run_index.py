@@ -253,6 +253,10 @@ class FreeRunIndex(FreeIndex):
                 return first
         return self.oldest.find_run(num_blocks, self.ages, good, max_age)
 
+    def has_retained(self) -> bool:
+        """Return whether a free block is in a band above the default one. O(number of ids), in one search."""
+        return RETAINED in self.ages
+
     def count_runs(self, run_length: int) -> "FreeRunCounter":
         """Return the number of free ids and of disjoint runs of `run_length`, kept up to date from now on.
 

@@ -67,11 +67,6 @@ class EvictionOrder:
         self.is_open: bool = False
         self._ends: dict[int, KVCacheBlock] = {}  # the markers that are in the list
 
-    @property
-    def has_retained(self) -> bool:
-        """Whether a band above the default one exists. It may be empty."""
-        return max(self._ends, default=DEFAULT_BAND) > DEFAULT_BAND
-
     def list_bands(self) -> list[tuple[int, list[KVCacheBlock]]]:
         """Return the bands above the empty one, lowest first, each with its blocks. O(free blocks)."""
         found: list[tuple[int, list[KVCacheBlock]]] = []

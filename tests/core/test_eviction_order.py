@@ -26,7 +26,7 @@ def test_a_pool_has_no_bands_by_default():
     pool = make_pool(PICTURE)
     queue = pool.free_block_queue
     assert not pool.eviction_order.is_open
-    assert (pool.eviction_order.list_bands(), pool.eviction_order.has_retained) == ([], False)
+    assert pool.eviction_order.list_bands() == []
     assert queue.append_before is queue.fake_free_list_tail
     linked = [queue.fake_free_list_head]
     while linked[-1].next_free_block is not None:

@@ -59,10 +59,6 @@ class Life:
         for band, listed in self.pool.eviction_order.list_bands():
             assert listed == self.bands.get(band, [])
         assert self.pool.get_num_free_blocks() == len(self.list_free())
-        assert (
-            not any(self.bands[band] for band in self.bands if band > 0)
-            or self.pool.eviction_order.has_retained
-        )
 
     def check_holds(self):
         holds, watched = self.pool.holds, self.pool.reuse_watchers
