@@ -300,7 +300,7 @@ NOT_WALKED = {
         "note_ended",
         "will_pin",
         "forget_request",
-        "set_priority",
+        "note_released",
         "forget_blocks",
     },
 }

@@ -305,19 +305,6 @@ class BlockRetention(TableListener):
         deadlines = [(session_id, claim.until) for session_id, (claim, _) in self._sessions.items()]
         return sorted(deadlines, key=lambda one: one[1])
 
-    def set_priority(self, blocks: list[KVCacheBlock], priority: int) -> None:
-        """Set the priority that cached blocks in use get when they become free; skips other blocks.
-
-        A block with a higher priority keeps it. O(len(blocks)).
-        """
-        blocks = list(dict.fromkeys(as_list_of("blocks", blocks, KVCacheBlock)))
-        priority = as_int("priority", priority)
-        claim = make_claim(RetentionDirective(priority=priority))
-        was_changing = self.block_pool.is_changing
-        self.block_pool.is_changing = True
-        self._placed.add(blocks, claim.alone)
-        self.block_pool.is_changing = was_changing
-
     # ---- for the manager ---------------------------------------------------------------------------
 
     def attach(self, block_sizes: Sequence[int], tables: dict[RequestId, list[BlockTable]]) -> None:
@@ -369,6 +356,33 @@ class BlockRetention(TableListener):
             if is_pin(claims):
                 labelled = self._take_promised(request_id, group_id, first + low, labelled)
             self._placed.add(labelled, claims)
+
+    def note_released(
+        self,
+        request_id: RequestId,
+        table: Iterable[KVCacheBlock],
+        blocks: list[KVCacheBlock],
+        priority: int | None,
+    ) -> None:
+        """Put claims on blocks that a sequence of a `GPUKVPool` is about to release, in a larger change.
+
+        Args:
+            request_id: the id under which the sequence has directives; they end with its last block.
+            table: all blocks of the sequence, in the order of its tokens.
+            priority: that the cached ones get, unless they have a higher one; None for none.
+        """
+        if priority is not None:
+            self._placed.add(blocks, make_claim(RetentionDirective(priority=priority)).alone)
+        if request_id not in self._ranges:
+            return
+        positions = {block: position for position, block in enumerate(table)}
+        if blocks == list(positions):
+            self.note_leaving(request_id, GroupId(0), 0, blocks)
+        else:
+            for block in blocks:
+                self.note_leaving(request_id, GroupId(0), positions[block], [block])
+        if len(blocks) == len(positions):
+            self.forget_request(request_id)
 
     def will_pin(self, request_id: RequestId, group_id: GroupId, index: int, block: KVCacheBlock) -> bool:
         """Return True if the block would be pinned, not free, if its last holder, this request, freed it now.

@@ -252,12 +252,16 @@ class Holdings:
                     raise PinnedBlockError(
                         f"block {block.block_id} is pinned and no other sequence holds it; unpin it first"
                     )
+        for holder, own in by_holder.items():
+            if holder.priority != NORMAL and any(block.key is not None for block in own):
+                self.open_retention()
         pool = self.block_pool
         was_changing = pool.is_changing
-        for holder, own in by_holder.items():
-            if holder.priority != NORMAL or self.retention is not None:
-                self._claim(holder, own)
         pool.is_changing = True
+        if self.retention is not None:
+            for holder, own in by_holder.items():
+                request_id = RequestId(str(holder.sequence_id))
+                self.retention.note_released(request_id, holder.blocks, own, _RETENTION.get(holder.priority))
         # Tail first, so that the head of a prefix stays cached longest.
         free_listed(pool, blocks[::-1])
         for holder, own in by_holder.items():
@@ -286,28 +290,6 @@ class Holdings:
         else:
             self.holders.pop(holder.sequence_id, None)
             self.order.remove(holder)
-
-    def _claim(self, holder: Holder, blocks: list[KVCacheBlock]) -> None:
-        """Apply the sequence's priority and retention directives to blocks that it is about to release."""
-        cached: list[KVCacheBlock] = []
-        if holder.priority != NORMAL:
-            cached = [block for block in blocks if block.block_hash is not None]
-        retention = self.open_retention() if cached else self.retention
-        self.block_pool.is_changing = True
-        if retention is not None and cached:
-            retention.set_priority(cached, _RETENTION[holder.priority])
-        if retention is None or not retention.is_active:
-            return
-        request_id = RequestId(str(holder.sequence_id))
-        table = list(holder.blocks)
-        if blocks == table:
-            retention.note_leaving(request_id, GroupId(0), 0, blocks)
-        else:
-            positions = {block: position for position, block in enumerate(table)}
-            for block in blocks:
-                retention.note_leaving(request_id, GroupId(0), positions[block], [block])
-        if len(blocks) == len(table):
-            retention.forget_request(request_id)
 
     def open_retention(self) -> BlockRetention:
         """Return the retention of the pool; the first call creates it."""
