@@ -107,16 +107,27 @@ def apply_moves(
         return Relocation(pool.epoch, [], pool.num_gpu_blocks)
     if len(set(ids)) < len(ids):
         return _apply_exchanges(pool, moves, copy, on_moved, scratch_ids)
-    check_places(pool, ids)
-    check_sources(pool, ids[::2])
-    done = _begin_moves(pool, find_targets(pool, ids[1::2]))
+    return _move(pool, list(moves), copy, on_moved)
+
+
+def _move(
+    pool: RunBlockPool,
+    moves: list[BlockMove],
+    copy: CopyBlocks,
+    on_moved: Callable[[Relocation], object] | None,
+) -> Relocation:
+    """Move blocks to the ids of free ones, which are evicted, as in `apply_moves`; no id is in two moves."""
+    pool.holds.check_whole()
+    check_places(pool, list(chain.from_iterable(moves)))
+    check_sources(pool, [source for source, _ in moves])
+    done = _begin_moves(pool, find_targets(pool, [target for _, target in moves]))
     try:
         copy(list(moves))
     except Exception:
-        _change_ids(pool, done, [], on_moved)
+        pool.is_changing = False  # no block has moved
         raise
     done += moves
-    return _change_ids(pool, done, list(moves), on_moved)
+    return _change_ids(pool, done, moves, on_moved)
 
 
 def _begin_moves(pool: RunBlockPool, overwritten: list[KVCacheBlock]) -> list[tuple[BlockId, BlockId]]:
@@ -197,7 +208,8 @@ def clear_run(
     clearance = plan.plan_clear_run(pool, num_blocks, avoids_retained=avoids_retained, max_moves=max_moves)
     if clearance is None:
         return None
-    apply_moves(pool, clearance.moves, copy, on_moved=on_moved)
+    if clearance.moves:
+        _move(pool, clearance.moves, copy, on_moved)
     first = clearance.first_block_id
     return list(pool.blocks[first : first + num_blocks])
 
