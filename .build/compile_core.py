@@ -31,8 +31,8 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 NOT_COMPILED = {"__init__.py", "invariants.py", "kv_events.py", "block_pool.py"}
 CONTIGUOUS = (
     "buddy",
+    "fragmentation",
     "run_index",
-    "run_search",
 )
 # What every event of a stream goes through, in a publisher and in a router; none may import zmq.
 EVENTS = (
@@ -82,7 +82,6 @@ HOT = (
     "core/pool_core",
     "core/taking",
     "contiguous/run_index",
-    "contiguous/run_search",
     "manager/allocating",
     "manager/block_groups/block_group",
     "manager/block_groups/block_table",

@@ -1,8 +1,14 @@
-"""Measures of fragmentation, computed from the lengths of the maximal free runs."""
+"""Measures of fragmentation, computed from the lengths of the maximal free runs; a counter of free runs."""
 
 from collections.abc import Sequence
+from typing import Final
+
+from mypy_extensions import i64
 
 from kv_pool.core.arguments import as_count
+
+_IN_USE: Final = 0
+"""The age of an id in use, see `FreeRunIndex`."""
 
 
 def get_unusable_share(run_lengths: Sequence[int], run_length: int) -> float:
@@ -55,3 +61,41 @@ def get_largest_run_loss(run_lengths: Sequence[int]) -> float:
     """
     num_free = sum(run_lengths)
     return 1.0 - max(run_lengths) / num_free if num_free else 0.0
+
+
+class FreeRunCounter:
+    """Counts the free ids of a pool, and the disjoint runs of one length among them, as ids change.
+
+    Args:
+        ages: the age of each id, see `FreeRunIndex`.
+    """
+
+    def __init__(self, ages: bytearray, run_length: int) -> None:
+        self.run_length: i64 = run_length
+        self.num_runs: i64 = 0
+        self.num_free: i64 = 0
+        for run in ages.split(bytes([_IN_USE])):
+            self.num_runs += len(run) // self.run_length
+            self.num_free += len(run)
+
+    def note_change(self, ages: bytearray, first: i64, end: i64, age: i64) -> None:
+        """Update the counts for ids `[first, end)` that are about to get this age."""
+        unit = self.run_length
+        left: i64 = ages.rfind(_IN_USE, 0, first) + 1
+        right: i64 = ages.find(_IN_USE, end)
+        if right < 0:
+            right = len(ages)
+        whole: i64 = (right - left) // unit
+        sides: i64 = (first - left) // unit + (right - end) // unit
+        num_in_use: i64 = ages.count(_IN_USE, first, end)
+        if num_in_use == 0:
+            self.num_runs -= whole
+        elif num_in_use == end - first:
+            self.num_runs -= sides
+        else:
+            for run in ages[left:right].split(bytes([_IN_USE])):
+                self.num_runs -= len(run) // unit
+        self.num_runs += sides if age == _IN_USE else whole
+        self.num_free += num_in_use
+        if age == _IN_USE:
+            self.num_free -= end - first

@@ -30,8 +30,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kv_pool.contiguous.compaction import Relocation
+from kv_pool.contiguous.run_index import EMPTY, IN_USE, RETAINED
 from kv_pool.contiguous.run_pool import RunBlockPool
-from kv_pool.contiguous.run_search import EMPTY, IN_USE, RETAINED
 from kv_pool.core import invariants
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.eviction_order import DEFAULT_BAND

@@ -10,8 +10,8 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, cast
 
+from kv_pool.contiguous.run_index import ANY_AGE, EMPTY, IN_USE, RETAINED
 from kv_pool.contiguous.run_pool import RunBlockPool
-from kv_pool.contiguous.run_search import ANY_AGE, EMPTY, IN_USE, RETAINED
 from kv_pool.core.arguments import as_count
 from kv_pool.errors import InvalidArgumentError, OutOfBlocksError
 from kv_pool.ids import BlockId, BlockMove

@@ -4,8 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from kv_pool.contiguous import fragmentation
-from kv_pool.contiguous.run_index import PLACEMENTS, FreeRunIndex
-from kv_pool.contiguous.run_search import IN_USE
+from kv_pool.contiguous.run_index import IN_USE, PLACEMENTS, FreeRunIndex
 from kv_pool.core.arguments import as_count, as_int, check_type
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_pool import BlockPool

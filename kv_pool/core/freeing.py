@@ -46,14 +46,12 @@ def free_ours(
     num_front: i64 = 0
     num_back: i64 = 0
     num_done: i64 = 0
-    foreign: list[KVCacheBlock] | None = None
+    by_pool: list[tuple[Any, list[KVCacheBlock]]] | None = None
     try:
         for block in listed:
             if block.owner is not owner and block.owner is not None:
-                if not block.is_null:
-                    if foreign is None:
-                        foreign = []
-                    foreign.append(block)
+                if by_pool is None and not block.is_null:
+                    by_pool = group_foreign(pool, listed)
             elif not block.is_null:
                 left = block.ref_cnt - 1
                 if left < 0 and block.owner is owner:
@@ -80,7 +78,6 @@ def free_ours(
                         back_last = block
                         num_back += 1
             num_done += 1
-        by_pool = None if foreign is None else group_by_pool(pool, foreign)
         pool.free_block_queue.splice(front_first, front_last, num_front, back_first, back_last, num_back)
         return by_pool
     except Exception as error:
@@ -94,11 +91,13 @@ def free_ours(
         raise_typed(error, listed, "free_blocks(ordered_blocks)")
 
 
-def group_by_pool(own: PoolState, blocks: list[KVCacheBlock]) -> list[tuple[Any, list[KVCacheBlock]]]:
-    """Group blocks of other pools by pool, in order of appearance. Raise if one may not be freed."""
+def group_foreign(own: PoolState, listed: list[KVCacheBlock]) -> list[tuple[Any, list[KVCacheBlock]]]:
+    """Group the blocks of other pools by pool, in order of appearance. Raise if one may not be freed."""
     by_pool: dict[int, tuple[Any, list[KVCacheBlock]]] = {}
     references: dict[int, int] = {}
-    for block in blocks:
+    for block in listed:
+        if block.owner is own.block_owner or block.owner is None or block.is_null:
+            continue
         pool = block.owner()
         if pool is None:
             raise InvalidBlockError(f"block {block.block_id} belongs to a pool that was deleted")

@@ -252,9 +252,6 @@ class PolicyHost(PoolPart):
                 self.table.split(run, first)
             self._free(run)
 
-    def note_unlinked(self, blocks: list[KVCacheBlock]) -> None:
-        self.note_taken(blocks)
-
     def note_taken(self, blocks: list[KVCacheBlock]) -> None:
         if self.failure is None:
             self._leave_runs(blocks)

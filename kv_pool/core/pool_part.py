@@ -25,14 +25,11 @@ class PoolPart:
     def note_missed(self, key: Any) -> None:
         """Handle a lookup whose first missing block has this key."""
 
-    def note_unlinked(self, blocks: list[KVCacheBlock]) -> None:
-        """Handle free blocks that have left the queue while their reuse watchers are called."""
+    def note_taken(self, blocks: list[KVCacheBlock]) -> None:
+        """Handle free blocks that have left the queue, also while their reuse watchers are called."""
 
     def note_relinked(self, blocks: list[KVCacheBlock]) -> None:
-        """Handle these blocks when they are back at the front of the queue."""
-
-    def note_taken(self, blocks: list[KVCacheBlock]) -> None:
-        """Handle free blocks that have left the queue, and got their first reference."""
+        """Handle free blocks that are back at the front of the queue after their watchers were called."""
 
     def note_touched(self, blocks: list[KVCacheBlock], num_free: i64, is_access: bool) -> None:
         """Handle blocks that have got a reference.

@@ -241,7 +241,7 @@ def notify_watchers_off_queue(pool: PoolState, listed: list[KVCacheBlock]) -> No
     queue = pool.free_block_queue
     queue.remove_n(listed)
     for part in pool.parts:
-        part.note_unlinked(listed)
+        part.note_taken(listed)
     pool.is_changing = False
     is_told = False
     try:

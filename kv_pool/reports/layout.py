@@ -8,8 +8,8 @@ from operator import attrgetter
 import msgspec
 
 from kv_pool.contiguous.fragmentation import get_fragmentation_rate
+from kv_pool.contiguous.run_index import EMPTY, IN_USE
 from kv_pool.contiguous.run_pool import RunBlockPool
-from kv_pool.contiguous.run_search import EMPTY, IN_USE
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
 

@@ -6,7 +6,7 @@ from drawing import blocks
 
 from kv_pool import CorruptedPoolError
 from kv_pool.contiguous import invariants
-from kv_pool.contiguous.run_search import RETAINED
+from kv_pool.contiguous.run_index import RETAINED
 from kv_pool.core.eviction_order import BandPolicy
 
 PICTURE = "free: 3 1* 2* | in use: 4*x2 5"

@@ -6,8 +6,8 @@ from core.banded_pool import PICTURE, ByHash, check, list_bands, make_banded
 from drawing import blocks, ids, make_pool, state
 
 from kv_pool import BlockPool, CorruptedPoolError, InvalidArgumentError, InvalidBlockError, OutOfBlocksError
+from kv_pool.contiguous.run_index import RETAINED
 from kv_pool.contiguous.run_pool import RunBlockPool
-from kv_pool.contiguous.run_search import RETAINED
 from kv_pool.core.eviction_order import EMPTY_BAND, EXPIRED_BAND
 
 
