@@ -13,7 +13,7 @@ from kv_pool.core.block import KVCacheBlock, list_ids
 from kv_pool.core.freeing import free_listed
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.core.taking import take, take_listed
-from kv_pool.errors import InvalidArgumentError, PoolExhaustedError, UnknownDeviceError
+from kv_pool.errors import InvalidArgumentError, PinLimitError, PoolExhaustedError, UnknownDeviceError
 from kv_pool.ids import BlockId, SequenceId
 from kv_pool.manager.sequences.holdings import Holder, Holdings, as_new_id, import_retention
 from kv_pool.manager.sequences.ranked_order import EvictionPolicy, LRUEviction, RankedOrder
@@ -118,10 +118,13 @@ class Allocation:
             take_listed(pool, found)
         else:
             found = take(pool, request.num_blocks, after)
-        if request.pinned and not holdings.pins.has_room(len(found)):  # a callback has pinned others
-            free_listed(pool, found)
-            pool.is_changing = False
-            holdings.pins.check_room(len(found))
+        if request.pinned:
+            try:
+                holdings.pins.pin(found)
+            except PinLimitError:  # a callback has pinned others
+                free_listed(pool, found)
+                pool.is_changing = False
+                raise
         sequence = holdings.holders.get(sequence_id)  # `on_evicted` may have started or freed it
         if sequence is None:
             holdings.evictions.forget(sequence_id)
@@ -129,8 +132,6 @@ class Allocation:
         else:
             sequence.priority = max(sequence.priority, request.priority)
         holdings.hold(sequence, found)
-        if request.pinned:
-            holdings.pins.pin(found)
         pool.is_changing = False
         return found
 

@@ -89,13 +89,9 @@ class Pins:
         """How many blocks may be pinned at once."""
         return len(self._pool.blocks) - 1 if self.limit is None else self.limit
 
-    def has_room(self, num_blocks: int) -> bool:
-        """Return whether `num_blocks` more may be pinned."""
-        return len(self) + num_blocks <= self.max_pinned_blocks
-
     def check_room(self, num_blocks: int) -> None:
         """Raise PinLimitError unless `num_blocks` more may be pinned."""
-        if not self.has_room(num_blocks):
+        if len(self) + num_blocks > self.max_pinned_blocks:
             raise PinLimitError(
                 f"{len(self)} blocks are pinned; {num_blocks} more would exceed the limit of "
                 f"{self.max_pinned_blocks}. Unpin others, or raise max_pinned_blocks."
