@@ -233,9 +233,7 @@ class FreeRunIndex(FreeIndex):
         was_changing = pool.is_changing
         pool.is_changing = True
         while True:
-            first: i64 = self._find_empty(num_blocks, after, lowest_empty)
-            if first == 0:
-                first = self.find_run(num_blocks, avoids_retained)
+            first: i64 = self.find_run(num_blocks, after, avoids_retained, lowest_empty)
             run = list(pool.blocks[first : first + num_blocks]) if first else []
             if not run or are_queued(run):
                 break
@@ -243,20 +241,16 @@ class FreeRunIndex(FreeIndex):
         pool.is_changing = was_changing
         return run or None
 
-    def _find_empty(self, num_blocks: int, after: KVCacheBlock | None, lowest_empty: bool) -> BlockId:
-        """Return the first of the empty ids that `find` prefers to a search by `placement`; 0 for none."""
+    def find_run(
+        self,
+        num_blocks: int,
+        after: KVCacheBlock | None = None,
+        avoids_retained: bool = False,
+        lowest_empty: bool = False,
+    ) -> BlockId:
+        """Return the first id of the run that `find` returns, as far as ages tell; 0 for none."""
         if after is not None and self.ages.startswith(_EMPTY_ROW * num_blocks, after.block_id + 1):
             return cast(BlockId, after.block_id + 1)
-        if lowest_empty and self.placement == "oldest":
-            return cast(BlockId, max(0, self.ages.find(_EMPTY_ROW * num_blocks, 0, MAX_SCAN)))
-        return cast(BlockId, 0)
-
-    def find_run(self, num_blocks: int, avoids_retained: bool = False) -> BlockId:
-        """Return the first id of `num_blocks` consecutive free ids by `placement`; 0 for none.
-
-        Args:
-            avoids_retained: see `find`.
-        """
         max_age = YOUNGEST if avoids_retained else RETAINED
         if self.placement == "first_fit":
             return find_first_fit(num_blocks, self.ages, max_age)
@@ -267,6 +261,10 @@ class FreeRunIndex(FreeIndex):
             first = self.buddies.find_run(num_blocks, self.ages, good, YOUNGEST)
             if first:
                 return first
+        elif lowest_empty:
+            lowest: i64 = self.ages.find(_EMPTY_ROW * num_blocks, 0, MAX_SCAN)
+            if lowest > 0:
+                return cast(BlockId, lowest)
         return self.oldest.find_run(num_blocks, self.ages, good, max_age)
 
     def has_retained(self) -> bool:

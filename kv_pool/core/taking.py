@@ -94,14 +94,9 @@ def take(pool: PoolState, num_blocks: int, after: KVCacheBlock | None = None) ->
         refuse_count(pool, num_blocks)  # a watcher has taken what an earlier check has counted
     index = pool.free_index
     if index is not None:
-        taken = index.take(pool, after, num_blocks)
-        if taken is not None:
-            return taken
-    return take_first(pool, num_blocks)
-
-
-def take_first(pool: PoolState, num_blocks: int) -> list[KVCacheBlock]:
-    """Take the blocks that are next in eviction order. At least this many are free."""
+        chosen = index.take(pool, after, num_blocks)
+        if chosen is not None:
+            return chosen
     was_changing = pool.is_changing
     pool.is_changing = True
     for part in pool.parts:
@@ -112,9 +107,7 @@ def take_first(pool: PoolState, num_blocks: int) -> list[KVCacheBlock]:
         notify_before(pool, list(first))  # a watcher may take blocks, but not these: they stay at the front
     pool.is_changing = True
     taken = pool.free_block_queue.popleft_n(num_blocks)
-    mark_taken(pool, taken)
-    for part in pool.parts:
-        part.note_taken(taken)
+    mark_taken(pool, taken, None)
     pool.is_changing = was_changing
     return taken
 
@@ -130,15 +123,16 @@ def take_listed(pool: PoolState, listed: list[KVCacheBlock], informed: PoolPart 
         notify_before(pool, listed)
     pool.is_changing = True
     pool.free_block_queue.remove_n(listed)
-    mark_taken(pool, listed)
-    for part in pool.parts:
-        if part is not informed:
-            part.note_taken(listed)
+    mark_taken(pool, listed, informed)
     pool.is_changing = was_changing
 
 
-def mark_taken(pool: PoolState, taken: list[KVCacheBlock]) -> None:
-    """Give blocks that have left the queue their first reference, and evict their content."""
+def mark_taken(pool: PoolState, taken: list[KVCacheBlock], informed: PoolPart | None) -> None:
+    """Give blocks that have left the queue their first reference, evict their content, and inform the parts.
+
+    Args:
+        informed: see `take_listed`.
+    """
     any_cached = len(pool.cached_block_hashes_by_block) > 0
     num_references: i32 = 1 if pool.metrics_collector is None else 0  # an observer sees each block get it
     for block in taken:
@@ -155,6 +149,9 @@ def mark_taken(pool: PoolState, taken: list[KVCacheBlock]) -> None:
         evict_observed(pool, taken, pool.metrics_collector)
     elif any_cached and pool.enable_caching:
         evict_all(pool, taken)
+    for part in pool.parts:
+        if part is not informed:
+            part.note_taken(taken)
 
 
 def evict_observed(pool: PoolState, taken: list[KVCacheBlock], observer: BlockObserver) -> None:
