@@ -120,40 +120,34 @@ def _move(
     pool.holds.check_whole()
     check_places(pool, list(chain.from_iterable(moves)))
     check_sources(pool, [source for source, _ in moves])
-    done = _begin_moves(pool, find_targets(pool, [target for _, target in moves]))
+    _begin_moves(pool, find_targets(pool, [target for _, target in moves]))
     try:
         copy(list(moves))
     except Exception:
         pool.is_changing = False  # no block has moved
         raise
-    done += moves
-    return _change_ids(pool, done, moves, on_moved)
+    pool.copied += moves
+    return _change_ids(pool, moves, on_moved)
 
 
-def _begin_moves(pool: RunBlockPool, overwritten: list[KVCacheBlock]) -> list[tuple[BlockId, BlockId]]:
+def _begin_moves(pool: RunBlockPool, overwritten: list[KVCacheBlock]) -> None:
     """Begin the change: evict the blocks that are overwritten.
 
-    Returns:
-        An empty list, which the caller fills with the moves whose bytes have arrived, of an exchange only
-        that to the free block. After an interrupt, `repair` gives these blocks the ids of their bytes.
+    The caller adds to `pool.copied` the moves whose bytes have arrived: after an interrupt, `repair` gives
+    these blocks the ids of their bytes.
     """
-    done: list[tuple[BlockId, BlockId]] = []
     pool.is_changing = True
-    pool.copied = done
+    pool.copied = []
     pool.copied_at = pool.epoch
     evict_overwritten(pool, overwritten)
-    return done
 
 
 def _change_ids(
-    pool: RunBlockPool,
-    done: list[tuple[BlockId, BlockId]],
-    moves: list[BlockMove],
-    on_moved: Callable[[Relocation], object] | None,
+    pool: RunBlockPool, moves: list[BlockMove], on_moved: Callable[[Relocation], object] | None
 ) -> Relocation:
-    """Exchange the ids of blocks whose bytes have arrived, which ends the change; then call `on_moved`."""
-    if done:
-        swap_ids(pool, done)
+    """Swap the ids of blocks whose bytes have arrived, which ends the change; then call `on_moved`."""
+    if pool.copied:
+        swap_ids(pool, pool.copied)
     pool.copied = []
     pool.is_changing = False
     relocation = Relocation(pool.epoch, moves, pool.num_gpu_blocks)
@@ -354,17 +348,17 @@ def _apply_exchanges(
     exchanges = [_orient(pool, exchange) for exchange in exchanges]
     if not scratch_ids:
         raise InvalidArgumentError(f"{len(exchanges)} exchanges need a scratch slot; pass one in scratch_ids")
-    done = _begin_moves(pool, overwritten)
+    _begin_moves(pool, overwritten)
     try:
         if one_way:
             copy(one_way)
-            done += one_way
-        _copy_exchanges(pool, exchanges, copy, scratch_ids, done)
+            pool.copied += one_way
+        _copy_exchanges(pool, exchanges, copy, scratch_ids)
     except Exception:
-        moved = set(chain.from_iterable(done))
-        _change_ids(pool, done, [move for move in moves if move[0] in moved], on_moved)
+        moved = set(chain.from_iterable(pool.copied))
+        _change_ids(pool, [move for move in moves if move[0] in moved], on_moved)
         raise
-    return _change_ids(pool, done, list(moves), on_moved)
+    return _change_ids(pool, list(moves), on_moved)
 
 
 def _split(moves: Sequence[BlockMove]) -> tuple[list[BlockMove], list[BlockMove]]:
@@ -406,22 +400,16 @@ def _orient(pool: RunBlockPool, exchange: BlockMove) -> BlockMove:
 
 
 def _copy_exchanges(
-    pool: RunBlockPool,
-    exchanges: list[BlockMove],
-    copy: CopyBlocks,
-    scratch_ids: Sequence[BlockId],
-    done: list[tuple[BlockId, BlockId]],
+    pool: RunBlockPool, exchanges: list[BlockMove], copy: CopyBlocks, scratch_ids: Sequence[BlockId]
 ) -> None:
     """Copy the bytes of exchanges, as many at a time as there are scratch slots.
 
         slot              scratch   target   source
         before            -         cached   used
         1st call of copy  cached    cached   used
-        2nd call          cached    used     used            the target has arrived
+        2nd call          cached    used     used            the target has arrived: `pool.copied`
         3rd call          cached    used     cached
 
-    Args:
-        done: receives each exchange whose target has arrived.
     Raises:
         Any exception of `copy`. Cached blocks that have lost their bytes are evicted.
     """
@@ -432,7 +420,7 @@ def _copy_exchanges(
         copy([BlockMove(target, slot) for (_, target), slot in slots])
         try:
             copy(batch)
-            done += batch
+            pool.copied += batch
             copy([BlockMove(slot, source) for (source, _), slot in slots])
         except Exception:
             evict_overwritten(pool, endangered)
