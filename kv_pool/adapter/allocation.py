@@ -102,7 +102,7 @@ class Allocation:
             refuse_interrupted()
         sequence, after = holdings.holders.get(sequence_id), None
         if sequence is not None:
-            after = next(reversed(sequence.blocks))
+            after = next(reversed(sequence.blocks))  # a hint, even if a callback frees it
         elif holdings.evictions:
             holdings.evictions.check(sequence_id)
         if holdings.retention is not None:

@@ -18,7 +18,7 @@ from kv_pool.contiguous.fragmentation import FreeRunCounter
 from kv_pool.core.block import COMPILED, KVCacheBlock
 from kv_pool.core.eviction_order import DEFAULT_BAND, EMPTY_BAND
 from kv_pool.core.free_queue import BAND_END
-from kv_pool.core.pool_part import FreeIndex, PoolPart
+from kv_pool.core.pool_part import FreeIndex
 from kv_pool.core.pool_state import PoolState
 from kv_pool.core.taking import take_listed
 from kv_pool.ids import BlockId
@@ -108,18 +108,19 @@ class FreeRunIndex(FreeIndex):
         was_changing = pool.is_changing
         pool.is_changing = True
         chosen = self._choose_and_mark(pool, after, num_blocks)
-        if chosen and (len(chosen) < num_blocks or not are_queued(chosen)):
-            self.rebuild_from(pool)  # a caller has changed the queue itself
-            chosen = []
-        if chosen:
-            informed: PoolPart | None = self
-            if pool.reuse_watchers or pool.lower_tiers is not None:
-                self.note_freed(chosen, False)  # they are free while watchers are called
-                informed = None
-                pool.is_changing = was_changing
-            take_listed(pool, chosen, informed)
-        pool.is_changing = was_changing
-        return chosen or None
+        if len(chosen) < num_blocks or not are_queued(chosen):
+            if chosen:
+                self.rebuild_from(pool)  # a caller has changed the queue itself
+            pool.is_changing = was_changing
+            return None
+        if pool.reuse_watchers or pool.lower_tiers is not None:
+            self.note_freed(chosen, False)  # they are free until these were called
+            pool.is_changing = was_changing
+            take_listed(pool, chosen)
+        else:
+            take_listed(pool, chosen, self)
+            pool.is_changing = was_changing
+        return chosen
 
     # ---- searching -------------------------------------------------------------------------------
 

@@ -358,7 +358,7 @@ class Holdings:
                     freed_ids.clear()
         if is_ranked_again or not self.order.has_excluded:
             return None
-        self.order.rebuild(self.holders.values())
+        self.order.rebuild(self.holders.values())  # once, so that the policy may rank those it left out
         return self.choose_victims(priority, spared, num_blocks, make_run_check, True)
 
     def iter_candidates(self, priority: int, spared: Collection[SequenceId]) -> Generator[Holder, None, None]:
