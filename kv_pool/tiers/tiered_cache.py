@@ -123,10 +123,8 @@ class TieredCache:
         self._parents: dict[BlockHashWithGroupId, tuple[bytes | None, int]] = {}
         self._num_to_sweep_at = 2 * (block_pool.num_gpu_blocks + sum(tier.capacity for tier in tiers))
         disk = next((tier for tier in tiers[1:] if isinstance(tier, DiskTier)), None)
-        self._max_prefetch_blocks = max(1, min(max_prefetch_blocks, tiers[0].capacity // 2))
-        self._prefetcher: Prefetcher | None = None
-        if disk is not None and max_prefetch_blocks:
-            self._prefetcher = Prefetcher(disk, self._max_prefetch_blocks)
+        self._max_prefetch_blocks = min(max_prefetch_blocks, max(1, tiers[0].capacity // 2))
+        self._prefetcher = Prefetcher(disk, self._max_prefetch_blocks)
         self._unforgotten: TierError | None = None
         for tier in tiers:
             self._parents.update(tier.parents)
@@ -253,8 +251,7 @@ class TieredCache:
         """See `LowerTiers`. Without events. The next `flush` raises a disk's error."""
         self._pending.clear()
         self._through.clear()
-        if self._prefetcher is not None:
-            self._prefetcher.cancel()
+        self._prefetcher.cancel()
         if self._events is not None:
             self._events.labels.clear()
         try:
@@ -328,8 +325,7 @@ class TieredCache:
         if self.block_pool.lower_tiers is self:
             self.block_pool.lower_tiers = None
         self.block_pool.holds.end_place_hold(self._pending_places)
-        if self._prefetcher is not None:
-            self._prefetcher.close()
+        self._prefetcher.close()
         for tier in self.tiers:
             self._stack.announce_removed(tier, tier.list_keys())
         self._stack.close()
@@ -353,25 +349,21 @@ class TieredCache:
             moving = moving[: self._max_prefetch_blocks]
             self._store(moving)
             return len(moving)
-        if self._prefetcher is None:
-            return 0
         return self._prefetcher.ask(owner, [key for key in keys if self.find_tier(key) != 0])
 
     def cancel_prefetch(self, owner: RequestId) -> None:
         """Cancel the prefetch of this owner. No-op if there is none."""
-        if self._prefetcher is not None:
-            self._prefetcher.cancel(owner)
+        self._prefetcher.cancel(owner)
 
     def wait_for_prefetch(self, timeout_s: float | None = None) -> bool:
         """Wait until all prefetched blocks are ready for the next `flush`. Return False on timeout."""
-        return self._prefetcher is None or self._prefetcher.wait(timeout_s)
+        return self._prefetcher.wait(timeout_s)
 
     def _take_prefetched(self) -> None:
         """Store prefetched blocks in the top tier, if they are still in their slots on disk."""
-        if self._prefetcher is not None:
-            for read in self._prefetcher.take_done():
-                self._stack.announce_removed(self._prefetcher.tier, read.failed)
-                self._store(read.keys, read.storage, dict(zip(read.keys, read.block_ids, strict=True)))
+        for disk, read in self._prefetcher.take_done():
+            self._stack.announce_removed(disk, read.failed)
+            self._store(read.keys, read.storage, dict(zip(read.keys, read.block_ids, strict=True)))
 
     def load(
         self, keys: Sequence[BlockHashWithGroupId], block_ids: Sequence[BlockId]
@@ -412,7 +404,7 @@ class TieredCache:
         """Remove these keys from every tier and queue. Raises TierError after trying all tiers."""
         was_changing = self.block_pool.is_changing
         self.block_pool.is_changing = True
-        if self._prefetcher is not None and keys:
+        if keys:
             self._prefetcher.cancel()
         for key in keys:
             self._pending.pop(key, None)

@@ -147,14 +147,16 @@ def test_write_through_without_bytes_is_immediate():
     assert cache.get_statistics()[0].num_stored == 2
 
 
-def test_prefetch_without_bytes_is_immediate():
-    cache = make_cache(1, 2, 9)
+@pytest.mark.parametrize("max_blocks", [0, 5])
+def test_prefetch_without_bytes_is_immediate(max_blocks):
+    """It moved a block although the limit of 0 turns it off."""
+    cache = make_cache(1, 2, 9, max_prefetch_blocks=max_blocks)
     for number in range(4):
         cache_request(cache, f"r{number}", [number] * 4)
     key = cache.tiers[1].list_keys()[0]
     assert cache.find_tier(key) == 1
-    assert cache.prefetch("r", [key]) == 1
-    assert cache.find_tier(key) == 0
+    assert cache.prefetch("r", [key]) == (1 if max_blocks else 0)
+    assert cache.find_tier(key) == (0 if max_blocks else 1)
     cache.cancel_prefetch("r")
     assert cache.wait_for_prefetch()
 
