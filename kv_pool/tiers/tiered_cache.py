@@ -184,15 +184,9 @@ class TieredCache:
         if self._events is not None:
             self._events.note_cached(request, hashes, num_cached_blocks, block_size, group_id)
             self._sweep(self._events.labels)
-        if self.writes_through and self.storage is not None:
+        if self.writes_through:
             num_written = getattr(request, "num_computed_tokens", 0) // block_size
-            for position, block in enumerate(blocks, start=num_cached_blocks):
-                if not block.is_null:
-                    self._through[block] = (block.block_hash, block.generation, position < num_written)
-        elif self.writes_through:
-            cached = [block for block in blocks if not block.is_null]
-            self._note_parents(cached)
-            self._store([block.block_hash for block in cached])
+            self._write_through(blocks, num_written - num_cached_blocks)
 
     def on_block_arrived(
         self, block: KVCacheBlock, block_size: int | None, event: BlockStored | None
@@ -206,13 +200,9 @@ class TieredCache:
                 key, event, max(0, (block.block_hash_num_tokens or 0) - event.block_size)
             )
             self._sweep(self._events.labels)
-        if not self.writes_through or (self._has_partial and not self._is_full(block)):
-            return
-        self._note_parents([block])
-        if self.storage is None:
-            self._store([key])
-        else:
-            self._through[block] = (key, block.generation, True)
+        if self.writes_through and (not self._has_partial or self._is_full(block)):
+            self._note_parents([block])
+            self._write_through([block], 1)
 
     def on_blocks_reused(self, blocks: Sequence[KVCacheBlock]) -> None:
         """See `LowerTiers`."""
@@ -428,6 +418,21 @@ class TieredCache:
             indexes = [on_device, *(index for _, index in self.list_indexes())]
             for key in [key for key in known if not any(key in index for index in indexes)]:
                 del known[key]
+
+    def _write_through(self, blocks: Sequence[KVCacheBlock], num_written: int) -> None:
+        """Store cached blocks without bytes; queue those with bytes for `flush`.
+
+        Args:
+            num_written: number of the first blocks whose content is there.
+        """
+        if self.storage is None:
+            cached = [block for block in blocks if not block.is_null]
+            self._note_parents(cached)
+            self._store([block.block_hash for block in cached])
+            return
+        for number, block in enumerate(blocks):
+            if not block.is_null:
+                self._through[block] = (block.block_hash, block.generation, number < num_written)
 
     def _is_full(self, block: KVCacheBlock) -> bool:
         """Return True if the block's key covers all its tokens."""
