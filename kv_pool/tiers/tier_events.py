@@ -15,6 +15,14 @@ from kv_pool.core.stored_events import hashes_of, make_external_hash, make_store
 from kv_pool.events.stream_state import slice_positions
 from kv_pool.ids import BlockHash, BlockHashWithGroupId, ExternalBlockHash, GroupId
 
+EventKey = tuple[ExternalBlockHash, GroupId]
+"""A hash in the form that events use, and its KV cache group."""
+
+
+def name_key(pool: BlockPoolCore, key: BlockHashWithGroupId) -> EventKey:
+    """Return a key in the form that events use."""
+    return make_external_hash(pool, get_block_hash(key)), get_group_id(key)
+
 
 class Label(NamedTuple):
     """The event data of a block: its position in the store event of all blocks cached with it.
@@ -77,12 +85,12 @@ class TierEvents:
 
     def announce_stored(self, medium: str, keys: Sequence[BlockHashWithGroupId]) -> None:
         """Publish that a tier of this medium has gained these keys."""
-        bare: list[BlockHashWithGroupId] = []
+        bare: list[EventKey] = []
         spans: dict[int, list[Label]] = {}
         for key in keys:
             label = self.labels.get(key)
             if label is None:
-                bare.append(key)
+                bare.append(name_key(self._pool, key))
             else:
                 spans.setdefault(id(label.span), []).append(label)
         stored: list[tuple[int, BlockStored]] = []
@@ -95,8 +103,8 @@ class TierEvents:
         stored.sort(key=lambda pair: pair[0])
         events: list[Any] = [event for _, event in stored]
         events += [
-            BlockStored([self._name(key)], None, [], 0, None, medium, None, group_idx=get_group_id(key))
-            for key in bare
+            BlockStored([name], None, [], 0, None, medium, None, group_idx=group_id)
+            for name, group_id in bare
         ]
         self._pool.kv_event_queue.extend(events)
 
@@ -104,9 +112,7 @@ class TierEvents:
         """Publish that a tier of this medium has lost these keys."""
         by_group: dict[GroupId, list[ExternalBlockHash]] = {}
         for key in keys:
-            by_group.setdefault(get_group_id(key), []).append(self._name(key))
+            name, group_id = name_key(self._pool, key)
+            by_group.setdefault(group_id, []).append(name)
         events: list[Any] = [BlockRemoved(hashes, medium, group_id) for group_id, hashes in by_group.items()]
         self._pool.kv_event_queue.extend(events)
-
-    def _name(self, key: BlockHashWithGroupId) -> ExternalBlockHash:
-        return make_external_hash(self._pool, get_block_hash(key))
