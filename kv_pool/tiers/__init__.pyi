@@ -11,7 +11,7 @@ from kv_pool.tiers.onboarder import TierHit as TierHit
 from kv_pool.tiers.swapper import BlockSwapper as BlockSwapper
 from kv_pool.tiers.swapper import SwapPlan as SwapPlan
 from kv_pool.tiers.swapper import SwapDirection as SwapDirection
-from kv_pool.tiers.tiered_cache import TierEvents as TierEvents
+from kv_pool.tiers.tier_events import TierEvents as TierEvents
 from kv_pool.tiers.formats import make_format as make_format
 from kv_pool.tiers.formats.block_format import BlockFormat as BlockFormat
 from kv_pool.tiers.pool_dump import dump_pool as dump_pool

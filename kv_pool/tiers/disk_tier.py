@@ -23,15 +23,7 @@ from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.threads import Workers
 from kv_pool.tiers.disk_files import VERSION, Description, SlotFiles, SlotHeader, check_key
 from kv_pool.tiers.formats.block_format import BlockFormat
-from kv_pool.tiers.host_tier import (
-    BUFFER_BYTES,
-    RAW,
-    ByteRows,
-    RowBuffer,
-    as_block_ids,
-    skip_raw,
-    view_rows,
-)
+from kv_pool.tiers.host_tier import RAW, ByteRows, RowBuffer, as_block_ids, skip_raw, view_rows
 from kv_pool.tiers.tier import Tier, TierRead
 
 _logger = logging.getLogger(__name__)
@@ -367,17 +359,16 @@ class Prefetcher:
     """Reads batches of blocks of a disk tier in a background thread.
 
     Args:
-        tier: the tier to read. The thread only reads its files.
+        tier: the tier to read; None to read nothing. The thread only reads its files.
         max_blocks: maximum number of blocks that are waiting, being read, or read and not yet taken, beside
             a batch that was cancelled while it was read.
 
     Only `wait` and `close` block; all other methods return at once.
     """
 
-    def __init__(self, tier: DiskTier, max_blocks: int) -> None:
-        self.tier = tier
+    def __init__(self, tier: DiskTier | None, max_blocks: int) -> None:
+        self._tier = tier
         self._max_blocks = max_blocks
-        self._batch = max(1, BUFFER_BYTES // tier.layout.block_bytes)
         self._thread = Workers("kv_pool prefetch", 1)
         self._batches: deque[_Batch] = deque()  # oldest first, until they are taken or cancelled
 
@@ -387,15 +378,18 @@ class Prefetcher:
         Returns:
             The number of blocks that are waiting, being read, or read for this owner.
         """
+        tier = self._tier
+        if tier is None:
+            return 0
         asked = {key for batch in self._batches for key in batch.keys}
-        slot_of = self.tier._slot_of
+        slot_of = tier._slot_of
         new = [key for key in keys if key in slot_of and key not in asked]
         new = new[: max(0, self._max_blocks - len(asked))]
-        for start in range(0, len(new), self._batch):
-            some = new[start : start + self._batch]
+        for start in range(0, len(new), tier.batch_blocks):
+            some = new[start : start + tier.batch_blocks]
             slots = [slot_of[key] for key in some]
             try:
-                reading = self._thread.submit(partial(self.tier.read_apart, some, slots))
+                reading = self._thread.submit(partial(tier.read_apart, some, slots))
             except OutOfThreadsError as error:
                 # Prefetching is optional: the blocks are read when they are needed.
                 _logger.warning("%d blocks were not prefetched: %s", len(new) - start, error)
@@ -410,14 +404,14 @@ class Prefetcher:
             self._batches.remove(batch)  # first: an interruption must not leave a cancelled one here
             batch.reading.cancel()
 
-    def take_done(self) -> Iterator[TierRead]:
-        """Yield what was read since the last call, oldest first; valid for good.
+    def take_done(self) -> Iterator[tuple[DiskTier, TierRead]]:
+        """Yield what was read from the tier since the last call, oldest first; valid for good.
 
         Blocks that have left their slot by then are left out; the others are counted as read. A block that
         could not be read is removed from the tier and counted.
         """
-        tier = self.tier
-        while self._batches and self._batches[0].reading.done():
+        tier = self._tier
+        while tier is not None and self._batches and self._batches[0].reading.done():
             batch = self._batches.popleft()
             error = batch.reading.exception()
             if error is None:
@@ -429,7 +423,7 @@ class Prefetcher:
                 pairs = zip(read.keys, read.block_ids, strict=True)
                 good = {key: block_id for key, block_id in pairs if key in there}
                 tier._counts.num_read += len(good)
-                yield TierRead(list(good), read.storage, list(good.values()), failed)
+                yield tier, TierRead(list(good), read.storage, list(good.values()), failed)
             else:  # such as MemoryError: the blocks are read when they are needed
                 _logger.warning("%d blocks were not prefetched: %r", len(batch.keys), error)
 

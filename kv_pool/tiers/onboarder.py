@@ -47,10 +47,6 @@ class OnboardPlan(TwoPhasePlan):
     While the plan is open, the manager does not know the request, the plan owns and holds the device blocks,
     and no tier evicts the blocks to be read.
 
-    Args:
-        num_to_cache: tokens whose full blocks a commit caches: those with valid KV, and perhaps those that
-            the request's next step computes.
-
     Attributes:
         request_id: the request.
         hit: the hit that the plan loads.
@@ -61,13 +57,7 @@ class OnboardPlan(TwoPhasePlan):
         is_unreadable: True if a block could not be read.
     """
 
-    def __init__(
-        self,
-        onboarder: TierOnboarder,
-        request: SchedulableRequest,
-        hit: TierHit,
-        num_to_cache: int,
-    ) -> None:
+    def __init__(self, onboarder: TierOnboarder, request: SchedulableRequest, hit: TierHit) -> None:
         purpose = f"load blocks for request {request.request_id!r}"
         end = hit.num_device_tokens + hit.num_tokens
         super().__init__(request, end, onboarder._plans, purpose)
@@ -79,7 +69,6 @@ class OnboardPlan(TwoPhasePlan):
         self._onboarder = onboarder
         self._manager = onboarder.manager
         self._tiered_cache = onboarder.tiered_cache
-        self._num_to_cache = num_to_cache
         self._tables: list[BlockTable] = []
         self._targets: list[KVCacheBlock] = []  # for each key
 
@@ -139,16 +128,7 @@ class OnboardPlan(TwoPhasePlan):
             the plan is open, or committed if it was raised within the commit.
         """
         self._check_open()
-        try:
-            if self.load():
-                self.commit()
-                return True
-        except Exception:
-            if self.state is PlanState.OPEN and self._plans.is_whole(self):
-                self.abort()
-            raise
-        self.abort()
-        return False
+        return self._apply(self.num_computed_tokens)
 
     def load(self) -> bool:
         """Read the bytes into the device blocks. The copies are complete on return.
@@ -162,9 +142,7 @@ class OnboardPlan(TwoPhasePlan):
             CopyFailedError: copying to the device failed.
         """
         self._check_open()
-        failed = self._tiered_cache.load(self.keys, [block.block_id for block in self._targets])
-        self.is_unreadable = bool(failed)
-        self._is_loaded = not failed and not self._is_invalid()
+        self._is_loaded = self._load()
         return self._is_loaded
 
     def commit(self) -> None:
@@ -183,18 +161,7 @@ class OnboardPlan(TwoPhasePlan):
                 f"the blocks for request {self.request_id!r} are not all loaded, or were invalidated since; "
                 "abort the plan and call find_prefix() again"
             )
-        self._check_absent(self._manager)
-        manager, tables, num_loaded = self._manager, self._tables, self.num_computed_tokens
-        num_tokens = min(limit_tokens(manager, self._num_to_cache), tables[0].num_valid_tokens)
-        ends = manager.caching.find_ends(self._request, tables, 0, num_tokens)
-        self._plans.begin(self, PlanState.COMMITTED)
-        manager.put_tables(self.request_id, tables)
-        self._hand_over(manager)
-        if ends is not None:  # before tiers may evict the keys
-            cache_step(manager, self._request, tables, ends, num_tokens, num_loaded, num_loaded)
-        self._tiered_cache._stack.release(self.keys)
-        self._plans.end(self, PlanState.COMMITTED)
-        self._onboarder._count(self)
+        self._commit(self.num_computed_tokens)
 
     def abort(self) -> None:
         """Free the plan's device blocks. None of the loaded content can be hit.
@@ -204,15 +171,58 @@ class OnboardPlan(TwoPhasePlan):
         """
         self._check_open()
         self._give_back()
+
+    # ---- what the methods above do with a plan that is open ------------------------------------------
+
+    def _apply(self, num_to_cache: int) -> bool:
+        """Load and commit, or abort."""
+        try:
+            is_loaded = self._load()
+            if is_loaded:
+                self._commit(num_to_cache)
+        except Exception:
+            if self.state is PlanState.OPEN and not self._manager.block_pool.is_changing:
+                self._give_back()
+            raise
+        if not is_loaded:
+            self._give_back()
+        return is_loaded
+
+    def _load(self) -> bool:
+        failed = self._tiered_cache.load(self.keys, [block.block_id for block in self._targets])
+        self.is_unreadable = bool(failed)
+        return not failed and not self._is_invalid()
+
+    def _commit(self, num_to_cache: int) -> None:
+        """Commit the loaded blocks.
+
+        Args:
+            num_to_cache: tokens whose full blocks are cached: those with valid KV, and perhaps those that
+                the request's next step computes.
+        """
+        self._check_absent(self._manager)
+        manager, tables, num_loaded = self._manager, self._tables, self.num_computed_tokens
+        num_tokens = min(limit_tokens(manager, num_to_cache), tables[0].num_valid_tokens)
+        ends = manager.caching.find_ends(self._request, tables, 0, num_tokens)
+        self._plans.begin(self, PlanState.COMMITTED)
+        manager.put_tables(self.request_id, tables)
+        self._settle(manager)
+        if ends is not None:  # before tiers may evict the keys
+            cache_step(manager, self._request, tables, ends, num_tokens, num_loaded, num_loaded)
+        self._tiered_cache._stack.release(self.keys)
+        self._plans.end(self, PlanState.COMMITTED)
         self._onboarder._count(self)
 
     def _give_back(self) -> None:
-        """Abort: drop the references and release the keys."""
+        """Abort: drop the references and release the keys. Counted if the plan was open."""
+        was_open = self.state is PlanState.OPEN
         self._plans.begin(self, PlanState.ABORTED)
         self._manager.forget_tables(self.request_id)
-        self._release(self._manager)
+        self._settle(None)
         self._tiered_cache._stack.release(self.keys)
         self._plans.end(self, PlanState.ABORTED)
+        if was_open:
+            self._onboarder._count(self)
 
     def repair(self, state: PlanState) -> None:
         super().repair(state)
@@ -399,10 +409,12 @@ class TierOnboarder:
                 num_to_cache += num_new
                 # Now, since this raises what the commit would raise.
                 self.manager.caching.find_ends(request, None, prefix.num_tokens, num_to_cache)
-            plan = OnboardPlan(self, request, hit, num_to_cache)
+            plan = OnboardPlan(self, request, hit)
             if not plan.open(prefix, num_new, options):  # holds the keys, then takes the blocks
                 return None
-            if plan.apply():  # reads the bytes, attaches and caches the blocks, releases the keys
+            if plan._apply(
+                num_to_cache
+            ):  # reads the bytes, attaches and caches the blocks, releases the keys
                 break
             # The plan is aborted. Tiers have dropped what was unreadable or invalid: the next hit is shorter.
         request.num_computed_tokens = num_found
@@ -444,7 +456,7 @@ class TierOnboarder:
         end = num_device_tokens + hit.num_tokens
         plan: OnboardPlan | None = None
         if end <= len(request.block_hashes) * self.manager.block_pool.hash_block_size:
-            plan = OnboardPlan(self, request, hit, end)
+            plan = OnboardPlan(self, request, hit)
         if plan is None or not self.tiered_cache.has_all(plan.keys):
             raise InvalidBlockError(
                 f"the tiers do not have all of tokens {num_device_tokens} to {end} of request "

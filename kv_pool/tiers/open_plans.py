@@ -51,19 +51,17 @@ class TwoPhasePlan:
         reason = f"in an open plan to {self._purpose}"
         self._holds[manager] = manager.block_pool.holds.adopt(list(reversed(blocks)), reason)
 
-    def _hand_over(self, manager: KVCacheManager) -> None:
-        """Pass the references to the blocks of one side to its tables."""
-        manager.block_pool.holds.hand_over(self._holds[manager])
-
-    def _release(self, manager: KVCacheManager) -> None:
-        """Drop the references to the blocks of one side, if it has taken them, and the copies into them."""
-        hold = self._holds.get(manager)
-        if hold is not None:
-            manager.copies.drop(hold.blocks)
-            manager.block_pool.holds.end(hold, HoldState.RELEASED)
+    def _settle(self, side: KVCacheManager | None) -> None:
+        """End the holds: one side's tables get its references; all others are dropped, with their copies."""
+        for manager, hold in self._holds.items():
+            if manager is side:
+                manager.block_pool.holds.hand_over(hold)
+            else:
+                manager.copies.drop(hold.blocks)
+                manager.block_pool.holds.end(hold, HoldState.RELEASED)
 
     def _check_open(self) -> None:
-        self._plans.check_whole(self)
+        self._plans.check_whole()
         if self.state is not PlanState.OPEN:
             raise PlanClosedError(
                 f"the plan to {self._purpose} is already {self.state.value}; make a new one"
@@ -119,19 +117,13 @@ class OpenPlans(Generic[P]):
         self._pools = pools
         pools[0].holds.add_party(weakref.ref(self))
 
-    def is_whole(self, plan: P | None = None) -> bool:
-        """Return False if a call of a plan or of one of the pools was interrupted.
+    def is_whole(self) -> bool:
+        """Return False if a call of a plan or of one of the pools runs, or was interrupted."""
+        return self.running is None and not any(pool.is_changing for pool in self._pools)
 
-        Args:
-            plan: the plan of which a method is called; None for a call that opens one.
-        """
-        if self.running is not None and self.running[0] is not plan:
-            return False
-        return not any(pool.is_changing for pool in self._pools)
-
-    def check_whole(self, plan: P | None = None) -> None:
+    def check_whole(self) -> None:
         """Raise PoolInterruptedError unless `is_whole`."""
-        if not self.is_whole(plan):
+        if not self.is_whole():
             refuse_interrupted()
 
     def check_none_open(self, request: SchedulableRequest) -> RequestId:

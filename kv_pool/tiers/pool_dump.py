@@ -12,15 +12,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kv_pool.core.block_hash import find_random_root
-from kv_pool.core.block_keys import get_block_hash, get_group_id
+from kv_pool.core.block_keys import get_block_hash
 from kv_pool.core.freeing import free_listed
 from kv_pool.core.kv_events import BlockStored, KVCacheEvent
 from kv_pool.core.pool_core import BlockPoolCore
-from kv_pool.core.stored_events import make_external_hash
 from kv_pool.core.taking import take_listed
 from kv_pool.errors import InvalidArgumentError, LayoutMismatchError, PoolDumpError
 from kv_pool.events.stream_state import StreamState, slice_positions
-from kv_pool.ids import BlockHashWithGroupId, BlockId, ExternalBlockHash, GroupId
+from kv_pool.ids import BlockHashWithGroupId, BlockId, GroupId
 from kv_pool.storage.block_layout import BlockLayout, check_alike, describe_root
 from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.tiers.dump_file import (
@@ -36,6 +35,7 @@ from kv_pool.tiers.dump_file import (
     write_records,
 )
 from kv_pool.tiers.host_tier import RowBuffer
+from kv_pool.tiers.tier_events import EventKey, name_key
 
 
 @dataclass(frozen=True, eq=False)
@@ -321,10 +321,6 @@ def _insert(pool: BlockPoolCore, new_ids: list[BlockId], rows: CachedRows, num_d
     free_listed(pool, blocks)
 
 
-EventKey = tuple[ExternalBlockHash, GroupId]
-"""A hash in the form that events use, and its KV cache group."""
-
-
 def make_events(
     pool: BlockPoolCore, keys: Iterable[BlockHashWithGroupId], snapshot: Sequence[BlockStored]
 ) -> list[KVCacheEvent]:
@@ -378,11 +374,6 @@ def split_events(pool: BlockPoolCore, snapshot: Sequence[BlockStored]) -> dict[E
         for position in range(len(event.block_hashes))
         for part in slice_positions(event, [position])
     }
-
-
-def name_key(pool: BlockPoolCore, key: BlockHashWithGroupId) -> EventKey:
-    """Return a key in the form that events use."""
-    return make_external_hash(pool, get_block_hash(key)), get_group_id(key)
 
 
 def _is_of(pool: BlockPoolCore, event: BlockStored) -> bool:

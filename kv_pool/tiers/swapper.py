@@ -114,8 +114,7 @@ class SwapPlan(TwoPhasePlan):
         for group_id, blocks in enumerate(self._sources):
             for listener in self._source.listeners:
                 listener.note_leaving(self.request_id, GroupId(group_id), 0, blocks)
-        self._hand_over(self._target)
-        self._release(self._source)
+        self._settle(self._target)
         self._plans.end(self, PlanState.COMMITTED)
 
     def abort(self) -> None:
@@ -131,8 +130,7 @@ class SwapPlan(TwoPhasePlan):
         self._check_absent(self._source)
         self._plans.begin(self, PlanState.ABORTED)
         self._attach(PlanState.ABORTED)
-        self._hand_over(self._source)
-        self._release(self._target)
+        self._settle(self._source)
         self._plans.end(self, PlanState.ABORTED)
 
     def apply(self, copy: Callable[[list[BlockMove]], object]) -> None:
@@ -148,7 +146,7 @@ class SwapPlan(TwoPhasePlan):
             if self.moves:
                 copy(self.moves)
         except Exception:
-            if self.state is PlanState.OPEN and self._plans.is_whole(self):
+            if self.state is PlanState.OPEN and self._plans.is_whole():
                 self.abort()
             raise
         self.commit()

@@ -100,63 +100,53 @@ class TierPrefixes:
         end = self._align(max_num_tokens)
         for group in (*self._full, *self._partial):
             end = self._align(group.count_blocks(request, end) * group.block_size)
-        found: list[tuple[GroupKeys, int, list[int]]] = []
+        tier_of: dict[int, int] = {}
         # Only once: what they have up to an end, they have up to each shorter one.
         for group in self._full:
-            end = self._shorten(request, group, start, end, found)
-        while end > start:
+            end = self._shorten(request, group, start, end, tier_of)
+        longer = 0
+        while end > start and end != longer:
             longer = end
             for group in self._partial:
-                end = self._shorten(request, group, start, end, found)
-            if end == longer:
-                # What a group needed for a longer hit, before this end, it needs for this one, too.
-                return self._count_by_tier(found, start, end)
-        return {}
+                end = self._shorten(request, group, start, end, tier_of)
+        # What a group needed for a longer hit, before this end, it needs for this one, too.
+        unit = self._alignment
+        counts = {0: (end - start) // unit}
+        for number, level in tier_of.items():
+            if number < end // unit:
+                counts[0] -= 1
+                counts[level] = counts.get(level, 0) + 1
+        return {level: count * unit for level, count in counts.items() if count > 0}
 
     def _shorten(
-        self,
-        request: SchedulableRequest,
-        group: GroupKeys,
-        start: int,
-        end: int,
-        found: list[tuple[GroupKeys, int, list[int]]],
+        self, request: SchedulableRequest, group: GroupKeys, start: int, end: int, tier_of: dict[int, int]
     ) -> int:
         """Return where a hit of tokens `[start, end)` ends without the blocks that it needs and no tier has.
 
         `end` if no block is missing. Every length between the result and `end` needs a missing block, too,
-        because a shorter hit's needed range begins no later. Appends the first needed block to `found`, and
-        the tier of each one before the first that is missing.
+        because a shorter hit's needed range begins no later.
+
+        Args:
+            tier_of: for each aligned stretch of tokens, by its number, the lowest tier that must be read for
+                it; without those of the top tier. The blocks found are noted there.
         """
         needed = group.list_needed(start, end)
+        hashes = group.list_hashes(request, needed.start, needed.stop)
         suffix = group_suffix(group.group_id)
         indexes = self._list_indexes()
-        levels: list[int] = []
-        for block_hash in group.list_hashes(request, needed.start, needed.stop):
+        block_size, unit = group.block_size, self._alignment
+        for position, block_hash in enumerate(hashes, needed.start):
             key = block_hash + suffix
             for level, index in indexes:
                 if key in index:
-                    levels.append(level)
+                    if level:
+                        number = position * block_size // unit
+                        if tier_of.get(number, 0) < level:
+                            tier_of[number] = level
                     break
             else:
-                end = self._align((needed.start + len(levels)) * group.block_size)
-                break
-        found.append((group, needed.start, levels))
+                return self._align(position * block_size)
         return end
-
-    def _count_by_tier(
-        self, found: list[tuple[GroupKeys, int, list[int]]], start: int, end: int
-    ) -> dict[int, int]:
-        """Return the tokens `[start, end)` by the lowest tier with a block that `_shorten` found for them."""
-        step = self._alignment
-        tier_of = [0] * ((end - start) // step)
-        for group, first, levels in found:
-            if not any(levels):
-                continue
-            for position, level in enumerate(levels, first):
-                place = (position * group.block_size - start) // step
-                if level and place < len(tier_of):
-                    tier_of[place] = max(tier_of[place], level)
-        return {level: tier_of.count(level) * step for level in set(tier_of)}
 
     def list_blocks(self, request: SchedulableRequest, start: int, end: int) -> Rows:
         """Return the keys of the blocks for tokens `[start, end)`, whether in a tier or not.

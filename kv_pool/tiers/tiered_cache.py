@@ -1,26 +1,23 @@
-"""`TieredCache`: offloads blocks that a pool evicts to lower tiers, and loads them back; `TierEvents`."""
+"""`TieredCache`: offloads blocks that a pool evicts to lower tiers, and loads them back."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
-
-import msgspec
+from typing import Any
 
 from kv_pool.core.arguments import as_count
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.block_keys import get_block_hash, get_group_id, group_suffix
+from kv_pool.core.block_keys import get_group_id, group_suffix
 from kv_pool.core.extra_keys import CacheableRequest
-from kv_pool.core.kv_events import BlockRemoved, BlockStored
+from kv_pool.core.kv_events import BlockStored
 from kv_pool.core.pool_core import BlockPoolCore
-from kv_pool.core.stored_events import hashes_of, make_external_hash, make_stored
 from kv_pool.errors import CopyFailedError, InvalidArgumentError, TierError
-from kv_pool.events.stream_state import slice_positions
-from kv_pool.ids import BlockHash, BlockHashWithGroupId, BlockId, ExternalBlockHash, GroupId, RequestId
+from kv_pool.ids import BlockHash, BlockHashWithGroupId, BlockId, GroupId, RequestId
 from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.tiers.disk_tier import DiskTier, Prefetcher
 from kv_pool.tiers.tier import NO_IDS, LeveledKeys, Tier, TierStack, TierStatistics
+from kv_pool.tiers.tier_events import TierEvents
 
 _logger = logging.getLogger(__name__)
 
@@ -123,10 +120,8 @@ class TieredCache:
         self._parents: dict[BlockHashWithGroupId, tuple[bytes | None, int]] = {}
         self._num_to_sweep_at = 2 * (block_pool.num_gpu_blocks + sum(tier.capacity for tier in tiers))
         disk = next((tier for tier in tiers[1:] if isinstance(tier, DiskTier)), None)
-        self._max_prefetch_blocks = max(1, min(max_prefetch_blocks, tiers[0].capacity // 2))
-        self._prefetcher: Prefetcher | None = None
-        if disk is not None and max_prefetch_blocks:
-            self._prefetcher = Prefetcher(disk, self._max_prefetch_blocks)
+        self._max_prefetch_blocks = min(max_prefetch_blocks, max(1, tiers[0].capacity // 2))
+        self._prefetcher = Prefetcher(disk, self._max_prefetch_blocks)
         self._unforgotten: TierError | None = None
         for tier in tiers:
             self._parents.update(tier.parents)
@@ -189,15 +184,9 @@ class TieredCache:
         if self._events is not None:
             self._events.note_cached(request, hashes, num_cached_blocks, block_size, group_id)
             self._sweep(self._events.labels)
-        if self.writes_through and self.storage is not None:
+        if self.writes_through:
             num_written = getattr(request, "num_computed_tokens", 0) // block_size
-            for position, block in enumerate(blocks, start=num_cached_blocks):
-                if not block.is_null:
-                    self._through[block] = (block.block_hash, block.generation, position < num_written)
-        elif self.writes_through:
-            cached = [block for block in blocks if not block.is_null]
-            self._note_parents(cached)
-            self._store([block.block_hash for block in cached])
+            self._write_through(blocks, num_written - num_cached_blocks)
 
     def on_block_arrived(
         self, block: KVCacheBlock, block_size: int | None, event: BlockStored | None
@@ -211,13 +200,9 @@ class TieredCache:
                 key, event, max(0, (block.block_hash_num_tokens or 0) - event.block_size)
             )
             self._sweep(self._events.labels)
-        if not self.writes_through or (self._has_partial and not self._is_full(block)):
-            return
-        self._note_parents([block])
-        if self.storage is None:
-            self._store([key])
-        else:
-            self._through[block] = (key, block.generation, True)
+        if self.writes_through and (not self._has_partial or self._is_full(block)):
+            self._note_parents([block])
+            self._write_through([block], 1)
 
     def on_blocks_reused(self, blocks: Sequence[KVCacheBlock]) -> None:
         """See `LowerTiers`."""
@@ -253,8 +238,7 @@ class TieredCache:
         """See `LowerTiers`. Without events. The next `flush` raises a disk's error."""
         self._pending.clear()
         self._through.clear()
-        if self._prefetcher is not None:
-            self._prefetcher.cancel()
+        self._prefetcher.cancel()
         if self._events is not None:
             self._events.labels.clear()
         try:
@@ -328,8 +312,7 @@ class TieredCache:
         if self.block_pool.lower_tiers is self:
             self.block_pool.lower_tiers = None
         self.block_pool.holds.end_place_hold(self._pending_places)
-        if self._prefetcher is not None:
-            self._prefetcher.close()
+        self._prefetcher.close()
         for tier in self.tiers:
             self._stack.announce_removed(tier, tier.list_keys())
         self._stack.close()
@@ -353,25 +336,21 @@ class TieredCache:
             moving = moving[: self._max_prefetch_blocks]
             self._store(moving)
             return len(moving)
-        if self._prefetcher is None:
-            return 0
         return self._prefetcher.ask(owner, [key for key in keys if self.find_tier(key) != 0])
 
     def cancel_prefetch(self, owner: RequestId) -> None:
         """Cancel the prefetch of this owner. No-op if there is none."""
-        if self._prefetcher is not None:
-            self._prefetcher.cancel(owner)
+        self._prefetcher.cancel(owner)
 
     def wait_for_prefetch(self, timeout_s: float | None = None) -> bool:
         """Wait until all prefetched blocks are ready for the next `flush`. Return False on timeout."""
-        return self._prefetcher is None or self._prefetcher.wait(timeout_s)
+        return self._prefetcher.wait(timeout_s)
 
     def _take_prefetched(self) -> None:
         """Store prefetched blocks in the top tier, if they are still in their slots on disk."""
-        if self._prefetcher is not None:
-            for read in self._prefetcher.take_done():
-                self._stack.announce_removed(self._prefetcher.tier, read.failed)
-                self._store(read.keys, read.storage, dict(zip(read.keys, read.block_ids, strict=True)))
+        for disk, read in self._prefetcher.take_done():
+            self._stack.announce_removed(disk, read.failed)
+            self._store(read.keys, read.storage, dict(zip(read.keys, read.block_ids, strict=True)))
 
     def load(
         self, keys: Sequence[BlockHashWithGroupId], block_ids: Sequence[BlockId]
@@ -412,7 +391,7 @@ class TieredCache:
         """Remove these keys from every tier and queue. Raises TierError after trying all tiers."""
         was_changing = self.block_pool.is_changing
         self.block_pool.is_changing = True
-        if self._prefetcher is not None and keys:
+        if keys:
             self._prefetcher.cancel()
         for key in keys:
             self._pending.pop(key, None)
@@ -439,6 +418,21 @@ class TieredCache:
             indexes = [on_device, *(index for _, index in self.list_indexes())]
             for key in [key for key in known if not any(key in index for index in indexes)]:
                 del known[key]
+
+    def _write_through(self, blocks: Sequence[KVCacheBlock], num_written: int) -> None:
+        """Store cached blocks without bytes; queue those with bytes for `flush`.
+
+        Args:
+            num_written: number of the first blocks whose content is there.
+        """
+        if self.storage is None:
+            cached = [block for block in blocks if not block.is_null]
+            self._note_parents(cached)
+            self._store([block.block_hash for block in cached])
+            return
+        for number, block in enumerate(blocks):
+            if not block.is_null:
+                self._through[block] = (block.block_hash, block.generation, number < num_written)
 
     def _is_full(self, block: KVCacheBlock) -> bool:
         """Return True if the block's key covers all its tokens."""
@@ -467,102 +461,3 @@ class TieredCache:
         for step in self._stack.plan(0, keys):
             self._stack.apply(step, storage, id_of)
         self.block_pool.is_changing = was_changing
-
-
-# ---- events ----------------------------------------------------------------------------------------
-
-
-class Label(NamedTuple):
-    """The event data of a block: its position in the store event of all blocks cached with it.
-
-    Attributes:
-        span: the store event.
-        position: the block's index in the event.
-        depth: number of tokens before the block in its sequence; parents have fewer.
-    """
-
-    span: BlockStored
-    position: int
-    depth: int
-
-
-class TierEvents:
-    """Appends events of tiers to the pool's queue, so that all events stay in order.
-
-    A block's event data (parent, tokens and so on) is recorded when the block is cached or arrives. A block
-    that was never on the device, such as one found in a reopened folder, is published with its hash only: no
-    tokens, and a `block_size` of 0.
-
-    Among blocks stored together, those with fewer preceding tokens are published first.
-
-    Attributes:
-        labels: the event data, which the tiers' owner drops when a block is neither cached nor stored.
-    """
-
-    def __init__(self, pool: BlockPoolCore) -> None:
-        self._pool = pool
-        self.labels: dict[BlockHashWithGroupId, Label] = {}
-
-    def note_cached(
-        self,
-        request: CacheableRequest,
-        hashes: Sequence[BlockHash],
-        num_cached_blocks: int,
-        block_size: int,
-        group_id: GroupId,
-    ) -> None:
-        """Record the event data of newly cached blocks, for events when they enter a tier."""
-        pool = self._pool
-        parent: BlockHash | None = None
-        if num_cached_blocks:
-            (parent,) = hashes_of(pool, request, num_cached_blocks - 1, num_cached_blocks, block_size)
-        start = num_cached_blocks * block_size
-        spanned: list[BlockHash | None] = list(hashes)
-        span: Any = make_stored(pool, request, spanned, parent, start, block_size, group_id, BlockStored)
-        suffix = group_suffix(group_id)
-        for position, block_hash in enumerate(hashes):
-            key = BlockHashWithGroupId(block_hash + suffix)
-            self.labels[key] = Label(span, position, start + position * block_size)
-
-    def note_arrived(self, key: BlockHashWithGroupId, event: BlockStored, depth: int) -> None:
-        """Record the event data of a received block from an event about it alone.
-
-        `depth` is the number of tokens before the block in its sequence.
-        """
-        self.labels[key] = Label(event, 0, depth)
-
-    def announce_stored(self, medium: str, keys: Sequence[BlockHashWithGroupId]) -> None:
-        """Publish that a tier of this medium has gained these keys."""
-        bare: list[BlockHashWithGroupId] = []
-        spans: dict[int, list[Label]] = {}
-        for key in keys:
-            label = self.labels.get(key)
-            if label is None:
-                bare.append(key)
-            else:
-                spans.setdefault(id(label.span), []).append(label)
-        stored: list[tuple[int, BlockStored]] = []
-        for labels in spans.values():
-            labels.sort(key=lambda label: label.position)
-            depth_of = {label.span.block_hashes[label.position]: label.depth for label in labels}
-            for part in slice_positions(labels[0].span, [label.position for label in labels]):
-                event = msgspec.structs.replace(part, medium=medium)
-                stored.append((depth_of[part.block_hashes[0]], event))
-        stored.sort(key=lambda pair: pair[0])
-        events: list[Any] = [event for _, event in stored]
-        events += [
-            BlockStored([self._name(key)], None, [], 0, None, medium, None, group_idx=get_group_id(key))
-            for key in bare
-        ]
-        self._pool.kv_event_queue.extend(events)
-
-    def announce_removed(self, medium: str, keys: Sequence[BlockHashWithGroupId]) -> None:
-        """Publish that a tier of this medium has lost these keys."""
-        by_group: dict[GroupId, list[ExternalBlockHash]] = {}
-        for key in keys:
-            by_group.setdefault(get_group_id(key), []).append(self._name(key))
-        events: list[Any] = [BlockRemoved(hashes, medium, group_id) for group_id, hashes in by_group.items()]
-        self._pool.kv_event_queue.extend(events)
-
-    def _name(self, key: BlockHashWithGroupId) -> ExternalBlockHash:
-        return make_external_hash(self._pool, get_block_hash(key))

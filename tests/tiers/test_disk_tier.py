@@ -506,7 +506,7 @@ def test_prefetch_leaves_out_blocks_that_left_their_slots(tier, device):
         assert prefetcher.wait(60)
         tier.remove([KEYS[2], KEYS[1], KEYS[0]])
         put(tier, device, 1, 2)
-        (read,) = prefetcher.take_done()
+        ((_, read),) = prefetcher.take_done()
     assert (read.keys, read.failed) == ([KEYS[3]], [])
     read.storage.copy_to(device.storage, [(read.block_ids[0], 15)])
     assert device.holds(15, KEYS[3])

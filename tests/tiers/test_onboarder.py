@@ -1,5 +1,7 @@
 """Tests of `TierOnboarder`: evicted blocks are loaded from host memory and disk, and nothing else is."""
 
+from unittest.mock import Mock
+
 import pytest
 from tiers.tier_engine import TierEngine
 
@@ -27,7 +29,7 @@ from kv_pool.manager.block_groups.kv_cache_spec import (
 from kv_pool.storage.block_storage import make_host_buffer
 from kv_pool.tiers import invariants
 from kv_pool.tiers.host_tier import HostTier, view_rows
-from kv_pool.tiers.onboarder import TierOnboarder
+from kv_pool.tiers.onboarder import OnboardPlan, TierOnboarder
 from kv_pool.tiers.tier import Tier
 from kv_pool.tiers.tiered_cache import TieredCache
 
@@ -272,7 +274,7 @@ def test_after_an_error_of_a_tier_the_plan_can_be_aborted(tmp_path, error):
 
 
 @pytest.mark.parametrize("where", ["load", "commit"])
-def test_an_interrupted_admit_leaves_no_plan_behind(tmp_path, where):
+def test_an_interrupted_admit_leaves_no_plan_behind(tmp_path, monkeypatch, where):
     """Its plan stayed open, and nothing that the caller had could abort it."""
     engine = make_engine(tmp_path)
     first, *_ = fill(engine, 4)
@@ -280,9 +282,10 @@ def test_an_interrupted_admit_leaves_no_plan_behind(tmp_path, where):
     if where == "load":
         fail_once(engine.cache.tiers[1], "load", KeyboardInterrupt())
     else:
-        fail_once(engine.cache, "has_all", KeyboardInterrupt())
+        monkeypatch.setattr(OnboardPlan, "_commit", Mock(side_effect=KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         engine.onboarder.admit(request)
+    monkeypatch.undo()
     for other in (request, engine.make_request("other", range(800, 817))):
         with pytest.raises(PoolInterruptedError):
             engine.onboarder.admit(other)

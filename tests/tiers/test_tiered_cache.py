@@ -139,22 +139,16 @@ def test_tier_events_need_those_of_the_pool():
         TieredCache(BlockPool(4, True, 4), None, [Tier(4)], enable_events=True)
 
 
-def test_write_through_without_bytes_is_immediate():
-    cache = make_cache(4, 9, write="through")
-    cache_request(cache, "a", range(8))
-    assert len(cache.tiers[0]) == 2
-    cache.flush()
-    assert cache.get_statistics()[0].num_stored == 2
-
-
-def test_prefetch_without_bytes_is_immediate():
-    cache = make_cache(1, 2, 9)
+@pytest.mark.parametrize("max_blocks", [0, 5])
+def test_prefetch_without_bytes_is_immediate(max_blocks):
+    """It moved a block although the limit of 0 turns it off."""
+    cache = make_cache(1, 2, 9, max_prefetch_blocks=max_blocks)
     for number in range(4):
         cache_request(cache, f"r{number}", [number] * 4)
     key = cache.tiers[1].list_keys()[0]
     assert cache.find_tier(key) == 1
-    assert cache.prefetch("r", [key]) == 1
-    assert cache.find_tier(key) == 0
+    assert cache.prefetch("r", [key]) == (1 if max_blocks else 0)
+    assert cache.find_tier(key) == (0 if max_blocks else 1)
     cache.cancel_prefetch("r")
     assert cache.wait_for_prefetch()
 
