@@ -7,6 +7,7 @@ and its entry in a report are derived from it.
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, dataclass, field
+from math import inf
 from textwrap import fill
 from typing import Any, TypeVar, get_type_hints
 
@@ -74,15 +75,19 @@ def list_options(settings_class: type) -> Iterator[tuple[str, Any, Option]]:
 
 
 def check_options(settings: object) -> None:
-    """Raise InvalidArgumentError if a value is below its option's minimum, or not one of its choices."""
+    """Raise InvalidArgumentError if a value is not one of its choices, below its minimum, or infinite.
+
+    Options without choices and minimum are not checked.
+    """
     for name, _, option in list_options(type(settings)):
         value = getattr(settings, name)
         if option.choices and value not in option.choices:
             raise InvalidArgumentError(
                 f"unknown {name} {value!r}; {describe_known(str(value), option.choices)}"
             )
-        if option.min is not None and value is not None and not value >= option.min:
-            raise InvalidArgumentError(f"{name} is {value}; it must be {option.min:g} or more")
+        if option.min is not None and value is not None and not option.min <= value < inf:
+            needed = "finite" if value == inf else f"{option.min:g} or more"
+            raise InvalidArgumentError(f"{name} is {value}; it must be {needed}")
 
 
 def describe_options(settings_class: _Class) -> _Class:

@@ -192,21 +192,17 @@ def _measure(renderable: RenderableType, console: Console) -> Measurement:
     return Measurement.get(console, console.options.update_width(_UNLIMITED_WIDTH), renderable)
 
 
-def refresh_forever(
-    look: Callable[[], Sequence[RenderableType]],
-    console: Console,
-    sleep: Callable[[float], object] = time.sleep,
-) -> NoReturn:
+def refresh_forever(look: Callable[[], Sequence[RenderableType]], console: Console) -> NoReturn:
     """Show what `look` returns, in parts, repeatedly: in place on a terminal, else one after another."""
     if console.is_terminal:
         with Live(Group(*look()), console=console, auto_refresh=False) as live:
             while True:
-                sleep(SECONDS_BETWEEN_LOOKS)
+                time.sleep(SECONDS_BETWEEN_LOOKS)
                 live.update(Group(*look()), refresh=True)
     while True:
         print_parts(look(), console)
         console.file.flush()
-        sleep(SECONDS_BETWEEN_LOOKS)
+        time.sleep(SECONDS_BETWEEN_LOOKS)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -31,7 +32,7 @@ from kv_pool.events.stream_items import (
     StreamSource,
 )
 from kv_pool.ids import GroupId
-from kv_pool.lab.tables import ReportTable
+from kv_pool.lab.tables import Column, make_table
 from kv_pool.option import setting
 
 if TYPE_CHECKING:
@@ -39,19 +40,19 @@ if TYPE_CHECKING:
 
 _REFRESH_S = 1.0
 
-_TITLES = (
-    "publisher",
-    "now",
-    "lost",
-    "holds",
-    "batches",
-    "stored",
-    "removed",
-    "clears",
-    "snapshots",
-    "restarts",
+_COLUMNS = (
+    Column("publisher", "name", str),
+    Column("now", "now", str),
+    Column("lost", "stream.num_lost"),
+    Column("holds", "holds", Text),
+    Column("batches", "blocks.num_batches"),
+    Column("stored", "blocks.num_stored"),
+    Column("removed", "blocks.num_removed"),
+    Column("clears", "blocks.num_clears"),
+    Column("snapshots", "stream.num_snapshots"),
+    Column("restarts", "stream.num_restarts"),
 )
-"""Columns of the mirror's table."""
+"""The mirror's table; a row has the counts of the mirror as `blocks`, and of the subscriber as `stream`."""
 
 
 @takes()
@@ -409,11 +410,11 @@ class MirrorTable:
 
     def lay_out(self) -> list[RenderableType]:
         """Return the table, in the parts that fit on the console."""
-        rows = list(self._list_rows())
-        table = ReportTable(_TITLES, rows, ("publisher", "now", "holds"), "cached blocks by publisher")
+        texts = ("publisher", "now", "holds")
+        table = make_table(_COLUMNS, self._list_rows(), texts=texts, title="cached blocks by publisher")
         return lay_out(table, self._console)
 
-    def _list_rows(self) -> Iterator[list[str | Text]]:
+    def _list_rows(self) -> Iterator[SimpleNamespace]:
         for endpoint, subscriber in self._subscribers.items():
             stats = subscriber.get_statistics()
             if stats.is_silent:
@@ -425,23 +426,18 @@ class MirrorTable:
             sources = self._sources[endpoint] or [StreamSource()]
             for source in sources:
                 name = _label(endpoint, source)
-                counts = self._mirror.get_counts(name)
                 holds = [
                     escape_text(f"{count:,} in group {group} {medium}")
                     for (group, medium), count in sorted(self._mirror.count_by_place(name).items())
                     if self._chosen.passes_place(group, medium)
                 ]
-                numbers = (
-                    counts.num_batches,
-                    counts.num_stored,
-                    counts.num_removed,
-                    counts.num_clears,
-                    stats.counts.num_snapshots,
-                    stats.counts.num_restarts,
+                yield SimpleNamespace(
+                    name=endpoint if len(sources) == 1 else name,
+                    now=now,
+                    holds="\n".join(holds) or "nothing",
+                    blocks=self._mirror.get_counts(name),
+                    stream=stats.counts,
                 )
-                publisher = endpoint if len(sources) == 1 else name
-                shown = Text("\n".join(holds) or "nothing")
-                yield [publisher, now, f"{stats.counts.num_lost:,}", shown, *(f"{one:,}" for one in numbers)]
 
 
 def _label(endpoint: str, source: StreamSource) -> str:

@@ -24,9 +24,9 @@ def escape_text(text: str, max_chars: int = MAX_CHARS) -> str:
     return "".join(one if one.isprintable() else escape_char(one) for one in text)
 
 
-def escape_lines(text: str, max_chars: int = 10 * MAX_CHARS) -> str:
+def escape_lines(text: str) -> str:
     """Return `text` as `escape_text` does, with its line ends kept: for messages of several lines."""
-    return "\n".join(escape_text(line, max_chars) for line in text.split("\n"))
+    return "\n".join(escape_text(line, 10 * MAX_CHARS) for line in text.split("\n"))
 
 
 def escape_json(text: str) -> str:

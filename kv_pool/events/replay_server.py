@@ -22,7 +22,7 @@ from kv_pool.events.batch import (
     unpack_sequence,
 )
 from kv_pool.events.event_publisher import PublisherConfig, PublisherStatistics, is_worth_logging
-from kv_pool.events.sockets import REPLAY_HWM, zmq
+from kv_pool.events.sockets import REPLAY_HWM, report_failure, zmq
 from kv_pool.events.stream_state import StreamState
 from kv_pool.threads import YieldTimer, start_thread
 
@@ -196,6 +196,7 @@ class ReplayServer:
         num_events_left_out: events of snapshots that cannot be encoded.
 
     Raises:
+        EndpointError: the system has no file descriptors for the server. The socket is closed.
         OutOfThreadsError: the system starts no more threads. The socket is closed.
     """
 
@@ -223,7 +224,7 @@ class ReplayServer:
         self._is_stopping = False
         socket.copy_threshold = COPY_BYTES
         # The thread polls sockets, so a socket is needed to wake it.
-        with ExitStack() as on_failure:
+        with report_failure(str(config.rank_replay_endpoint)), ExitStack() as on_failure:
             on_failure.callback(socket.close)
             self._wake_reader, self._wake_writer = map(on_failure.enter_context, socketpair())
             self._thread = start_thread("kv_pool event replay", self._run)

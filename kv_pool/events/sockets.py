@@ -1,7 +1,8 @@
 """The sockets of a publisher: either both open or none; encrypted if configured. Imports pyzmq for all."""
 
 import logging
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from kv_pool.errors import EndpointError, InvalidArgumentError, MissingDependencyError, describe_install
@@ -65,27 +66,22 @@ class PublisherSockets:
         self._authenticator: ThreadAuthenticator | None = None
         self.replay: zmq.SyncSocket | None = None
         self.replay_endpoint: str | None = None
-        with ExitStack() as on_failure:
-            try:
-                self.context = zmq.Context.instance() if self._is_shared else zmq.Context()
-                on_failure.callback(self.end)
-                if config.curve_secret_key_file is not None:
-                    self._keys = load_key_pair("curve_secret_key_file", config.curve_secret_key_file)
-                if config.curve_client_keys_dir is not None:
-                    self._admit_only(config.curve_client_keys_dir)
-                self.live = self._open(zmq.PUB, endpoints, config, config.hwm, on_failure)
-                binds = should_bind(endpoint) if config.bind is None else config.bind
-                self.endpoint = attach(self.live, endpoint, binds)
-                if replay_endpoint is not None:
-                    self.replay = self._open(zmq.ROUTER, endpoints, config, REPLAY_HWM, on_failure)
-                    self.replay.setsockopt(zmq.RCVHWM, MAX_QUEUED_REQUESTS)
-                    # Otherwise ZeroMQ silently drops replies to a slow reader, including the end marker.
-                    self.replay.setsockopt(zmq.ROUTER_MANDATORY, 1)
-                    self.replay_endpoint = attach(self.replay, replay_endpoint, binds=True)
-            except zmq.ZMQError as error:  # such as no file descriptor for a socket
-                raise EndpointError(
-                    error.errno, f"cannot open the sockets for {endpoint}: {error}"
-                ) from error
+        with report_failure(endpoint), ExitStack() as on_failure:
+            self.context = zmq.Context.instance() if self._is_shared else zmq.Context()
+            on_failure.callback(self.end)
+            if config.curve_secret_key_file is not None:
+                self._keys = load_key_pair("curve_secret_key_file", config.curve_secret_key_file)
+            if config.curve_client_keys_dir is not None:
+                self._admit_only(config.curve_client_keys_dir)
+            self.live = self._open(zmq.PUB, endpoints, config, config.hwm, on_failure)
+            binds = should_bind(endpoint) if config.bind is None else config.bind
+            self.endpoint = attach(self.live, endpoint, binds)
+            if replay_endpoint is not None:
+                self.replay = self._open(zmq.ROUTER, endpoints, config, REPLAY_HWM, on_failure)
+                self.replay.setsockopt(zmq.RCVHWM, MAX_QUEUED_REQUESTS)
+                # Otherwise ZeroMQ silently drops replies to a slow reader, including the end marker.
+                self.replay.setsockopt(zmq.ROUTER_MANDATORY, 1)
+                self.replay_endpoint = attach(self.replay, replay_endpoint, binds=True)
             if self._keys is None and not all(map(is_loopback, endpoints)):
                 _logger.warning(
                     "any reader that can connect to %s can read the token ids of all prompts; use CURVE keys",
@@ -151,6 +147,17 @@ def _close_unused_pipes(authenticator: "ThreadAuthenticator") -> None:
             if owner is not None and owner.pipe is not None:
                 owner.pipe.close(linger=0)
                 owner.pipe = None  # type: ignore[assignment] # as its `stop` does
+
+
+@contextmanager
+def report_failure(endpoint: str) -> Iterator[None]:
+    """Raise EndpointError for a socket that the system does not open, such as without file descriptors."""
+    try:
+        yield
+    except EndpointError:
+        raise
+    except (zmq.ZMQError, OSError) as error:
+        raise EndpointError(error.errno, f"cannot open the sockets for {endpoint}: {error}") from error
 
 
 def attach(socket: "zmq.SyncSocket", endpoint: str, binds: bool) -> str:

@@ -12,7 +12,7 @@ from kv_pool.events.batch import pack_sequence
 from kv_pool.events.continuity import GrowingPause
 from kv_pool.events.curve_keys import CurveKeys
 from kv_pool.events.endpoints import is_ipv6
-from kv_pool.events.sockets import attach, zmq
+from kv_pool.events.sockets import attach, report_failure, zmq
 
 # Messages read from a socket per turn: enough to spread the cost of a turn, few enough to limit the memory of
 # decoded batches.
@@ -66,12 +66,15 @@ class SubscriberSockets:
         self._binds = binds
         self.reconnecting = GrowingPause(_FIRST_RECONNECT_S, _MAX_RECONNECT_S)
         self._owns_context = context is None
-        self._context: zmq.Context[Any] = zmq.Context() if context is None else context
-        self._wake_reader, self._wake_writer = socket.socketpair()
-        self._live: zmq.SyncSocket = self._context.socket(zmq.SUB)
         self._monitor: zmq.SyncSocket | None = None
         self._replay: zmq.SyncSocket | None = None
-        with contextlib.ExitStack() as on_failure:
+        with report_failure(endpoint), contextlib.ExitStack() as on_failure:
+            self._context: zmq.Context[Any] = zmq.Context() if context is None else context
+            if self._owns_context:
+                on_failure.callback(self._context.term)
+            self._wake_reader, self._wake_writer = map(on_failure.enter_context, socket.socketpair())
+            self._live: zmq.SyncSocket = self._context.socket(zmq.SUB)
+            on_failure.pop_all()
             on_failure.callback(self.close)
             self._live.setsockopt(zmq.RCVHWM, hwm)
             self._monitor = self._live.get_monitor_socket(
@@ -165,7 +168,8 @@ class SubscriberSockets:
             self._replay = None
         if start is None or replay_endpoint is None:
             return
-        self._replay = self._context.socket(zmq.DEALER)
+        with report_failure(replay_endpoint):
+            self._replay = self._context.socket(zmq.DEALER)
         self._replay.setsockopt(zmq.LINGER, 0)
         # Beyond this limit replies stay with the publisher, whose ROUTER queues them.
         self._replay.setsockopt(zmq.RCVHWM, _REPLAY_HWM)

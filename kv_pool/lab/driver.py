@@ -10,7 +10,6 @@ from typing import Literal
 import numpy as np
 
 from kv_pool.core.pool_core import BlockPoolCore
-from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import GroupId, RequestId
 from kv_pool.lab.replay_request import ReplayRequest
 from kv_pool.lab.replay_tiers import HostSwap, ReplayTiers
@@ -70,8 +69,6 @@ class ReplayRetention:
     def __init__(
         self, pool: BlockPoolCore, replay_time: ReplayTime, session_s: float, prefix_tokens: int
     ) -> None:
-        if not session_s < float("inf"):
-            raise InvalidArgumentError(f"session_s is {session_s}; it must be a number of seconds")
         self.num_kept_sessions = 0
         self.retention = BlockRetention(pool, replay_time.read_s)
         self._time = replay_time

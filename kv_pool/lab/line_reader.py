@@ -205,16 +205,15 @@ class LineReader:
         limit = self._max_line_bytes + 1  # and the line end
         is_inside = False  # inside a line that is too long
         with decompress(raw, self.path) as lines:
+            if is_whole:
+                yield self._read_whole(lines)
+                return
             while True:
                 try:
-                    text = _read_up_to(lines, limit) if is_whole else lines.readline(limit)
+                    text = lines.readline(limit)
                 except Exception as error:  # each decompressor has its own exceptions
-                    damage = self.make_error(number, f"cannot decompress: {error}")
-                    if not is_whole:
-                        raise damage from error
-                    yield damage
-                    return
-                if not text and (number > 1 or not is_whole):
+                    raise self.make_error(number, f"cannot decompress: {error}") from error
+                if not text:
                     return
                 num_bytes += len(text)
                 if num_bytes > self._max_decompressed_bytes and lines is not raw:
@@ -227,19 +226,24 @@ class LineReader:
                 if not is_inside and is_at_end:
                     yield text
                 elif not is_inside:
-                    kind = "file" if is_whole else "line"
-                    why = f"the {kind} has more than {self._max_line_bytes:,} bytes (max_line_bytes)"
-                    yield self.make_error(number, why)
+                    yield self._make_length_error(number, "line")
                 is_inside = not is_at_end
                 number += is_at_end
 
+    def _read_whole(self, content: IO[bytes]) -> bytes | TraceError:
+        """Return the whole content; an error if it is damaged or too long. Reads no more than the limit."""
+        limit = self._max_line_bytes + 1
+        found = bytearray()  # `read` would reserve memory for the limit at once
+        try:
+            while len(found) < limit and (piece := content.read(min(_BUFFER, limit - len(found)))):
+                found += piece
+        except Exception as error:  # each decompressor has its own exceptions
+            return self.make_error(1, f"cannot decompress: {error}")
+        return self._make_length_error(1, "file") if len(found) == limit else bytes(found)
 
-def _read_up_to(content: IO[bytes], max_bytes: int) -> bytes:
-    """Return the first bytes of some content. `read` would reserve memory for the maximum at once."""
-    found = bytearray()
-    while len(found) < max_bytes and (piece := content.read(min(_BUFFER, max_bytes - len(found)))):
-        found += piece
-    return bytes(found)
+    def _make_length_error(self, number: int, kind: str) -> TraceError:
+        why = f"the {kind} has more than {self._max_line_bytes:,} bytes (max_line_bytes)"
+        return self.make_error(number, why)
 
 
 def _describe_csv(text: bytes) -> str | None:

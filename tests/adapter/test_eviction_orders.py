@@ -4,8 +4,9 @@ import random
 
 import pytest
 from adapter.made_pool import CountingClock, check
+from interrupting import interrupt_everywhere
 
-from kv_pool import BlockAllocationRequest, GPUKVPool, KVPoolError, LRUEviction, PoolExhaustedError
+from kv_pool import COMPILED, BlockAllocationRequest, GPUKVPool, KVPoolError, LRUEviction, PoolExhaustedError
 from kv_pool.manager.sequences.ranked_order import SequenceInfo
 
 
@@ -198,3 +199,37 @@ def test_sequences_of_one_time_keep_their_order_after_an_unpin():
     assert pool.list_victims(1000) == [9, 1, 2, 3]
     pool.unpin(pool.blocks_of(4))
     assert pool.list_victims(1000) == [9, 1, 2, 3, 4]
+
+
+@pytest.mark.skipif(COMPILED, reason="compiled code has no points at which a signal handler runs")
+@pytest.mark.parametrize("name", ["lru", "largest", "odd"])
+def test_an_interrupt_loses_no_sequence_of_the_order(name):
+    """A sequence between two queues was never evicted again, and its next access raised a KeyError."""
+
+    def make():
+        pool = GPUKVPool(40, 4, eviction_policy=POLICIES[name], clock=CountingClock())
+        for number in range(5):
+            pool.allocate(BlockAllocationRequest(1 + number % 2, number))
+        for number in (1, 3):
+            pool.pin(pool.blocks_of(number))
+        pool.list_victims(1000)  # sets the pinned ones aside
+        pool.note_access(2)
+        pool.unpin(pool.blocks_of(1))
+        return pool
+
+    def use(pool):
+        pool.list_victims(1000)
+        pool.note_access(3)
+
+    def check_order(pool):
+        if pool.block_pool.is_changing:
+            pool.repair()
+        check(pool)
+        found = pool.list_victims(1000)
+        assert sorted(found) == sorted(list_expected(pool, POLICIES[name], 2, None))
+        for number in range(5):
+            pool.note_access(number)
+
+    num_points, broken = interrupt_everywhere(make, use, check_order)
+    assert num_points > 20
+    assert not broken, broken[:3]

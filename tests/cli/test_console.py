@@ -122,18 +122,6 @@ def make_status(name):
     )
 
 
-@pytest.mark.parametrize("width", [40, 60, 80])
-def test_watched_migration_shows_id_and_phase_whole(width):
-    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
-    table = tabulate(MigrationList("a", [make_status("a-node-with-a-long-name")]), 20)
-    print_parts(lay_out(table, console, box=box.SIMPLE, show_edge=False, padding=0), console)
-    printed = console.file.getvalue()
-    assert max(map(len, printed.splitlines())) <= width
-    for word in ("1234567890123", "done", "a-node-with-a-long-name", "0/0", "0.00 s"):
-        assert word in printed
-    assert "…" not in printed
-
-
 def test_watched_migration_is_shown_whole_in_a_pipe():
     """The id used to be cut off, and the phase to be missing."""
     console = Console(file=io.StringIO(), width=60, force_terminal=False)

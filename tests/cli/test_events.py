@@ -14,14 +14,11 @@ import pytest
 import zmq.auth
 from cli.kv_pool_command import kv_pool_command
 from cli.running_commands import running
-from events.living_pool import LivingPool
-from events.pool_map import pool_map
 from rich.console import Console
 
 from kv_pool import AllBlocksCleared, BlockRemoved, BlockStored
 from kv_pool.cli.console import print_parts
 from kv_pool.cli.events import LineFilter, MirrorTable, make_lines
-from kv_pool.errors import InvalidArgumentError
 from kv_pool.events.batch import DecodedBatch
 from kv_pool.events.event_publisher import PublisherConfig
 from kv_pool.events.publisher import ZMQEventPublisher
@@ -88,24 +85,6 @@ def test_filter_selects_lines(chosen, kinds):
     assert [line.kind for line in lines] == kinds
 
 
-def test_an_unknown_kind_is_refused():
-    with pytest.raises(InvalidArgumentError, match="one of stored, removed, cleared"):
-        LineFilter(kind="store")
-
-
-def test_the_stream_is_printed(publisher, tmp_path):
-    life = LivingPool()
-    for _ in range(4):
-        publisher.publish(life.step())
-    places = [publisher.endpoint, "--replay", publisher.replay_endpoint]
-    done = kv_pool_command("events", *places, "--limit", "3", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert len(lines) == 3
-    assert lines[0].startswith("       0 stored ")
-    assert lines[0].endswith("group 0 GPU")
-
-
 def test_the_stream_is_printed_as_json(publisher, tmp_path):
     publisher.publish([STORED, REMOVED])
     publisher.publish([AllBlocksCleared()])
@@ -116,27 +95,6 @@ def test_the_stream_is_printed_as_json(publisher, tmp_path):
     assert first["kind"] == "stored"
     assert (first["sequence"], first["block_hashes"], first["parent_block_hash"]) == (0, [255, 1], 7)
     assert (second["kind"], second["block_hashes"]) == ("removed", [2])
-
-
-def test_mirror_shows_the_cached_blocks(publisher, tmp_path):
-    life = LivingPool()
-    for _ in range(30):
-        publisher.publish(life.step())
-    places = [publisher.endpoint, "--replay", publisher.replay_endpoint]
-    done = kv_pool_command("events", *places, "--mirror", "--limit", "30", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert f"{len(pool_map(life.pool))} in group 0 GPU" in done.stdout
-    assert publisher.endpoint in done.stdout
-
-
-def test_mirror_in_a_pipe_keeps_names_and_numbers_whole(publisher, tmp_path):
-    publisher.publish([BlockStored(list(range(123_456)), None, [], 4, None, "GPU", None)])
-    places = [publisher.endpoint, "--replay", publisher.replay_endpoint]
-    done = kv_pool_command("events", *places, "--mirror", "--limit", "1", cwd=tmp_path, COLUMNS="80")
-    [row] = [line for line in done.stdout.splitlines() if "group 0" in line]
-    cells = [cell.strip() for cell in row.split("│")[1:-1]]
-    assert (cells[0], cells[3], cells[5]) == (publisher.endpoint, "123,456 in group 0 GPU", "123,456")
-    assert "…" not in done.stdout
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])

@@ -1,14 +1,11 @@
 """Text from outside is escaped before it reaches a terminal."""
 
-import io
 import json
 import unicodedata
 
 import pytest
-from rich.console import Console
-from rich.table import Table
 
-from kv_pool.cli.foreign_text import escape_json, escape_lines, escape_text, make_cell
+from kv_pool.cli.foreign_text import escape_json, escape_lines, escape_text
 
 
 @pytest.mark.parametrize(
@@ -51,11 +48,3 @@ def test_escaped_json_decodes_to_the_same_value():
     escaped = escape_json(json.dumps(value, ensure_ascii=False, indent=1))
     assert json.loads(escaped) == value
     assert all(line.isprintable() for line in escaped.split("\n"))
-
-
-def test_cell_is_not_parsed_as_markup():
-    console = Console(file=io.StringIO(), force_terminal=True, width=60)
-    table = Table("medium")
-    table.add_row(make_cell("[/x][red]\x1b]0;title\x07"))
-    console.print(table)
-    assert r"[/x][red]\x1b]0;title\x07" in console.file.getvalue()

@@ -114,11 +114,6 @@ def test_help_lists_options_in_the_given_order():
     assert list(inspect.signature(command).parameters) == ["own", "copy_rate", "trace"]
 
 
-def test_unknown_name_in_the_order_is_an_error():
-    with pytest.raises(KeyError, match="limt"):
-        takes("limt")(lambda: None)
-
-
 def test_only_given_options_override_a_file():
     called = []
 

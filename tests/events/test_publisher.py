@@ -1,6 +1,7 @@
 """The contract of both publishers; socket behaviour is tested on real sockets."""
 
 import errno
+import os
 import re
 import socket as tcp
 import subprocess
@@ -427,6 +428,27 @@ def test_failure_to_start_the_authenticator_closes_it(keys, monkeypatch, method,
     with pytest.raises(expected, match=re.escape(str(failure))):
         make_publisher(curve_secret_key_file=keys["server"], curve_client_keys_dir=keys["admitted"])
     assert set(threading.enumerate()) <= before
+
+
+@pytest.mark.parametrize(
+    ("function", "open_one"),
+    [
+        ("kv_pool.events.replay_server.socketpair", make_publisher),
+        ("socket.socketpair", lambda: KVEventSubscriber("inproc://nowhere")),
+        ("zmq.Context.socket", lambda: KVEventSubscriber("inproc://nowhere")),
+    ],
+)
+def test_missing_file_descriptors_are_an_endpoint_error(function, open_one, monkeypatch):
+    """They were raw errors of the system, and a subscriber left its ZeroMQ context open."""
+
+    def refuse(*arguments):
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(function, refuse)
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(EndpointError, match=r"cannot open the sockets for .*too many open files"):
+        open_one()
+    assert set(os.listdir("/proc/self/fd")) <= before
 
 
 def test_invalid_keys_are_rejected_with_a_message(keys, tmp_path):

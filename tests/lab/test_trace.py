@@ -14,6 +14,7 @@ from backports import zstd
 from lab.made_trace import COMPRESS, record, write_trace
 
 from kv_pool import InvalidArgumentError, TraceError
+from kv_pool.lab.line_reader import LineReader
 from kv_pool.lab.trace import Trace, TraceRequest, find_trace
 from kv_pool.shared_options import BUNDLED_TRACES
 
@@ -306,6 +307,16 @@ def test_too_long_line_is_broken_and_not_kept_in_memory(tmp_path, suffix):
         tracemalloc.stop()
     assert trace.num_broken == 2
     assert peak < len(LONG_LINE) * 30 / 4
+
+
+def test_too_long_whole_file_is_read_to_the_limit_only(tmp_path):
+    """The rest was decompressed, and read as further files where a line end was at the limit."""
+    path = tmp_path / "one.gz"
+    path.write_bytes(gzip.compress((b"x" * 100 + b"\n") * 1000))
+    reader = LineReader(path, 100, 1000, skip_broken=True)
+    assert list(reader.read(lambda text, number: text, is_whole=True)) == []
+    assert reader.num_broken == 1
+    assert reader.first_broken == f"{path}:1: the file has more than 100 bytes (max_line_bytes)"
 
 
 @pytest.mark.parametrize("line_end", [b"", b"\n"])

@@ -367,12 +367,16 @@ class Holdings:
         Excludes sequences of higher priority, with a pinned block, spared, or frozen by a migration.
         """
         order, pins = self.order, self.pins
-        returned: list[Holder] = []
-        while pins.unpinned:
-            block, _ = pins.unpinned.popitem()
-            holders = self.holders_of.get(block, ())
-            returned += [holder for holder in holders if holder.queue is order.aside]
-        order.bring_back(returned)
+        if pins.unpinned:
+            was_changing = self.block_pool.is_changing
+            self.block_pool.is_changing = True
+            returned: list[Holder] = []
+            for block in pins.unpinned:
+                holders = self.holders_of.get(block, ())
+                returned += [holder for holder in holders if holder.queue is order.aside]
+            order.bring_back(returned)
+            pins.unpinned.clear()
+            self.block_pool.is_changing = was_changing
         pinned: list[Holder] = []
         try:
             for holder in order.rank(priority):
@@ -568,7 +572,9 @@ class AccessOrder:
 
     def _move(self, holder: Holder, queue: OrderedDict[SequenceId, Holder]) -> None:
         """Move a sequence to the end of a queue."""
-        self.remove(holder)
+        holder.ticket = 0
+        if holder.queue is not None:  # no call until it is in again, so no interrupt in between
+            del holder.queue[holder.sequence_id]
         queue[holder.sequence_id] = holder
         holder.queue = queue
 

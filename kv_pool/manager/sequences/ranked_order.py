@@ -81,10 +81,14 @@ class RankedOrder(AccessOrder):
         self.note_access(holder)
 
     def rebuild(self, holders: Iterable[Holder]) -> None:
+        pool = self._holdings.block_pool
+        was_changing = pool.is_changing
+        pool.is_changing = True
         self.has_excluded = False
         for runs in self._runs:
             runs.clear()
         super().rebuild(holders)
+        pool.is_changing = was_changing
 
     def bring_back(self, returned: Sequence[Holder]) -> None:
         for holder in returned:
@@ -138,6 +142,9 @@ class RankedOrder(AccessOrder):
             together = older + together
         ranked = self._rank(together)
         # Nothing has changed until here, where the policy may raise.
+        pool = self._holdings.block_pool
+        was_changing = pool.is_changing
+        pool.is_changing = True
         del runs[len(runs) - num_merged :]
         self._num_tickets += 1
         for holder in together:
@@ -149,3 +156,4 @@ class RankedOrder(AccessOrder):
         self.has_excluded = self.has_excluded or len(run) < len(together)
         if run:
             runs.append(run)
+        pool.is_changing = was_changing

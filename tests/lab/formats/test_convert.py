@@ -1,6 +1,7 @@
 """Conversions keep the prefix structure, through each format and back, and refuse broken input."""
 
 import json
+import math
 import os
 import random
 from pathlib import Path
@@ -164,6 +165,7 @@ def test_tenants_stay_in_mooncakes_format(tmp_path):
         (("x", "mooncake", "weka"), "unknown format 'weka'; known are mooncake, kv-cache-tester"),
         (("x", "mooncake", "events"), "events depend on a pool and its size: run kv-pool replay"),
         (("x", "kv-cache-tester", "mooncake", None, None, -1.0), "session_gap_s is -1"),
+        (("x", "kv-cache-tester", "mooncake", None, None, math.inf), "session_gap_s is inf"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(options, message):
