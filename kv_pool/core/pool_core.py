@@ -1,7 +1,6 @@
 """`BlockPoolCore`: the compiled base class of `kv_pool.BlockPool`, which users import instead."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any, cast
 
 from mypy_extensions import mypyc_attr
@@ -18,14 +17,14 @@ from kv_pool.core.arguments import (
     refuse_type,
 )
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.block_keys import GROUP_0, group_suffix, is_key
+from kv_pool.core.block_keys import GROUP_0, get_block_hash, get_group_id, group_suffix, is_key
 from kv_pool.core.caching import add_key, cache_full, cache_partial, move_keys
 from kv_pool.core.deadlines import NEVER
 from kv_pool.core.evicting import evict, evict_invalid
 from kv_pool.core.eviction_order import BandPolicy
 from kv_pool.core.extra_keys import CacheableRequest
 from kv_pool.core.freeing import free_listed, unpin_listed
-from kv_pool.core.hash_map import BlockHashToBlockMap, CachedKey, iter_cached_keys
+from kv_pool.core.hash_map import BlockHashToBlockMap, CachedKey
 from kv_pool.core.holds import Hold, HoldReport
 from kv_pool.core.id_swap import as_pairs, check_pairs, swap_ids
 from kv_pool.core.kv_events import KVCacheEvent
@@ -499,7 +498,12 @@ class BlockPoolCore(PoolState):
             >>> sorted(key.block_hash.hex()[:8] for key in manager.block_pool.iter_cached_keys())
             ['22b53a0c', 'bd29abb2']
         """
-        return iter_cached_keys(self.cached_block_hash_to_block, partial(make_external_hash, self))
+        keys = list(self.cached_block_hash_to_block._cache)
+        return (
+            CachedKey(block_hash, get_group_id(key), make_external_hash(self, block_hash))
+            for key in keys
+            for block_hash in (get_block_hash(key),)
+        )
 
     def reset_prefix_cache(self) -> bool:
         """Evict every key, for example after a weight update. One `AllBlocksCleared`.
@@ -740,18 +744,6 @@ class BlockPoolCore(PoolState):
             if block.owner is not self.block_owner:
                 check_ours(block, self.block_owner, "move_to_band()")
         self.place_in_band(listed, band)
-
-    def merge_bands(self) -> None:
-        """Merge all bands but that of blocks without content into the default band. O(bands).
-
-        The order of the free blocks does not change.
-        """
-        check_whole(self)
-        self.is_changing = True
-        self.eviction_order.merge()
-        for part in self.parts:
-            part.rebuild_from(self)
-        self.is_changing = False
 
     # ---- usage -----------------------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ def test_popleft_detects_a_wrong_counter():
 def test_popleft_detects_a_missing_link():
     made, queue = make_queue(2)
     made[0].next_free_block = None
-    with pytest.raises(RuntimeError, match="has no next_free_block"):
+    with pytest.raises(RuntimeError, match="fewer blocks are linked"):
         queue.popleft()
 
 

@@ -328,7 +328,9 @@ class Life:
             self.pool.move_to_band(free, 101)
 
     def merge(self):
-        self.pool.merge_bands()
+        self.pool.eviction_order.merge()
+        for part in self.pool.parts:
+            part.rebuild_from(self.pool)
         merged = [block for band in sorted(self.bands) if band != EMPTY_BAND for block in self.bands[band]]
         self.bands = {EMPTY_BAND: self.bands[EMPTY_BAND], 0: merged}
 
