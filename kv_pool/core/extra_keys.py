@@ -19,8 +19,10 @@ do not, so `sha256_cbor` has it only for an adapter with a `version`.
 """
 
 import hashlib
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Protocol
 
 from kv_pool.core.salt_regions import read_salt_regions
@@ -102,14 +104,14 @@ class ExtraKeysWalk:
 
     def __init__(self, request: CacheableRequest) -> None:
         self._request: CacheableRequest = request
-        self._features: Sequence[Any] = sorted(request.mm_features or (), key=_get_offset)
+        self._features: Sequence[Any] = sorted(
+            request.mm_features or (), key=attrgetter("mm_position.offset")
+        )
         self._num_passed: int = 0
         """Number of features that begin before the end of the last block."""
         self._open: list[tuple[int, int, Any]] = []
         """Those of them that end after the start of the last block: (offset, end, identifier)."""
         self._regions: list[tuple[int, str]] = read_salt_regions(request)
-        self._num_regions_passed: int = 0
-        """Number of salt regions that start before the last block."""
 
     def find(self, start: int, end: int) -> ExtraKeys | None:
         """Return the extra keys of the block that holds tokens `[start, end)`, or None.
@@ -141,26 +143,11 @@ class ExtraKeysWalk:
         if start == 0 and salt:
             keys.append(("cache_salt", salt))
         if self._regions:
-            self._append_salts(keys, start, end)
+            inside = slice(bisect_left(self._regions, (start,)), bisect_left(self._regions, (end,)))
+            keys += [("salt_region", salt, first - start) for first, salt in self._regions[inside]]
         if getattr(request, "prompt_embeds", None) is not None:
             keys.append(("prompt_embeds", _digest_embeds(request, start, end)))
         return tuple(keys) if keys else None
-
-    def _append_salts(self, keys: list[tuple[Any, ...]], start: int, end: int) -> None:
-        """Append the keys of the regions that start in `[start, end)`."""
-        regions = self._regions
-        while self._num_regions_passed < len(regions) and regions[self._num_regions_passed][0] < start:
-            self._num_regions_passed += 1
-        for number in range(self._num_regions_passed, len(regions)):
-            first, salt = regions[number]
-            if first >= end:
-                break
-            keys.append(("salt_region", salt, first - start))
-
-
-def _get_offset(feature: Any) -> int:
-    offset: int = feature.mm_position.offset
-    return offset
 
 
 def find_extra_keys(request: CacheableRequest, start: int, end: int) -> ExtraKeys | None:

@@ -200,7 +200,7 @@ class Hold(TimedItem):
         return f"Hold({self.reason!r}, {len(self._blocks)} blocks)"
 
 
-class PlaceHold:
+class PlaceHold(NamedTuple):
     """A hold that keeps blocks at their ids, without references to them.
 
     Its blocks may be free, and free ones may be reused. Used for blocks with a reuse watcher, and for blocks
@@ -208,24 +208,15 @@ class PlaceHold:
 
     Attributes:
         reason: completes "the block is ...", as in `Hold`.
+        get_blocks: returns each block with the start of its hold, a time of the pool's clock.
     """
 
-    __slots__ = ("_get_blocks", "reason")
-
-    def __init__(self, reason: str, get_blocks: Callable[[], dict[KVCacheBlock, float]]) -> None:
-        self.reason: str = reason
-        self._get_blocks: Callable[[], dict[KVCacheBlock, float]] = get_blocks
-
-    def get_blocks(self) -> dict[KVCacheBlock, float]:
-        """Return each block with the start of its hold, a time of the pool's clock."""
-        return self._get_blocks()
+    reason: str
+    get_blocks: Callable[[], dict[KVCacheBlock, float]]
 
     def report(self, since: float) -> HoldReport:
         """Return the report about a block that has been held since `since`."""
         return HoldReport(self.reason, since, None, False, HoldState.OPEN, False)
-
-    def __repr__(self) -> str:
-        return f"PlaceHold({self.reason!r}, {len(self.get_blocks())} blocks)"
 
 
 class BlockHolds:
