@@ -33,8 +33,8 @@ def copy_by_triton(source: SegmentTable, target: SegmentTable, sources: IntArray
         source, target: tables of one GPU's memory, cut alike (`split_alike`); may be the same table.
         sources, targets: (num_moves,), int64, in host memory; valid ids; targets do not overlap sources.
 
-    Queued on the current stream: a transfer of the ids, then one launch of the kernel of move_kernel.py, which
-    is compiled at the first call. Loads and stores are 16 bytes wide if all bases, strides and spans are
+    Queued on the current stream: a transfer of the ids, then one launch of the kernel of move_kernel.py,
+    compiled at the first call. Loads and stores are 16 bytes wide if all bases, strides and spans are
     multiples of 16, otherwise 4 or 1. The pieces of a pair of tables are sent once and kept until four other
     pairs are copied.
     """
