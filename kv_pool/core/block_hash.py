@@ -206,15 +206,7 @@ class BlockHasher:
 def _encode(extra: tuple[Any, ...]) -> bytes:
     from cbor2 import CBOREncodeError, dumps
 
-    for key in extra:  # usually tuples of text and numbers
-        is_flat = isinstance(key, tuple)
-        if is_flat:
-            for part in key:
-                if not isinstance(part, (str, int, bytes)):
-                    is_flat = False
-        if not is_flat:
-            _check_depth(extra)
-            break
+    _check_depth(extra, MAX_EXTRA_KEYS_DEPTH)
     try:
         return dumps(extra, canonical=True)
     except UnicodeEncodeError as error:
@@ -225,31 +217,25 @@ def _encode(extra: tuple[Any, ...]) -> bytes:
         raise InvalidTypeError(f"extra keys cannot be hashed: {error}") from error
 
 
-def _check_depth(extra: tuple[Any, ...]) -> None:
-    """Raise InvalidArgumentError if containers are nested too deep, or contain themselves."""
-    from cbor2 import CBORTag
+def _check_depth(container: Any, num_levels: int) -> None:
+    """Raise InvalidArgumentError if containers are nested in more levels than this, or contain themselves."""
+    if num_levels == 0:
+        raise InvalidArgumentError(
+            f"extra keys (salt, adapter, multimodal identifiers) are nested more than {MAX_EXTRA_KEYS_DEPTH} "
+            f"deep; use text or a digest instead of the structure"
+        )
+    parts: Iterable[Any]
+    if isinstance(container, (tuple, list, Sequence, Set)):
+        parts = container
+    elif isinstance(container, Mapping):
+        parts = chain(container, container.values())
+    else:
+        from cbor2 import CBORTag
 
-    level: dict[int, Any] = {0: extra}
-    for _ in range(MAX_EXTRA_KEYS_DEPTH):
-        inner: dict[int, Any] = {}  # by identity, so that a container in several places is checked once
-        for one in level.values():
-            parts: Iterable[Any] = ()
-            if isinstance(one, (tuple, list, Sequence, Set)):
-                parts = one
-            elif isinstance(one, Mapping):
-                parts = chain(one, one.values())
-            elif isinstance(one, CBORTag):
-                parts = (one.value,)
-            for part in parts:
-                if not isinstance(part, _FLAT_TYPES):
-                    inner[id(part)] = part
-        if not inner:
-            return
-        level = inner
-    raise InvalidArgumentError(
-        f"extra keys (salt, adapter, multimodal identifiers) are nested more than {MAX_EXTRA_KEYS_DEPTH} "
-        f"deep; use text or a digest instead of the structure"
-    )
+        parts = (container.value,) if isinstance(container, CBORTag) else ()
+    for part in parts:
+        if not isinstance(part, _FLAT_TYPES):
+            _check_depth(part, num_levels - 1)
 
 
 def _encode_seed(seed: str) -> bytes:
