@@ -218,17 +218,11 @@ def add_key(
     was_changing = pool.is_changing
     pool.is_changing = True
     pool.cached_block_hash_to_block.insert(key, block)
-    if not is_primary:
-        pool.cached_block_hashes_by_block.setdefault(block.block_id, {})[key] = None
     if is_primary:
-        block.key = key
-        block.num_key_tokens = -1 if num_tokens is None else num_tokens
+        block.set_block_hash(key, num_tokens)
         block.parent = parent
-        block._next_cached_id = -1
-        if block.retention_id > 0:
-            block.retention_id = -block.retention_id
-        if block.run_id > 0:
-            block.run_id = -block.run_id
+    else:
+        pool.cached_block_hashes_by_block.setdefault(block.block_id, {})[key] = None
     pool.is_changing = was_changing
 
 
