@@ -81,6 +81,16 @@ class KnownTokens:
     cache_salt: str | None = None
 
 
+def read_hashes(request: CacheableRequest) -> Sequence[BlockHash]:
+    """Return `request.block_hashes`. Raise InvalidTypeError if `request` has none."""
+    unchecked: Any = request
+    try:
+        hashes: Sequence[BlockHash] = unchecked.block_hashes
+    except AttributeError:
+        refuse_type("request", request, "a request")
+    return hashes
+
+
 def has_extra_keys(request: CacheableRequest) -> bool:
     """Return True if any block of the request can have extra keys."""
     if request.lora_request or request.mm_features or request.cache_salt:
