@@ -197,7 +197,6 @@ class LiveCurve(PoolPart):
         looked_up_blocks, hit_blocks: sums over all look-ups, sampled or not.
         looked_up_tokens, hit_tokens: the same in tokens; the former includes partial blocks of prompts.
         period_starts: times of the last periods' starts; a half-life has 16 periods of look-ups.
-        is_stale: the pool was resized: the next call starts again.
     """
 
     def __init__(
@@ -245,7 +244,6 @@ class LiveCurve(PoolPart):
         self.hit_tokens: float = 0.0
         self._until_next_period: int = self.period
         self.period_starts: list[float] = [self._clock()]
-        self.is_stale: bool = False
 
     def measure_half_life(self) -> float | None:
         """Return the time of a half-life of look-ups at their present rate, in seconds; None if unknown."""
@@ -260,8 +258,6 @@ class LiveCurve(PoolPart):
         """Handle a hit: the blocks of one request, or of one of its groups, first block first."""
         if not is_access:
             return
-        if self.is_stale:
-            self.restart()
         num_blocks: i64 = len(blocks)
         if num_blocks > 0 and blocks[0].is_null:
             num_blocks = self._note_touched_singly(blocks)
@@ -283,8 +279,6 @@ class LiveCurve(PoolPart):
         block_size: int,
         group_id: GroupId,
     ) -> None:
-        if self.is_stale:
-            self.restart()
         self.block_size = block_size
         num_prompt: Any = getattr(request, "num_prompt_tokens", None)
         num_counted: i64 = len(blocks)
@@ -346,13 +340,12 @@ class LiveCurve(PoolPart):
 
     def note_reset(self) -> None:
         """Handle a reset: no pool has a hit of an earlier block. Counts stay."""
-        if not self.is_stale:
-            self.stack = SampledStack(self.stack.limit)
+        self.stack = SampledStack(self.stack.limit)
 
     def note_resized(self, num_blocks: int) -> None:
         """Start again, since distances are in multiples of the capacity."""
-        self.is_stale = True
         self.capacity = num_blocks - 1
+        self.restart()
 
     # ---- steps of these calls ----------------------------------------------------------------------
 
