@@ -78,8 +78,6 @@ class SampledStack:
         self.blocks: dict[bytes, SampledBlock] = {}
         self.order: list[SampledBlock] = []
         self._num_accesses: i64 = 0
-        self._appended: SampledBlock | None = None  # if no access has moved blocks since
-        self._position: i64 = 0  # its position in `order`
 
     def _find(self, stamp: i64) -> i64:
         """Return the number of blocks with lower stamps: the position of the block with this one."""
@@ -142,34 +140,27 @@ class SampledStack:
             stamp = self._start_access()
         else:
             stamp = parent.stamp - 1
-            position = self._position if parent is self._appended else self._find(stamp)
+            position = self._find(stamp)
         block = SampledBlock(key, parent, stamp, replica)
         self.blocks[key] = block
         order.insert(position, block)
         if len(order) > self.limit:
             del self.blocks[order[0].key]
             del order[0]
-            position -= 1
-            if position < 0:
-                self._appended = None
+            if position == 0:
                 return parent
-        self._appended = block
-        self._position = position
         return block
 
     def is_open(self, block: SampledBlock, max_above: i64) -> bool:
         """Return True for the deepest block of an access with at most `max_above` blocks of later ones."""
         num_above = len(self.order) - self._find(((block.stamp >> _STAMP_BITS) + 1) << _STAMP_BITS)
-        return num_above <= max_above and self._is_deepest(block)
-
-    def _is_deepest(self, block: SampledBlock) -> bool:
-        """Return True if no block of its access is behind it."""
+        if num_above > max_above:
+            return False
         position = self._find(block.stamp)
         return position == 0 or self.order[position - 1].stamp != block.stamp - 1
 
     def _start_access(self) -> i64:
         """Return the stamp of the deepest block of a new access; further blocks may be appended behind it."""
-        self._appended = None
         self._num_accesses += 1
         return (self._num_accesses << _STAMP_BITS) + (1 << (_STAMP_BITS - 1))
 
