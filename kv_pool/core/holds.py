@@ -301,13 +301,6 @@ class BlockHolds:
                 counts[block] = counts.get(block, 0) + 1
         return counts
 
-    def count_by_reason(self) -> dict[str, int]:
-        """Return the number of held blocks per reason, oldest hold first. Useful to find leaks. O(holds)."""
-        counts: dict[str, int] = {}
-        for hold in self._open:
-            counts[hold.reason] = counts.get(hold.reason, 0) + len(hold._blocks)
-        return counts
-
     def explain(self, block: KVCacheBlock) -> list[HoldReport]:
         """Implement `BlockPool.explain_holds`."""
         reports: list[HoldReport] = []

@@ -48,10 +48,9 @@ def announce_with_tails(blocks: PlaceBlocks, fresh: list[Any]) -> list[KVCacheEv
         first = find_position(span, block_hash)
         end = first
         for block_hash in span.hashes[first : span.end]:
-            is_new = block_hash in is_fresh
             if block_hash in taken or spans.get(block_hash) is not span:
                 break
-            if not is_new:
+            if block_hash not in is_fresh:
                 if len(again) == MAX_TAIL_BLOCKS:
                     break
                 again.append(block_hash)

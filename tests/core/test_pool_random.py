@@ -78,10 +78,6 @@ class Life:
             assert hold.until == (None if self.until[hold] == NEVER else self.until[hold])
             assert (hold.state is HoldState.QUARANTINED) == (hold in self.quarantined)
             assert not hold.is_released
-        reasons = Counter()
-        for hold, held in self.held.items():
-            reasons[hold.reason] += len(held)
-        assert holds.count_by_reason() == reasons
         block = self.rng.choice(self.pool.blocks)
         expected = [hold.reason for hold, held in self.held.items() if block in held]
         expected += ["watched until its reuse"] * (block.block_id in watched)
