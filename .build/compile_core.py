@@ -96,7 +96,6 @@ HOT = (
 COLD = (
     "core/cache_policy",
     "core/deadlines",
-    "core/extra_keys",
     "core/holds",
     "core/id_swap",
     "core/live_curve",
