@@ -95,7 +95,6 @@ HOT = (
 COLD = (
     "core/cache_policy",
     "core/deadlines",
-    "core/extra_keys",
     "core/holds",
     "core/id_swap",
     "core/live_curve",
@@ -103,9 +102,6 @@ COLD = (
     "core/pool_size",
     "core/pool_state",
     "core/repairing",
-    "core/resizing",
-    "core/salt_regions",
-    "core/sampled_stack",
     "contiguous/buddy",
     "manager/applied_rules",
     "manager/block_copies",

@@ -106,9 +106,9 @@ def samples_on_gpu(storage: KVStorage, plan: list[BlockMove]) -> dict[str, Sampl
 
 
 def find_gpu_copy() -> CopyBlocks:
-    from kv_pool.storage.copy_triton import get_triton_copy
+    from kv_pool.storage.copy_triton import copy_by_triton
 
-    return get_triton_copy()
+    return copy_by_triton
 
 
 def measure(block_bytes: int, layout: str, in_runs: bool, options: Options) -> dict[str, Any]:

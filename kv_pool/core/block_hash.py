@@ -15,20 +15,22 @@ from kv_pool.core.extra_keys import (
     ExtraKeysWalk,
     find_adapter_load,
     has_extra_keys,
+    read_hashes,
 )
 from kv_pool.core.token_packing import pack_cbor, pack_fixed
 from kv_pool.errors import InvalidArgumentError, InvalidTypeError, describe_known
 from kv_pool.ids import BlockHash, TokenIds
 
-HASH_ALGORITHMS = ("xxh3_128", "sha256", "sha256_cbor")
+_DEFAULT_SEEDS = {"xxh3_128": os.urandom(32).hex(), "sha256": "", "sha256_cbor": "vllm-none-hash"}
+"""By algorithm. The first is random per process, the last one is vLLM's."""
+
+HASH_ALGORITHMS = tuple(_DEFAULT_SEEDS)
 
 MAX_EXTRA_KEYS_DEPTH = 32
 """The deepest nesting of containers in extra keys; CBOR encoders recurse and can crash on more."""
 
 _FLAT_TYPES = (str, int, float, bytes, bytearray, type(None))
 
-_VLLM_SEED = "vllm-none-hash"
-_PROCESS_SEED = os.urandom(32).hex()
 _random_roots: list[BlockHash] = []
 
 
@@ -87,18 +89,16 @@ class BlockHasher:
         self.digest_size: int = 16 if algorithm == "xxh3_128" else 32
         self.root: BlockHash
         self._xxh3_seed: int = 0
+        text = _DEFAULT_SEEDS[algorithm] if seed is None else seed
+        encoded = _encode_seed(text)
         if algorithm == "sha256_cbor":
             from cbor2 import dumps
 
-            text = _VLLM_SEED if seed is None else seed
-            _encode_seed(text)
             self.root = BlockHash(hashlib.sha256(dumps(text, canonical=True)).digest())
         elif algorithm == "sha256":
-            text = "" if seed is None else seed
-            self.root = BlockHash(hashlib.sha256(b"kv_pool sha256 " + _encode_seed(text)).digest())
+            self.root = BlockHash(hashlib.sha256(b"kv_pool sha256 " + encoded).digest())
         else:
-            text = _PROCESS_SEED if seed is None else seed
-            secret = hashlib.sha256(b"kv_pool xxh3_128 " + _encode_seed(text)).digest()
+            secret = hashlib.sha256(b"kv_pool xxh3_128 " + encoded).digest()
             self.root = BlockHash(secret[:16])
             self._xxh3_seed = int.from_bytes(secret[16:24], "big")
             if seed is None:
@@ -179,11 +179,7 @@ class BlockHasher:
         Changes nothing. Hashes only the new blocks, and also checks the tokens of a partial last block.
         Raises: as `hash_blocks`, and InvalidArgumentError for hashes of more tokens than the request has.
         """
-        unchecked: Any = request
-        try:
-            known: Sequence[BlockHash] = unchecked.block_hashes
-        except AttributeError:
-            refuse_type("request", request, "a request")
+        known = read_hashes(request)
         start = len(known) * self.block_size
         if start > len(request.all_token_ids):
             raise InvalidArgumentError(
@@ -206,15 +202,7 @@ class BlockHasher:
 def _encode(extra: tuple[Any, ...]) -> bytes:
     from cbor2 import CBOREncodeError, dumps
 
-    for key in extra:  # usually tuples of text and numbers
-        is_flat = isinstance(key, tuple)
-        if is_flat:
-            for part in key:
-                if not isinstance(part, (str, int, bytes)):
-                    is_flat = False
-        if not is_flat:
-            _check_depth(extra)
-            break
+    _check_depth(extra, MAX_EXTRA_KEYS_DEPTH)
     try:
         return dumps(extra, canonical=True)
     except UnicodeEncodeError as error:
@@ -225,31 +213,25 @@ def _encode(extra: tuple[Any, ...]) -> bytes:
         raise InvalidTypeError(f"extra keys cannot be hashed: {error}") from error
 
 
-def _check_depth(extra: tuple[Any, ...]) -> None:
-    """Raise InvalidArgumentError if containers are nested too deep, or contain themselves."""
-    from cbor2 import CBORTag
+def _check_depth(container: Any, num_levels: int) -> None:
+    """Raise InvalidArgumentError if containers are nested in more levels than this, or contain themselves."""
+    if num_levels == 0:
+        raise InvalidArgumentError(
+            f"extra keys (salt, adapter, multimodal identifiers) are nested more than {MAX_EXTRA_KEYS_DEPTH} "
+            f"deep; use text or a digest instead of the structure"
+        )
+    parts: Iterable[Any]
+    if isinstance(container, (tuple, list, Sequence, Set)):
+        parts = container
+    elif isinstance(container, Mapping):
+        parts = chain(container, container.values())
+    else:
+        from cbor2 import CBORTag
 
-    level: dict[int, Any] = {0: extra}
-    for _ in range(MAX_EXTRA_KEYS_DEPTH):
-        inner: dict[int, Any] = {}  # by identity, so that a container in several places is checked once
-        for one in level.values():
-            parts: Iterable[Any] = ()
-            if isinstance(one, (tuple, list, Sequence, Set)):
-                parts = one
-            elif isinstance(one, Mapping):
-                parts = chain(one, one.values())
-            elif isinstance(one, CBORTag):
-                parts = (one.value,)
-            for part in parts:
-                if not isinstance(part, _FLAT_TYPES):
-                    inner[id(part)] = part
-        if not inner:
-            return
-        level = inner
-    raise InvalidArgumentError(
-        f"extra keys (salt, adapter, multimodal identifiers) are nested more than {MAX_EXTRA_KEYS_DEPTH} "
-        f"deep; use text or a digest instead of the structure"
-    )
+        parts = (container.value,) if isinstance(container, CBORTag) else ()
+    for part in parts:
+        if not isinstance(part, _FLAT_TYPES):
+            _check_depth(part, num_levels - 1)
 
 
 def _encode_seed(seed: str) -> bytes:

@@ -9,10 +9,10 @@ from kv_pool.core.arguments import check_ours, raise_typed
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_keys import get_block_hash, group_suffix, make_block_hash_with_group_id
 from kv_pool.core.evicting import drop_keys, evict, note_own_hash
-from kv_pool.core.extra_keys import CacheableRequest
+from kv_pool.core.extra_keys import CacheableRequest, read_hashes
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.pool_state import PoolState
-from kv_pool.core.stored_events import hashes_of, make_stored, make_stored_range, read_hashes
+from kv_pool.core.stored_events import hashes_of, make_stored, make_stored_range
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError, InvalidTypeError
 from kv_pool.ids import BlockHash, BlockHashWithGroupId, GroupId
 
@@ -124,14 +124,15 @@ def cache_partial(
     unit = pool.hash_block_size
     if block_size < 1 or block_size % unit:
         raise InvalidArgumentError(f"block_size {block_size} is not a multiple of hash_block_size {unit}")
+    hashes = read_hashes(request)
     num_units = num_tokens // unit
-    num_hashed = len(read_hashes(request))
+    num_hashed = len(hashes)
     if num_tokens % unit or num_units < 1 or num_units > num_hashed:
         raise InvalidArgumentError(
             f"num_tokens is {num_tokens}; a partial entry covers a multiple of {unit} tokens, here "
             f"{unit} to {num_hashed * unit}"
         )
-    (block_hash,) = hashes_of(pool, request, num_units - 1, num_units, unit)
+    block_hash = hashes[num_units - 1]
     key = make_block_hash_with_group_id(block_hash, kv_cache_group_id)
     covered = block.block_hash_num_tokens
     is_known = not replace_existing_hashes and (
@@ -141,15 +142,12 @@ def cache_partial(
         return key
     event: KVCacheEvent | None = None
     if pool.enable_kv_cache_events:
-        parent: BlockHash | None = None
-        if num_units > 1:
-            (parent,) = hashes_of(pool, request, num_units - 2, num_units - 1, unit)
+        parent = hashes[num_units - 2] if num_units > 1 else None
         event = make_stored(pool, request, [block_hash], parent, num_tokens - unit, unit, kv_cache_group_id)
     start = (num_tokens - 1) // block_size * block_size  # the block's first token
     before: bytes = b""
     if start:
-        (last,) = hashes_of(pool, request, start // unit - 1, start // unit, unit)
-        before = make_block_hash_with_group_id(last, kv_cache_group_id)
+        before = make_block_hash_with_group_id(hashes[start // unit - 1], kv_cache_group_id)
     was_changing = pool.is_changing
     pool.is_changing = True
     if replace_existing_hashes or (covered is not None and covered < num_tokens):
@@ -218,17 +216,11 @@ def add_key(
     was_changing = pool.is_changing
     pool.is_changing = True
     pool.cached_block_hash_to_block.insert(key, block)
-    if not is_primary:
-        pool.cached_block_hashes_by_block.setdefault(block.block_id, {})[key] = None
     if is_primary:
-        block.key = key
-        block.num_key_tokens = -1 if num_tokens is None else num_tokens
+        block.set_block_hash(key, num_tokens)
         block.parent = parent
-        block._next_cached_id = -1
-        if block.retention_id > 0:
-            block.retention_id = -block.retention_id
-        if block.run_id > 0:
-            block.run_id = -block.run_id
+    else:
+        pool.cached_block_hashes_by_block.setdefault(block.block_id, {})[key] = None
     pool.is_changing = was_changing
 
 

@@ -8,10 +8,17 @@ Tagged as in vLLM 0.33, in this order:
 - `("cache_salt", salt)`, in the first block of a sequence only;
 - `("prompt_embeds", digest)`, the SHA-256 of the block's rows, if the prompt was given as embeddings.
 
-A request with salts by region, which vLLM does not have, has two other kinds (see `salt_regions.py`):
+A request with salts by region, which vLLM does not have, has two other kinds:
 
 - `("media", identifier, offset, length)` instead of `mm`;
 - `("salt_region", salt, offset)` in the block in which a region starts, after `cache_salt`.
+
+It has them as `salt_regions`: None, or objects with `start` and `salt`, in the order of their starts. The
+hash of a block covers each region that starts in it, with its offset. It covers earlier regions as well,
+through its parent. So every block that a region touches is private, and so is every block after it. The
+extra keys of such a request are unambiguous: different inputs never have equal bytes. For this, its
+multimodal inputs are keyed with their length, and only the types are accepted that canonical CBOR keeps
+apart: text for salts and adapters, text or bytes for identifiers.
 
 Hashes, but not events, also cover `("adapter_load", version or id)` as the last key of each block of a
 request with an adapter: an adapter that is loaded again under its name may have other weights. vLLM's hashes
@@ -19,15 +26,20 @@ do not, so `sha256_cbor` has it only for an adapter with a `version`.
 """
 
 import hashlib
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Protocol
 
-from kv_pool.core.salt_regions import read_salt_regions
+from kv_pool.core.arguments import as_int, refuse_type
 from kv_pool.errors import InvalidArgumentError, InvalidTypeError
 from kv_pool.ids import BlockHash
 
 ExtraKeys = tuple[tuple[Any, ...], ...]
+
+MAX_SALT_REGIONS = 256
+"""The most regions of one request."""
 
 
 class CacheableRequest(Protocol):
@@ -69,6 +81,16 @@ class KnownTokens:
     cache_salt: str | None = None
 
 
+def read_hashes(request: CacheableRequest) -> Sequence[BlockHash]:
+    """Return `request.block_hashes`. Raise InvalidTypeError if `request` has none."""
+    unchecked: Any = request
+    try:
+        hashes: Sequence[BlockHash] = unchecked.block_hashes
+    except AttributeError:
+        refuse_type("request", request, "a request")
+    return hashes
+
+
 def has_extra_keys(request: CacheableRequest) -> bool:
     """Return True if any block of the request can have extra keys."""
     if request.lora_request or request.mm_features or request.cache_salt:
@@ -102,14 +124,14 @@ class ExtraKeysWalk:
 
     def __init__(self, request: CacheableRequest) -> None:
         self._request: CacheableRequest = request
-        self._features: Sequence[Any] = sorted(request.mm_features or (), key=_get_offset)
+        self._features: Sequence[Any] = sorted(
+            request.mm_features or (), key=attrgetter("mm_position.offset")
+        )
         self._num_passed: int = 0
         """Number of features that begin before the end of the last block."""
         self._open: list[tuple[int, int, Any]] = []
         """Those of them that end after the start of the last block: (offset, end, identifier)."""
         self._regions: list[tuple[int, str]] = read_salt_regions(request)
-        self._num_regions_passed: int = 0
-        """Number of salt regions that start before the last block."""
 
     def find(self, start: int, end: int) -> ExtraKeys | None:
         """Return the extra keys of the block that holds tokens `[start, end)`, or None.
@@ -141,26 +163,11 @@ class ExtraKeysWalk:
         if start == 0 and salt:
             keys.append(("cache_salt", salt))
         if self._regions:
-            self._append_salts(keys, start, end)
+            inside = slice(bisect_left(self._regions, (start,)), bisect_left(self._regions, (end,)))
+            keys += [("salt_region", salt, first - start) for first, salt in self._regions[inside]]
         if getattr(request, "prompt_embeds", None) is not None:
             keys.append(("prompt_embeds", _digest_embeds(request, start, end)))
         return tuple(keys) if keys else None
-
-    def _append_salts(self, keys: list[tuple[Any, ...]], start: int, end: int) -> None:
-        """Append the keys of the regions that start in `[start, end)`."""
-        regions = self._regions
-        while self._num_regions_passed < len(regions) and regions[self._num_regions_passed][0] < start:
-            self._num_regions_passed += 1
-        for number in range(self._num_regions_passed, len(regions)):
-            first, salt = regions[number]
-            if first >= end:
-                break
-            keys.append(("salt_region", salt, first - start))
-
-
-def _get_offset(feature: Any) -> int:
-    offset: int = feature.mm_position.offset
-    return offset
 
 
 def find_extra_keys(request: CacheableRequest, start: int, end: int) -> ExtraKeys | None:
@@ -233,3 +240,76 @@ def untag_extra_keys(keys: ExtraKeys | None) -> tuple[Any, ...] | None:
         else:
             untagged.append(key[1])
     return tuple(untagged)
+
+
+# ---- salts by region --------------------------------------------------------------------------------
+
+
+def check_region(start: Any, salt: Any, least: int) -> int:
+    """Check the start and the salt of a region. Return the start.
+
+    Args:
+        least: the smallest start that the regions before it permit.
+    Raises:
+        InvalidTypeError: the start is not an int, or the salt not a string.
+        InvalidArgumentError: the start is too small, or the salt is empty.
+    """
+    if not isinstance(start, int):
+        start = as_int("start", start)
+    first: int = start
+    if not isinstance(salt, str):
+        refuse_type("salt", salt, "str")
+    if not salt:
+        raise InvalidArgumentError(
+            "the salt of a region is empty. A block's hash covers all blocks before it, so tokens after a "
+            "private region cannot be public; leave the region out, or end the prompt's public part earlier"
+        )
+    if first < least:
+        raise InvalidArgumentError(
+            f"a region starts at token {first}; it must start at {least} or later: salt regions do not "
+            "overlap, and are listed in the order of their starts"
+        )
+    return first
+
+
+def read_salt_regions(request: Any) -> list[tuple[int, str]]:
+    """Return (start, salt) of each region of the request; [] if it has none.
+
+    Also checks its other extra keys, which have to be unambiguous then.
+
+    Raises:
+        InvalidTypeError: a salt, an adapter's name or path is not a string, or an identifier neither a
+            string nor bytes.
+        InvalidArgumentError: the starts do not increase, a salt is empty, or there are too many regions.
+    """
+    found: list[tuple[int, str]] = []
+    if not hasattr(request, "salt_regions"):
+        return found
+    regions: Any = request.salt_regions
+    if not regions:
+        return found
+    if len(regions) > MAX_SALT_REGIONS:
+        raise InvalidArgumentError(
+            f"the request has {len(regions)} salt regions; at most {MAX_SALT_REGIONS} are possible"
+        )
+    least = 0
+    for region in regions:
+        start = check_region(region.start, region.salt, least)
+        least = start + 1
+        found.append((start, region.salt))
+    salt: Any = request.cache_salt
+    if salt is not None and not isinstance(salt, str):
+        refuse_type("cache_salt", salt, "str or None")
+    if salt is not None and not salt:
+        raise InvalidArgumentError("cache_salt is empty, which is no salt; leave it out, or pass text")
+    lora: Any = request.lora_request
+    if lora:
+        for name, value in (("lora_name", lora.lora_name), ("lora_path", lora.lora_path)):
+            if not isinstance(value, str):
+                refuse_type(f"{name} of a request with salt_regions", value, "str")
+    features: Sequence[Any] = request.mm_features or ()
+    for feature in features:
+        identifier: Any = feature.identifier
+        if not isinstance(identifier, (str, bytes)):
+            refuse_type("identifier of a request with salt_regions", identifier, "str or bytes")
+    return found

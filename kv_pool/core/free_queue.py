@@ -78,30 +78,11 @@ class FreeKVCacheBlockQueue:
 
         Raises:
             OutOfBlocksError: the queue is empty.
-            CorruptedPoolError: the counter and the links disagree.
+            CorruptedPoolError: as `popleft_n`.
         """
-        tail = self.fake_free_list_tail
-        block = self.fake_free_list_head.next_free_block
-        front = self.fake_free_list_head
-        while block is not None and block.ref_cnt == BAND_END:
-            front = block
-            block = block.next_free_block
-        if block is None or block is tail:
-            if self.num_free_blocks:
-                raise CorruptedPoolError(
-                    f"num_free_blocks is {self.num_free_blocks} but no block is linked: "
-                    "the counter is out of sync with the queue"
-                )
+        if self.num_free_blocks == 0:
             raise OutOfBlocksError("No free blocks available")
-        after = block.next_free_block
-        if after is None:
-            raise CorruptedPoolError(f"the first free block has no next_free_block: {block!r}")
-        front.next_free_block = after
-        after.prev_free_block = front
-        block.prev_free_block = None
-        block.next_free_block = None
-        self.num_free_blocks -= 1
-        return block
+        return self.popleft_n(1)[0]
 
     def popleft_n(self, n: int) -> list[KVCacheBlock]:
         """Remove and return the `n` blocks that are next to be reused, in that order. O(n); 0 gives [].
@@ -144,15 +125,9 @@ class FreeKVCacheBlockQueue:
         Raises:
             InvalidBlockError: a link of `block` is None, so it is in no queue. Nothing has changed.
         """
-        before = block.prev_free_block
-        after = block.next_free_block
-        if before is None or after is None:
+        if block.prev_free_block is None or block.next_free_block is None:
             raise InvalidBlockError(f"block {block.block_id} is not in the free queue: {block!r}")
-        before.next_free_block = after
-        after.prev_free_block = before
-        block.prev_free_block = None
-        block.next_free_block = None
-        self.num_free_blocks -= 1
+        self.remove_n([block])
 
     def remove_n(self, blocks: list[KVCacheBlock]) -> None:
         """Remove those of these blocks that are linked, from any position. O(len(blocks))."""
@@ -169,53 +144,36 @@ class FreeKVCacheBlockQueue:
         self.num_free_blocks -= num_removed
 
     def append(self, block: KVCacheBlock) -> None:
-        """Append `block`, to be reused last. O(1).
-
-        Raises:
-            CorruptedPoolError: the tail sentinel is not linked. Nothing has changed.
-        """
-        tail = self.append_before
-        before = tail.prev_free_block
-        if before is None:
-            raise CorruptedPoolError("the tail of the free queue has no prev_free_block")
-        block.prev_free_block = before
-        block.next_free_block = tail
-        before.next_free_block = block
-        tail.prev_free_block = block
-        self.num_free_blocks += 1
+        """Append `block`, to be reused last. O(1). Raises: as `append_n`."""
+        self.append_n([block])
 
     def append_n(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Append `blocks` in the given order; the last one is reused last. O(len(blocks)).
 
         Raises:
-            CorruptedPoolError: the tail sentinel is not linked.
+            CorruptedPoolError: a sentinel is not linked.
             InvalidTypeError: an element is not a block. In both cases nothing has changed.
         """
         listed: list[KVCacheBlock] = blocks if isinstance(blocks, list) else list(blocks)
         if not listed:
             return
-        tail = self.append_before
-        before = tail.prev_free_block
-        if before is None:
-            raise CorruptedPoolError("the tail of the free queue has no prev_free_block")
-        link(before, listed, tail)
+        self.check_linked()
+        link(cast(KVCacheBlock, self.append_before.prev_free_block), listed, self.append_before)
         self.num_free_blocks += len(listed)
 
     def prepend_n(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Prepend `blocks` in the given order; the first one is reused next. O(len(blocks)).
 
         Raises:
-            CorruptedPoolError: the head sentinel is not linked.
+            CorruptedPoolError: a sentinel is not linked.
             InvalidTypeError: an element is not a block. In both cases nothing has changed.
         """
         listed: list[KVCacheBlock] = blocks if isinstance(blocks, list) else list(blocks)
         if not listed:
             return
+        self.check_linked()
         head = self.fake_free_list_head
-        after = head.next_free_block
-        if after is None:
-            raise CorruptedPoolError("the head of the free queue has no next_free_block")
-        link(head, listed, after)
+        link(head, listed, cast(KVCacheBlock, head.next_free_block))
         self.num_free_blocks += len(listed)
 
     def check_linked(self) -> None:

@@ -1,10 +1,8 @@
-"""`BlockHashToBlockMap`: map a key (block hash and group) to the blocks with that prefix; list its keys."""
+"""`BlockHashToBlockMap`: map a key (block hash and group) to the blocks with that prefix."""
 
-from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
 
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.block_keys import get_block_hash, get_group_id
 from kv_pool.errors import CorruptedPoolError
 from kv_pool.ids import BlockHash, BlockHashWithGroupId, BlockId, ExternalBlockHash, GroupId
 
@@ -112,15 +110,3 @@ class CachedKey(NamedTuple):
     block_hash: BlockHash
     group_id: GroupId
     external_hash: ExternalBlockHash
-
-
-def iter_cached_keys(
-    cached: BlockHashToBlockMap, make_external_hash: Callable[[BlockHash], ExternalBlockHash]
-) -> Iterator[CachedKey]:
-    """Iterate over the keys that are cached at the time of the call, in no particular order."""
-    keys = list(cached._cache)
-    return (
-        CachedKey(block_hash, get_group_id(key), make_external_hash(block_hash))
-        for key in keys
-        for block_hash in (get_block_hash(key),)
-    )

@@ -200,7 +200,7 @@ class Hold(TimedItem):
         return f"Hold({self.reason!r}, {len(self._blocks)} blocks)"
 
 
-class PlaceHold:
+class PlaceHold(NamedTuple):
     """A hold that keeps blocks at their ids, without references to them.
 
     Its blocks may be free, and free ones may be reused. Used for blocks with a reuse watcher, and for blocks
@@ -208,24 +208,15 @@ class PlaceHold:
 
     Attributes:
         reason: completes "the block is ...", as in `Hold`.
+        get_blocks: returns each block with the start of its hold, a time of the pool's clock.
     """
 
-    __slots__ = ("_get_blocks", "reason")
-
-    def __init__(self, reason: str, get_blocks: Callable[[], dict[KVCacheBlock, float]]) -> None:
-        self.reason: str = reason
-        self._get_blocks: Callable[[], dict[KVCacheBlock, float]] = get_blocks
-
-    def get_blocks(self) -> dict[KVCacheBlock, float]:
-        """Return each block with the start of its hold, a time of the pool's clock."""
-        return self._get_blocks()
+    reason: str
+    get_blocks: Callable[[], dict[KVCacheBlock, float]]
 
     def report(self, since: float) -> HoldReport:
         """Return the report about a block that has been held since `since`."""
         return HoldReport(self.reason, since, None, False, HoldState.OPEN, False)
-
-    def __repr__(self) -> str:
-        return f"PlaceHold({self.reason!r}, {len(self.get_blocks())} blocks)"
 
 
 class BlockHolds:
@@ -308,13 +299,6 @@ class BlockHolds:
         for hold in self._open:
             for block in hold._blocks:
                 counts[block] = counts.get(block, 0) + 1
-        return counts
-
-    def count_by_reason(self) -> dict[str, int]:
-        """Return the number of held blocks per reason, oldest hold first. Useful to find leaks. O(holds)."""
-        counts: dict[str, int] = {}
-        for hold in self._open:
-            counts[hold.reason] = counts.get(hold.reason, 0) + len(hold._blocks)
         return counts
 
     def explain(self, block: KVCacheBlock) -> list[HoldReport]:

@@ -123,22 +123,15 @@ def update_successors(old: tuple[KVCacheBlock, ...]) -> None:
 
 
 def as_pairs(pairs: Sequence[tuple[BlockId, BlockId]]) -> list[tuple[BlockId, BlockId]]:
-    """Return pairs of ids as a list of pairs of ints; such a list is returned as it is.
+    """Return pairs of ids as a list of pairs of ints.
 
     Raises:
         InvalidTypeError: an element is not a pair of integers.
     """
-    listed = as_list("pairs", pairs)
-    checked: list[Any] = listed
-    for position, pair in enumerate(listed):
+    checked: list[Any] = []
+    for position, pair in enumerate(as_list("pairs", pairs)):
+        name = f"pairs[{position}]"
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            refuse_type(f"pairs[{position}]", pair, "a pair of int")
-        if isinstance(pair, tuple) and isinstance(pair[0], int) and isinstance(pair[1], int):
-            continue
-        if checked is listed:
-            checked = listed.copy()
-        checked[position] = (
-            as_int(f"pairs[{position}]", pair[0]),
-            as_int(f"pairs[{position}]", pair[1]),
-        )
+            refuse_type(name, pair, "a pair of int")
+        checked.append((as_int(name, pair[0]), as_int(name, pair[1])))
     return checked

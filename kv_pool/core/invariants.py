@@ -205,12 +205,10 @@ def check_runs(pool: BlockPool) -> None:
 
 
 def check_live_curve(pool: BlockPool) -> None:
-    """Check D1 to D4. O(limit). Restarts the curve first if a resize left that to do."""
+    """Check D1 to D4. O(limit)."""
     curve = pool.live_curve
     if curve is None:
         return
-    if curve.is_stale:
-        curve.restart()
     stack = curve.stack
     stamps = [block.stamp for block in stack.order]
     if stamps != sorted(set(stamps)):

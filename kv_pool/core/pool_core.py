@@ -1,7 +1,6 @@
 """`BlockPoolCore`: the compiled base class of `kv_pool.BlockPool`, which users import instead."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any, cast
 
 from mypy_extensions import mypyc_attr
@@ -18,26 +17,26 @@ from kv_pool.core.arguments import (
     refuse_type,
 )
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.block_keys import GROUP_0, group_suffix, is_key
+from kv_pool.core.block_keys import GROUP_0, get_block_hash, get_group_id, group_suffix, is_key
 from kv_pool.core.caching import add_key, cache_full, cache_partial, move_keys
 from kv_pool.core.deadlines import NEVER
 from kv_pool.core.evicting import evict, evict_invalid
 from kv_pool.core.eviction_order import BandPolicy
 from kv_pool.core.extra_keys import CacheableRequest
 from kv_pool.core.freeing import free_listed, unpin_listed
-from kv_pool.core.hash_map import BlockHashToBlockMap, CachedKey, iter_cached_keys
+from kv_pool.core.hash_map import BlockHashToBlockMap, CachedKey
 from kv_pool.core.holds import Hold, HoldReport
 from kv_pool.core.id_swap import as_pairs, check_pairs, swap_ids
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.live_curve import LiveCurve
 from kv_pool.core.policy_host import PolicyHost, find_host, open_policy
-from kv_pool.core.pool_state import PoolState, check_whole
+from kv_pool.core.pool_state import PoolState, check_whole, set_blocks
 from kv_pool.core.repairing import forget_all, repair_pool
-from kv_pool.core.resizing import add_last, remove_last
 from kv_pool.core.stored_events import hashes_of, make_external_hash, make_stored
 from kv_pool.core.taking import (
     check_takeable,
     notify_watchers,
+    notify_watchers_off_queue,
     refuse_count,
     take,
     take_listed,
@@ -499,7 +498,12 @@ class BlockPoolCore(PoolState):
             >>> sorted(key.block_hash.hex()[:8] for key in manager.block_pool.iter_cached_keys())
             ['22b53a0c', 'bd29abb2']
         """
-        return iter_cached_keys(self.cached_block_hash_to_block, partial(make_external_hash, self))
+        keys = list(self.cached_block_hash_to_block._cache)
+        return (
+            CachedKey(block_hash, get_group_id(key), make_external_hash(self, block_hash))
+            for key in keys
+            for block_hash in (get_block_hash(key),)
+        )
 
     def reset_prefix_cache(self) -> bool:
         """Evict every key, for example after a weight update. One `AllBlocksCleared`.
@@ -621,7 +625,20 @@ class BlockPoolCore(PoolState):
         """
         num_blocks = as_int("num_blocks", num_blocks)
         check_whole(self)
-        add_last(self, num_blocks)
+        if num_blocks < 0:
+            raise InvalidArgumentError(
+                f"the pool cannot grow by {num_blocks} blocks; see remove_last_blocks()"
+            )
+        if num_blocks == 0:
+            return
+        first, end = self.num_gpu_blocks, self.num_gpu_blocks + num_blocks
+        added = [KVCacheBlock(cast(BlockId, block_id)) for block_id in range(first, end)]
+        self.is_changing = True
+        for block in added:
+            block.owner = self.block_owner
+        self.free_block_queue.prepend_n(added)
+        set_blocks(self, self.blocks + tuple(added))
+        self.is_changing = False
 
     def remove_last_blocks(self, num_blocks: int) -> None:
         """Remove the `num_blocks` blocks with the highest ids. O(number of blocks).
@@ -635,7 +652,34 @@ class BlockPoolCore(PoolState):
         """
         num_blocks = as_int("num_blocks", num_blocks)
         check_whole(self)
-        remove_last(self, num_blocks)
+        if num_blocks < 0:
+            raise InvalidArgumentError(f"the pool cannot shrink by {num_blocks} blocks; see add_blocks()")
+        if num_blocks == 0:
+            return
+        num_left = max(0, self.num_gpu_blocks - num_blocks)
+        removed = list(self.blocks[num_left:])
+        for block in removed:
+            if block.ref_cnt != 0 or block.is_null:
+                raise InvalidBlockError(
+                    f"block {block.block_id} is {'null' if block.is_null else 'in use'}; only free blocks "
+                    "can be removed. Move it to a lower id first."
+                )
+        if self.lower_tiers is not None:
+            self.lower_tiers.flush_evicted()  # the tiers may still have to copy bytes of removed blocks
+        if self.reuse_watchers:
+            notify_watchers_off_queue(self, removed)
+        self.is_changing = True
+        for block in removed:
+            if self.metrics_collector is not None:
+                self.metrics_collector.on_block_evicted(block)
+            evict(self, block)
+            self.free_block_queue.remove(block)
+            block.generation += 1
+        self._last_found = self.null_block
+        set_blocks(self, self.blocks[:num_left])
+        for part in self.parts:
+            part.note_removed(removed)
+        self.is_changing = False
 
     # ---- after an interrupted call -----------------------------------------------------------------
 
@@ -740,18 +784,6 @@ class BlockPoolCore(PoolState):
             if block.owner is not self.block_owner:
                 check_ours(block, self.block_owner, "move_to_band()")
         self.place_in_band(listed, band)
-
-    def merge_bands(self) -> None:
-        """Merge all bands but that of blocks without content into the default band. O(bands).
-
-        The order of the free blocks does not change.
-        """
-        check_whole(self)
-        self.is_changing = True
-        self.eviction_order.merge()
-        for part in self.parts:
-            part.rebuild_from(self)
-        self.is_changing = False
 
     # ---- usage -----------------------------------------------------------------------------------
 

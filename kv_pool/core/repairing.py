@@ -69,9 +69,7 @@ def forget_all(pool: PoolState) -> None:
     for block in pool.blocks:
         if block.key is not None:
             num_keys += 1
-        block.key = None
-        block.num_key_tokens = -1
-        block._next_cached_id = -1
+        block.reset_hash()
     pool.num_evictions += num_keys
     pool.eviction_order.note_all_empty()
     for part in pool.parts:

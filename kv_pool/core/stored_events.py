@@ -3,9 +3,15 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from kv_pool.core.arguments import as_list, refuse_type
+from kv_pool.core.arguments import as_list
 from kv_pool.core.block_keys import make_external_block_hash, make_external_block_hashes
-from kv_pool.core.extra_keys import CacheableRequest, ExtraKeysWalk, has_extra_keys, untag_extra_keys
+from kv_pool.core.extra_keys import (
+    CacheableRequest,
+    ExtraKeysWalk,
+    has_extra_keys,
+    read_hashes,
+    untag_extra_keys,
+)
 from kv_pool.core.kv_events import BlockRemoved, KVCacheEvent
 from kv_pool.core.pool_state import PoolState
 from kv_pool.errors import InvalidArgumentError
@@ -148,13 +154,3 @@ def hashes_of(
 def make_external_hash(pool: PoolState, block_hash: BlockHash) -> ExternalBlockHash:
     """Return the hash in the form that the pool's events carry."""
     return make_external_block_hash(block_hash) if pool.use_int_block_hashes else block_hash
-
-
-def read_hashes(request: CacheableRequest) -> Sequence[BlockHash]:
-    """Return `request.block_hashes`. Raise InvalidTypeError if `request` has none."""
-    unchecked: Any = request
-    try:
-        hashes: Sequence[BlockHash] = unchecked.block_hashes
-    except AttributeError:
-        refuse_type("request", request, "a request")
-    return hashes

@@ -12,7 +12,6 @@ end      identity | empty | empty | ff ff ff ff ff ff ff ff | empty
 ```
 """
 
-import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -28,14 +27,14 @@ END_OF_REPLAY = b"\xff" * 8
 MAX_SEQUENCE = 2**64 - 2
 """The highest sequence of a batch; the next number is the end marker."""
 
-_SEQUENCE = struct.Struct(">Q")
+SEQUENCE_BYTES = 8
 
 
 def pack_sequence(sequence: int) -> bytes:
     """Return a sequence as 8 bytes, big-endian. Raises InvalidArgumentError outside 0 to `MAX_SEQUENCE`."""
     if not 0 <= sequence <= MAX_SEQUENCE:
         raise InvalidArgumentError(f"sequence is {sequence}; it must be 0 to {MAX_SEQUENCE}")
-    return _SEQUENCE.pack(sequence)
+    return sequence.to_bytes(SEQUENCE_BYTES, "big")
 
 
 def unpack_sequence(frame: bytes) -> int:
@@ -44,10 +43,9 @@ def unpack_sequence(frame: bytes) -> int:
     Raises:
         EventStreamError: the frame is not 8 bytes long.
     """
-    if len(frame) != _SEQUENCE.size:
-        raise EventStreamError(f"a sequence frame has {len(frame)} bytes; it must have {_SEQUENCE.size}")
-    number: int = _SEQUENCE.unpack(frame)[0]
-    return number
+    if len(frame) != SEQUENCE_BYTES:
+        raise EventStreamError(f"a sequence frame has {len(frame)} bytes; it must have {SEQUENCE_BYTES}")
+    return int.from_bytes(frame, "big")
 
 
 class KVEventBatch(msgspec.Struct, array_like=True):

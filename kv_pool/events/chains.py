@@ -48,10 +48,9 @@ def announce_with_tails(blocks: PlaceBlocks, fresh: list[Any]) -> list[KVCacheEv
         first = find_position(span, block_hash)
         end = first
         for block_hash in span.hashes[first : span.end]:
-            is_new = block_hash in is_fresh
             if block_hash in taken or spans.get(block_hash) is not span:
                 break
-            if not is_new:
+            if block_hash not in is_fresh:
                 if len(again) == MAX_TAIL_BLOCKS:
                     break
                 again.append(block_hash)
@@ -166,12 +165,8 @@ class Forest:
             self.orphans += pending.popitem()[1]
             yield_timer.yield_if_due()
 
-    def iter_stores(self, starts: list[BlockRun]) -> Iterator[BlockStored]:
-        """Yield stores of these runs and of all that follow them, parents first. Consumes `starts`."""
-        return iter_stores(self.place, self.iter_runs(starts))
-
     def iter_runs(self, starts: list[BlockRun]) -> Iterator[BlockRun]:
-        """Yield these runs and all that follow them: after a run those that follow its last block."""
+        """Yield these runs and all that follow them, parents first. Consumes `starts`."""
         while starts:
             run = starts.pop()
             hashes = run.span.hashes[run.first : run.end]
@@ -184,12 +179,12 @@ class Forest:
 def iter_all(forests: list[Forest]) -> Iterator[BlockStored]:
     """Yield the blocks of all places: trees from their roots, then orphans, then all remaining blocks."""
     for forest in forests:
-        yield from forest.iter_stores(forest.roots)
+        yield from iter_stores(forest.place, forest.iter_runs(forest.roots))
     for forest in forests:
-        yield from forest.iter_stores(forest.orphans)
+        yield from iter_stores(forest.place, forest.iter_runs(forest.orphans))
     for forest in forests:
         while forest.children:  # of hashes whose parents form a cycle: two prefixes have the same hash
-            yield from forest.iter_stores(forest.children.popitem()[1])
+            yield from iter_stores(forest.place, forest.iter_runs(forest.children.popitem()[1]))
 
 
 def iter_chunks(

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice, repeat
 from typing import Any, Final, NamedTuple
 
-from mypy_extensions import i32, i64, mypyc_attr
+from mypy_extensions import i32, i64
 
 from kv_pool.events.spans import (
     MAX_SPAN_BLOCKS,
@@ -125,20 +125,13 @@ class Place(NamedTuple):
     ownership: str | None
 
 
-@mypyc_attr(acyclic=True)
-class StoreResult:
-    """What a call of `PlaceBlocks.store` did.
+StoreResult = tuple[list[int] | None, bytes | None, bool]
+"""What a call of `PlaceBlocks.store` did.
 
-    Attributes:
-        positions: those of hashes that had no copy before; None if this is all of them.
-        packed: the token ids of all blocks as a msgpack array, if the call packed them.
-        has_tails: whether one of the blocks is the parent of a block that was already resident.
-    """
-
-    def __init__(self, positions: list[int] | None, packed: bytes | None, has_tails: bool) -> None:
-        self.positions = positions
-        self.packed = packed
-        self.has_tails = has_tails
+- The positions of hashes that had no copy before; None if this is all of them.
+- The token ids of all blocks as a msgpack array, if the call packed them.
+- Whether one of the blocks is the parent of a block that was already resident.
+"""
 
 
 class PlaceBlocks:
@@ -178,7 +171,7 @@ class PlaceBlocks:
         """Add one copy of each hash; `hashes` is not empty. O(hashes).
 
         Args:
-            parent: the hash before the first one; None at the start of a sequence.
+            parent: the hash before the first one, a different one; None at the start of a sequence.
             token_ids: of all blocks; None if they are not kept or unknown.
             extra_keys, lookahead_token_ids: tuples with one entry per block; None if there are none.
         """
@@ -188,13 +181,12 @@ class PlaceBlocks:
                 packed = None if token_ids is None else pack_tokens(token_ids)
                 if (packed is None) == (before.tokens is None):
                     return self.store_next(before, hashes, packed)
-        parent = None if parent == hashes[0] else parent
         span = BlockSpan(tuple(hashes), parent, kind, None, extra_keys, lookahead_token_ids)
         positions = self.held.store(hashes, repeat(span))
         if positions is None and len(hashes) <= MAX_SPAN_BLOCKS:
             if token_ids is not None:
                 span.tokens = pack_tokens(token_ids)
-            return StoreResult(None, span.tokens, self.add_span(span))
+            return None, span.tokens, self.add_span(span)
         stored = list(range(len(hashes))) if positions is None else positions
         parts = [
             slice_span(span, first, end, token_ids) for first, end in find_ranges(stored, MAX_SPAN_BLOCKS)
@@ -204,17 +196,17 @@ class PlaceBlocks:
         has_tails = False
         for part in parts:
             has_tails |= self.add_span(part)
-        return StoreResult(positions, None, has_tails)
+        return positions, None, has_tails
 
     def store_next(self, span: BlockSpan, hashes: list[Any], packed: bytes | None) -> StoreResult:
         """Add one copy of the only hash, which follows the last one of a span."""
         positions = self.held.store(hashes, (span,))
         if positions is not None:
-            return StoreResult(positions, packed, False)
+            return positions, packed, False
         if self.copy is not None:
             self.copy.add(span)
         grow(span, hashes[0], packed)
-        return StoreResult(None, packed, self.attach_tails(span))
+        return None, packed, self.attach_tails(span)
 
     def attach_tails(self, span: BlockSpan) -> bool:
         """Remove the hashes of a span, all resident now, from `tails`; return True if it had one of them."""

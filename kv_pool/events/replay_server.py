@@ -15,6 +15,7 @@ from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.errors import EventStreamError
 from kv_pool.events.batch import (
     END_OF_REPLAY,
+    SEQUENCE_BYTES,
     KVEventBatch,
     encode_batch,
     encode_in_pieces,
@@ -265,17 +266,11 @@ class ReplayServer:
                 frames = self._socket.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
                 return num_received > 0
-            try:
-                if len(frames) != 3 or len(frames[1]):
-                    raise EventStreamError(
-                        f"a replay request has {len(frames)} frames; it must be identity, empty, start"
-                    )
-                start = unpack_sequence(frames[2])
-            except EventStreamError as error:
+            if len(frames) != 3 or frames[1] or len(frames[2]) != SEQUENCE_BYTES:  # identity, empty, start
                 self._counts.num_malformed_requests += 1
-                _logger.debug("ignored a malformed replay request: %s", error)
+                _logger.debug("ignored a malformed replay request of %d frames", len(frames))
                 continue
-            self._note_request(frames[0], start)
+            self._note_request(frames[0], unpack_sequence(frames[2]))
         return True
 
     def _note_request(self, identity: bytes, start: int) -> None:

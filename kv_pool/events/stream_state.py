@@ -12,7 +12,7 @@ from mypy_extensions import mypyc_attr
 from kv_pool.core.kv_events import AllBlocksCleared, BlockRemoved, BlockReported, BlockStored, KVCacheEvent
 from kv_pool.errors import InvalidTypeError
 from kv_pool.events.chains import announce_with_tails, iter_chunks
-from kv_pool.events.place_blocks import Place, PlaceBlocks, StoreResult
+from kv_pool.events.place_blocks import Place, PlaceBlocks
 from kv_pool.events.spans import BlockKind, find_ranges
 from kv_pool.ids import ExternalBlockHash
 from kv_pool.threads import YieldTimer
@@ -28,28 +28,6 @@ NUM_FORGOTTEN_AT_ONCE: Final = 1024
 _OWN_CLASSES: Final[dict[str, Any]] = {
     own.__name__: own for own in (BlockStored, BlockReported, BlockRemoved, AllBlocksCleared)
 }
-
-# Events are read as tuples of their fields: in compiled code `astuple` takes as long as reading two fields by
-# name, and unpacking the tuple takes longer. Positions in a `BlockStored`; a `BlockRemoved` begins with its
-# hashes, too.
-HASHES: Final = 0
-PARENT: Final = 1
-TOKENS: Final = 2
-BLOCK_SIZE: Final = 3
-EXTRA_KEYS: Final = 7
-LOOKAHEAD: Final = 14
-
-
-def place_of_stored(fields: tuple[Any, ...]) -> Any:
-    """Return where a `BlockStored` is: a tuple equal to a `Place`, and created faster."""
-    medium, group_idx, locality, ownership = fields[5], fields[8], fields[11], fields[12]
-    return medium, group_idx, locality, ownership
-
-
-def kind_of_stored(fields: tuple[Any, ...]) -> Any:
-    """Return what the blocks of a `BlockStored` have in common: a tuple equal to a `BlockKind`."""
-    lora_id, lora_name, kind, window = fields[4], fields[6], fields[9], fields[10]
-    return fields[BLOCK_SIZE], lora_id, lora_name, kind, window, fields[EXTRA_KEYS] is not None
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -211,7 +189,7 @@ class ResidentBlocks:
                         self._remove(place, hashes, sent)
                         hashes = []
                     place = its_place
-                hashes.extend(fields[HASHES])
+                hashes.extend(fields[0])
                 continue
             if hashes:
                 self._remove(place, hashes, sent)
@@ -227,17 +205,36 @@ class ResidentBlocks:
 
     def _store(self, event: Any, sent: list[KVCacheEvent], packs_tokens: bool) -> None:
         """Add one copy of each hash of a `BlockStored`, and send what readers do not know. O(hashes)."""
+        # In compiled code `astuple` takes as long as reading two fields by name, and unpacking longer.
         fields: tuple[Any, ...] = astuple(event)
-        hashes: list[Any] = fields[HASHES]
+        hashes: list[Any] = fields[0]
         if not hashes:
             return
-        blocks = self._get_or_add_place(place_of_stored(fields))
-        has_tokens = len(fields[TOKENS]) == len(hashes) * fields[BLOCK_SIZE]
-        stored = self._add_copies(blocks, fields, has_tokens)
-        positions = stored.positions
+        num_blocks = len(hashes)
+        parent, token_ids, block_size, extra_keys = fields[1], fields[2], fields[3], fields[7]
+        has_tokens = len(token_ids) == num_blocks * block_size
+        if parent == hashes[0] or not has_tokens:
+            parent = None if parent == hashes[0] else parent
+            event = slice_event(event, 0, num_blocks, parent)
+        place: Any = (fields[5], fields[8], fields[11], fields[12])  # equal to a `Place`
+        blocks = self._get_or_add_place(place)
+        # Equal to a `BlockKind`.
+        kind_key: Any = (block_size, fields[4], fields[6], fields[9], fields[10], extra_keys is not None)
+        kind = self._kinds.get(kind_key)
+        if kind is None:
+            kind = BlockKind(*kind_key)
+            self._kinds[kind] = kind
+        if not self.keeps_token_ids or not has_tokens or not block_size:
+            token_ids = None
+        if extra_keys is not None:
+            extra_keys = one_each(extra_keys, num_blocks)
+        lookahead = fields[14]
+        if lookahead is not None:
+            lookahead = one_each(lookahead, num_blocks) if self.keeps_token_ids else None
+        positions, packed, has_tails = blocks.store(hashes, parent, kind, token_ids, extra_keys, lookahead)
         if positions is not None and not positions:
             return
-        if stored.has_tails and self.keeps_token_ids:
+        if has_tails and self.keeps_token_ids:
             fresh = hashes if positions is None else [hashes[position] for position in positions]
             announced = announce_with_tails(blocks, fresh)
             if announced:
@@ -245,31 +242,11 @@ class ResidentBlocks:
                 return
         if positions is not None:
             sent.extend(slice_positions(event, positions))
-        elif not has_tokens or hashes[0] == fields[PARENT]:
-            sent.extend(slice_ranges(event, [(0, len(hashes))]))
-        else:
-            # The path of most stores: they have their tokens, and are sent unchanged.
-            packed = stored.packed
-            if packs_tokens and packed is not None and len(packed) >= LEAST_PACKED_BYTES:
-                event = replace(event, token_ids=Raw(packed))
-            sent.append(event)
-
-    def _add_copies(self, blocks: PlaceBlocks, fields: tuple[Any, ...], has_tokens: bool) -> StoreResult:
-        """Add one copy of each hash of a store, given as its fields."""
-        token_ids, extra_keys, lookahead = fields[TOKENS], fields[EXTRA_KEYS], fields[LOOKAHEAD]
-        kind_key = kind_of_stored(fields)
-        num_blocks = len(fields[HASHES])
-        kind = self._kinds.get(kind_key)
-        if kind is None:
-            kind = BlockKind(*kind_key)
-            self._kinds[kind] = kind
-        if not self.keeps_token_ids or not fields[BLOCK_SIZE] or not has_tokens:
-            token_ids = None
-        if lookahead is not None:
-            lookahead = one_each(lookahead, num_blocks) if self.keeps_token_ids else None
-        if extra_keys is not None:
-            extra_keys = one_each(extra_keys, num_blocks)
-        return blocks.store(fields[HASHES], fields[PARENT], kind, token_ids, extra_keys, lookahead)
+            return
+        # The path of most stores: they have their tokens, and are sent unchanged.
+        if packs_tokens and packed is not None and len(packed) >= LEAST_PACKED_BYTES:
+            event = replace(event, token_ids=Raw(packed))
+        sent.append(event)
 
     def _remove(self, place: Any, hashes: list[Any], sent: list[KVCacheEvent]) -> None:
         """Remove one copy of each hash, and send the removal of those that are not resident afterwards."""
@@ -323,28 +300,19 @@ def slice_event(event: BlockStored, first: int, end: int, parent: ExternalBlockH
     )
 
 
-def slice_ranges(event: BlockStored, ranges: list[tuple[int, int]]) -> list[BlockStored]:
-    """Return one event per range `[first, end)` of an event's blocks.
-
-    The parent of a part is the preceding block of the event, even if that block is in no range; None instead
-    of its own first hash.
-    """
-    hashes = event.block_hashes
-    parts: list[BlockStored] = []
-    for first, end in ranges:
-        parent = hashes[first - 1] if first else event.parent_block_hash
-        parts.append(slice_event(event, first, end, None if parent == hashes[first] else parent))
-    return parts
-
-
 def slice_positions(event: BlockStored, positions: list[int]) -> list[BlockStored]:
     """Return one event per run of consecutive positions; `positions` are ascending.
 
-    The event itself if all its positions are given.
+    The event itself if all its positions are given. The parent of a part is the preceding block of the event,
+    even if that block is in no part.
     """
-    if len(positions) == len(event.block_hashes):
+    hashes = event.block_hashes
+    if len(positions) == len(hashes):
         return [event]
-    return slice_ranges(event, find_ranges(positions, len(positions)))
+    return [
+        slice_event(event, first, end, hashes[first - 1] if first else event.parent_block_hash)
+        for first, end in find_ranges(positions, len(positions))
+    ]
 
 
 def one_each(entries: list[Any] | None, num_hashes: int) -> tuple[Any, ...] | None:

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from kv_pool.closing import Closing
 from kv_pool.errors import EventStreamError, InvalidArgumentError
-from kv_pool.events.batch import END_OF_REPLAY, MAX_SEQUENCE, read_rank, unpack_sequence
+from kv_pool.events.batch import END_OF_REPLAY, SEQUENCE_BYTES, read_rank, unpack_sequence
 from kv_pool.events.continuity import Continuity
 from kv_pool.events.curve_keys import CurveKeys
 from kv_pool.events.endpoints import check_endpoint
@@ -305,20 +305,14 @@ class KVEventSubscriber(Closing):
             self._send_request()
 
     def _take_live(self, frames: list[bytes]) -> None:
-        try:
-            if len(frames) != 3 or not frames[2]:  # the publisher could not send the payload
-                raise EventStreamError(f"a live message has {len(frames)} frames, or an empty payload")
-            sequence = unpack_sequence(frames[1])
-            if sequence > MAX_SEQUENCE:
-                raise EventStreamError("a live message has the number of the end marker")
-        except EventStreamError:
-            self._num_unreadable += 1
-            return
-        machine = self._find_machine(frames[0], frames[2])
+        machine = None
+        # The payload is empty if the publisher could not send it.
+        if len(frames) == 3 and len(frames[1]) == SEQUENCE_BYTES and frames[1] != END_OF_REPLAY and frames[2]:
+            machine = self._find_machine(frames[0], frames[2])
         if machine is None:
             self._num_unreadable += 1
             return
-        items = machine.handle_live(sequence, frames[2], self._clock())
+        items = machine.handle_live(unpack_sequence(frames[1]), frames[2], self._clock())
         self._take(items)
         if self._binds and any(isinstance(item, PublisherRestarted) for item in items):
             self._check_restarts(machine.source)
@@ -358,20 +352,15 @@ class KVEventSubscriber(Closing):
 
     def _take_reply(self, frames: list[bytes]) -> None:
         now = self._clock()
-        try:
-            # Since vLLM 0.26 replies include the topic.
-            if len(frames) not in (3, 4) or frames[0]:
-                raise EventStreamError(f"a reply has {len(frames)} frames")
-            if frames[-2] == END_OF_REPLAY:
-                self._take(self._machine.handle_replay_end(now))
-                return
-            sequence = unpack_sequence(frames[-2])
-        except EventStreamError:
+        # Since vLLM 0.26 replies include the topic.
+        if len(frames) not in (3, 4) or frames[0] or len(frames[-2]) != SEQUENCE_BYTES:
             self._num_unreadable += 1
-            return
-        if len(frames) == 4 and not self._machines:
-            self._machine.source = name_source(frames[1])
-        self._take(self._machine.handle_replayed(sequence, frames[-1], now))
+        elif frames[-2] == END_OF_REPLAY:
+            self._take(self._machine.handle_replay_end(now))
+        else:
+            if len(frames) == 4 and not self._machines:
+                self._machine.source = name_source(frames[1])
+            self._take(self._machine.handle_replayed(unpack_sequence(frames[-2]), frames[-1], now))
 
     def _send_request(self) -> None:
         """Send the machine's current request, replacing the previous one."""

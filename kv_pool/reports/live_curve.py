@@ -79,8 +79,6 @@ def read_live_curve(curve: LiveCurve, multiples: Sequence[float] = MULTIPLES) ->
             raise InvalidArgumentError(
                 f"multiples[{position}] is {multiple}; a live curve covers 0 to {MAX_MULTIPLE} capacities"
             )
-    if curve.is_stale:
-        curve.restart()
     looked_up = curve.looked_up_blocks
     measured = curve.hit_blocks / looked_up if looked_up else 0.0
     tokens = curve.looked_up_tokens

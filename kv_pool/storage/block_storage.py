@@ -388,12 +388,12 @@ def find_copy(device: str) -> CopyBlocks:
     if device == "cpu":
         return copy_on_cpu
     try:
-        from kv_pool.storage.copy_triton import get_triton_copy
+        from kv_pool.storage.copy_triton import copy_by_triton
     except ImportError:
         from kv_pool.storage.copy_torch import copy_by_torch
 
         return copy_by_torch
-    return get_triton_copy()
+    return copy_by_triton
 
 
 def make_host_buffer(block_bytes: int, num_blocks: int, block_format: str) -> BlockStorage:

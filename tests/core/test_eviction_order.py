@@ -34,7 +34,6 @@ def test_a_pool_has_no_bands_by_default():
     assert linked[1:-1] == queue.get_all_free_blocks()
     with pytest.raises(InvalidArgumentError, match=r"the pool has no bands; call open_bands\(\) first"):
         pool.move_to_band(blocks(pool, 1), 1)
-    pool.merge_bands()
     assert state(pool) == PICTURE
 
 
@@ -99,7 +98,7 @@ def test_the_queue_neither_returns_nor_counts_markers():
     with pytest.raises(InvalidArgumentError):
         queue.popleft_n(1)
     queue.num_free_blocks = 1
-    with pytest.raises(CorruptedPoolError, match="num_free_blocks is 1 but no block is linked"):
+    with pytest.raises(CorruptedPoolError, match="num_free_blocks is 1 but fewer blocks are linked"):
         queue.popleft()
     with pytest.raises(CorruptedPoolError, match="num_free_blocks is 1 but fewer blocks are linked"):
         pool.get_new_blocks(1)

@@ -34,13 +34,6 @@ def test_popleft_detects_a_wrong_counter():
         queue.popleft()
 
 
-def test_popleft_detects_a_missing_link():
-    made, queue = make_queue(2)
-    made[0].next_free_block = None
-    with pytest.raises(RuntimeError, match="has no next_free_block"):
-        queue.popleft()
-
-
 @pytest.mark.parametrize("n", [-1, 3])
 def test_popleft_n_of_an_invalid_count_changes_nothing(n):
     _, queue = make_queue(2)

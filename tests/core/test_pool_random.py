@@ -74,10 +74,6 @@ class Life:
             assert hold.until == (None if self.until[hold] == NEVER else self.until[hold])
             assert (hold.state is HoldState.QUARANTINED) == (hold in self.quarantined)
             assert not hold.is_released
-        reasons = Counter()
-        for hold, held in self.held.items():
-            reasons[hold.reason] += len(held)
-        assert holds.count_by_reason() == reasons
         block = self.rng.choice(self.pool.blocks)
         expected = [hold.reason for hold, held in self.held.items() if block in held]
         expected += ["watched until its reuse"] * (block.block_id in watched)
@@ -324,7 +320,9 @@ class Life:
             self.pool.move_to_band(free, 101)
 
     def merge(self):
-        self.pool.merge_bands()
+        self.pool.eviction_order.merge()
+        for part in self.pool.parts:
+            part.rebuild_from(self.pool)
         merged = [block for band in sorted(self.bands) if band != EMPTY_BAND for block in self.bands[band]]
         self.bands = {EMPTY_BAND: self.bands[EMPTY_BAND], 0: merged}
 

@@ -295,6 +295,16 @@ def test_topics_behind_a_proxy_are_publishers_ranks_an_error():
 # ---- kv_pool's publisher -------------------------------------------------------------------------
 
 
+def test_second_rank_queued_during_a_replay_is_an_error():
+    """A fault: its batch was dropped, and the end of the replay was counted as unreadable."""
+    with KVEventSubscriber("tcp://127.0.0.1:9", "tcp://127.0.0.1:9") as subscriber:
+        for rank in (0, 1):
+            payload = msgspec.msgpack.encode([0.0, [], rank])
+            subscriber._take_live([b"", rank.to_bytes(8, "big"), payload])
+        with pytest.raises(EventStreamError, match="ranks 0 and 1 send under the topic"):
+            subscriber._take_reply([b"", b"", b"\xff" * 8, b""])
+
+
 @pytest.mark.parametrize("first_sequence", ["zero", "clock"])
 def test_late_start_is_healed_by_one_snapshot(first_sequence):
     life = LivingPool()

@@ -188,9 +188,8 @@ class RandomScheduler:
         if rng.random() < 0.03:
             self.pool.evict_blocks(rng.sample(range(1, self.setup.num_blocks + 1), 2))
         if rng.random() < (0.01 if self.running or self.loading else 0.2):
-            others = self.pool.holds.count_by_reason()
-            others.pop("pinned by a directive", None)  # a reset ends pins
-            is_idle = not self.manager.list_request_ids() and not any(others.values())
+            held = [hold.reason for hold in self.pool.holds.list_holds() if hold.has_blocks]
+            is_idle = not self.manager.list_request_ids() and not {*held} - {"pinned by a directive"}
             if self.swaps is not None:
                 swapper = self.swaps.swapper
                 is_idle = is_idle and not swapper.list_swapped_out() and not swapper.list_open_plans()
@@ -391,7 +390,9 @@ class RandomScheduler:
             if self.last_status is AllocStatus.NEVER:
                 self.waiting.remove(sequence)
                 self.done["too large"] += 1
-            elif not (self.running or self.loading or any(self.pool.holds.count_by_reason().values())):
+            elif not (
+                self.running or self.loading or any(hold.has_blocks for hold in self.pool.holds.list_holds())
+            ):
                 raise AssertionError(f"{sequence.name} waits for blocks that no request holds")
             self.done["refusals"] += 1
             return

@@ -70,11 +70,12 @@ def make_way(name, monkeypatch):
         from kv_pool.storage.copy_torch import copy_by_torch
 
         return WayToCopy(name, copy_by_torch, "torch", device)
+    from kv_pool.storage import copy_triton
+
     if device == "cpu":
         monkeypatch.setenv("TRITON_INTERPRET", "1")
-    from kv_pool.storage.copy_triton import TritonCopy
-
-    return WayToCopy(name, TritonCopy(), "torch", device)
+        monkeypatch.setattr(copy_triton, "make_kernel", copy_triton.make_kernel.__wrapped__)
+    return WayToCopy(name, copy_triton.copy_by_triton, "torch", device)
 
 
 def to_numpy(tensor):

@@ -105,7 +105,7 @@ class Life:
         halves = self.halves
         index = halves.index
         assert halves.pool.get_num_free_blocks() == halves.pool.num_gpu_blocks - 1
-        assert not halves.pool.holds.count_by_reason()
+        assert not halves.pool.holds.list_holds()
         assert index.num_arriving == 0
         assert index.host.list_next_evicted(1000) == index.host.list_keys()  # nothing is held
         for worker in halves.workers:
