@@ -102,6 +102,8 @@ COLD = (
     "core/pool_size",
     "core/pool_state",
     "core/repairing",
+    "core/salt_regions",
+    "core/sampled_stack",
     "contiguous/buddy",
     "manager/applied_rules",
     "manager/block_copies",

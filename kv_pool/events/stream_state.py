@@ -214,8 +214,8 @@ class ResidentBlocks:
         parent, token_ids, block_size, extra_keys = fields[1], fields[2], fields[3], fields[7]
         has_tokens = len(token_ids) == num_blocks * block_size
         if parent == hashes[0] or not has_tokens:
-            parent = None if parent == hashes[0] else parent
             event = slice_event(event, 0, num_blocks, parent)
+            parent = event.parent_block_hash
         place: Any = (fields[5], fields[8], fields[11], fields[12])  # equal to a `Place`
         blocks = self._get_or_add_place(place)
         # Equal to a `BlockKind`.
@@ -288,12 +288,16 @@ def is_dense(event: BlockStored) -> bool:
 
 
 def slice_event(event: BlockStored, first: int, end: int, parent: ExternalBlockHash | None) -> BlockStored:
-    """Return an event for blocks `[first, end)`, after `parent`; without tokens if the event is not dense."""
+    """Return an event for blocks `[first, end)`, after `parent`; without tokens if the event is not dense.
+
+    A block does not follow itself: a `parent` that is its first hash is left out.
+    """
     size = event.block_size
+    hashes = event.block_hashes[first:end]
     return replace(
         event,
-        block_hashes=event.block_hashes[first:end],
-        parent_block_hash=parent,
+        block_hashes=hashes,
+        parent_block_hash=None if parent == hashes[0] else parent,
         token_ids=event.token_ids[first * size : end * size] if is_dense(event) else [],
         extra_keys=event.extra_keys and event.extra_keys[first:end],
         lookahead_token_ids=event.lookahead_token_ids and event.lookahead_token_ids[first:end],

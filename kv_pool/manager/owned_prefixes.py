@@ -4,8 +4,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kv_pool.core.block_keys import make_block_hash_with_group_id
-from kv_pool.core.extra_keys import read_salt_regions
 from kv_pool.core.pool_core import BlockPoolCore
+from kv_pool.core.salt_regions import read_salt_regions
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockHash, BlockHashWithGroupId, GroupId, RequestId
 from kv_pool.manager.block_groups.block_table import BlockTable, TableListener

@@ -10,7 +10,8 @@ from kv_pool import BlockPool, CorruptedPoolError, Request
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core import invariants
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.live_curve import NUM_STEPS, ROW, STEPS_PER_CAPACITY, LiveCurve, SampledBlock
+from kv_pool.core.live_curve import NUM_STEPS, ROW, STEPS_PER_CAPACITY, LiveCurve
+from kv_pool.core.sampled_stack import SampledBlock
 
 KINDS = {"plain": BlockPool, "runs": RunBlockPool}
 

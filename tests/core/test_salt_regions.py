@@ -21,7 +21,8 @@ from kv_pool import (
     SaltRegion,
 )
 from kv_pool.core.block_hash import HASH_ALGORITHMS
-from kv_pool.core.extra_keys import MAX_SALT_REGIONS, find_extra_keys, untag_extra_keys
+from kv_pool.core.extra_keys import find_extra_keys, untag_extra_keys
+from kv_pool.core.salt_regions import MAX_SALT_REGIONS
 from kv_pool.events.mirror import PrefixMirror
 
 VECTORS = json.loads((Path(__file__).parent / "data" / "salt_region_vectors.json").read_text())

@@ -8,7 +8,8 @@ import msgspec
 
 from kv_pool.core.arguments import as_count, as_int, as_list, as_list_of, check_type, refuse_type
 from kv_pool.core.block_hash import BlockHasher
-from kv_pool.core.extra_keys import CacheableRequest, check_region, read_salt_regions
+from kv_pool.core.extra_keys import CacheableRequest
+from kv_pool.core.salt_regions import check_region, read_salt_regions
 from kv_pool.core.token_packing import check_token_ids
 from kv_pool.errors import InvalidArgumentError, InvalidTypeError
 from kv_pool.foreign_bytes import UNDECODABLE, UNENCODABLE
