@@ -9,7 +9,7 @@ from kv_pool.errors import TraceError
 from kv_pool.lab.compare.comparison import ComparedTrace
 from kv_pool.lab.compare.policy_run import Origin, pack
 from kv_pool.lab.curves.curve_report import CurveCounts
-from kv_pool.lab.curves.estimates import Estimates
+from kv_pool.lab.curves.measure import Estimates
 from kv_pool.lab.curves.reuse import ReuseRecorder, find_key_bytes, read_prompt_keys
 from kv_pool.lab.curves.sampling import UnitFinder
 from kv_pool.lab.report import InfiniteCache
