@@ -9,7 +9,7 @@ from itertools import takewhile
 from kv_pool.errors import InvalidArgumentError, WorkerLostError
 from kv_pool.ids import BlockHash
 from kv_pool.lab.report import InfiniteCache, OnProgress, ReplayReport
-from kv_pool.lab.settings import ReplaySettings, find_block_size
+from kv_pool.lab.settings import ReplaySettings
 from kv_pool.lab.simulator import run_replay
 from kv_pool.lab.worker_processes import WorkerProcesses, report_share, run_jobs
 
@@ -79,11 +79,11 @@ def count_infinite_hits(settings: ReplaySettings) -> InfiniteCache:
         TraceError: the trace cannot be read.
     """
     trace = settings.open_trace()
-    block_size = find_block_size(settings.block_size, trace)
+    block_size = trace.pool_block_size
     cached: set[BlockHash] = set()
     found = InfiniteCache()
     num_blocks = num_tokens = 0
-    for request in settings.read_requests(trace, block_size):
+    for request in trace.read_requests():
         candidates = request.block_hashes[: request.max_hit_tokens // block_size]
         num_hits = len(list(takewhile(cached.__contains__, candidates)))
         cached.update(request.block_hashes)

@@ -13,7 +13,7 @@ from kv_pool.lab.curves.optimum_curve import OptimumCurve
 from kv_pool.lab.curves.reuse import Reuse
 from kv_pool.lab.curves.sampling import NUM_GROUPS, read_prompts
 from kv_pool.lab.report import InfiniteCache, OnProgress, find_share, make_provenance
-from kv_pool.lab.settings import ReplaySettings, find_block_size
+from kv_pool.lab.settings import ReplaySettings
 
 _NUM_POINTS = 64
 _REPORTED = [
@@ -131,8 +131,7 @@ def measure_curves(
 
     started = perf_counter()
     trace = settings.open_trace()
-    block_size = find_block_size(settings.block_size, trace)
-    read = read_prompts(settings, trace, block_size, lambda share: notify("reading", share), rate=sample_rate)
+    read = read_prompts(trace, lambda share: notify("reading", share), rate=sample_rate)
     read_at = perf_counter()
     read.reuse.on_share = lambda share: notify("LRU", share)
     estimates = Estimates(read.reuse, read.groups, sample_rate or 1.0)
@@ -158,7 +157,7 @@ def measure_curves(
     if sample_rate is not None and read.unit is not None:
         sample = CurveSample(sample_rate, read.unit, len(read.reuse), len(read.groups))
     return CurveReport(
-        block_size=block_size,
+        block_size=trace.pool_block_size,
         convention=settings.convention,
         requests=len(sizes),
         blocks_looked_up=blocks_looked_up,
