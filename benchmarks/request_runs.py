@@ -107,8 +107,8 @@ def read_requests(trace: str, block_size: int, limit: int | None) -> "list[Repla
     """Return the first requests of a trace, whose name is that of a bundled one or of a file."""
     from kv_pool.lab import ReplaySettings
 
-    settings = ReplaySettings(trace, 1, limit=limit)
-    return list(settings.read_requests(settings.open_trace(), block_size))
+    settings = ReplaySettings(trace, 1, block_size=block_size, limit=limit)
+    return list(settings.open_trace().read_requests())
 
 
 def read_fitting_requests(

@@ -14,7 +14,7 @@ from kv_pool.errors import InvalidArgumentError, TraceError
 from kv_pool.lab.capacity import MODELS, ModelKV, count_blocks, find_model
 from kv_pool.lab.groups import parse_groups
 from kv_pool.lab.report import encode_json, write_csv_rows, write_json
-from kv_pool.lab.settings import ReplaySettings, find_block_size
+from kv_pool.lab.settings import ReplaySettings
 from kv_pool.lab.tables import Report
 from kv_pool.lab.trace_writer import check_can_write
 from kv_pool.option import Option, setting
@@ -93,7 +93,7 @@ class CapacityOptions(ModelOptions):
         trace = settings.open_trace()
         if (self.blocks is None) == (self.memory is None):
             raise InvalidArgumentError("pass the capacity either as --blocks or as --memory")
-        block_size = find_block_size(settings.block_size, trace)
+        block_size = trace.pool_block_size
         num_groups = len(parse_groups(settings.groups, block_size))
         if self.blocks is not None:
             capacities = parse_list("--blocks", self.blocks)

@@ -9,7 +9,6 @@ from typing import Literal
 
 import numpy as np
 
-from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.ids import GroupId, RequestId
 from kv_pool.lab.replay_request import ReplayRequest
 from kv_pool.lab.replay_tiers import HostSwap, ReplayTiers
@@ -17,9 +16,8 @@ from kv_pool.lab.report import ReplayReport, find_share, summarize_calls, summar
 from kv_pool.lab.request_outcomes import OutcomeCallback, RequestOutcome
 from kv_pool.manager.block_groups.block_group import CachedPrefix
 from kv_pool.manager.kv_cache_manager import KVCacheManager
-from kv_pool.manager.retention.block_retention import BlockRetention
 from kv_pool.manager.retention.directive import MAX_PRIORITY, RetentionDirective
-from kv_pool.tiers.onboarder import TierHit
+from kv_pool.tiers.onboarder import OnboardPlan, TierHit
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,41 +50,6 @@ class ReplayTime:
         return self.now_ms / 1000
 
 
-class ReplayRetention:
-    """Sets the retention of the blocks of requests that end.
-
-    Args:
-        pool: the pool of the blocks.
-        replay_time: the time of the replay.
-        session_s: seconds for which a session's blocks are retained for its next turn; 0 for none.
-        prefix_tokens: number of tokens at the start of each prompt, such as a system prompt, whose blocks are
-            evicted last; 0 for none.
-
-    Attributes:
-        num_kept_sessions: number of ended requests whose session's blocks were retained.
-    """
-
-    def __init__(
-        self, pool: BlockPoolCore, replay_time: ReplayTime, session_s: float, prefix_tokens: int
-    ) -> None:
-        self.num_kept_sessions = 0
-        self.retention = BlockRetention(pool, replay_time.read_s)
-        self._time = replay_time
-        self._session_s = session_s
-        self._directives = []
-        if prefix_tokens:
-            self._directives.append(RetentionDirective(0, prefix_tokens, priority=MAX_PRIORITY))
-
-    def keep(self, request: ReplayRequest) -> None:
-        """Set the retention of an ended request's blocks. Call it directly before freeing the request."""
-        if self._directives:
-            self.retention.set_directives(request.request_id, self._directives)
-        if self._session_s and request.session_id is not None:
-            until = self._time.read_s() + self._session_s
-            self.retention.keep_session(request.session_id, request, until)
-            self.num_kept_sessions += 1
-
-
 class ReplayDriver:
     """The manager of one replay, with its tiers, swapping, retention and counts.
 
@@ -98,12 +61,16 @@ class ReplayDriver:
         report: the report to fill in; `finish` computes its rates and times.
         on_outcome: called with the outcome of each request when it ends or is refused.
         replay_time: set by `set_time`; None if nothing reads it.
-        replay_retention: sets the manager's retention; None if it has none.
+        keep_session_s: seconds for which the manager's retention keeps a session's blocks for its next turn;
+            0 for none.
+        keep_prefix_tokens: number of tokens at the start of each prompt, such as a system prompt, whose
+            blocks the manager's retention lets go last; 0 for none.
         tiers: the lower tiers of the manager's pool; None for none.
         swap: swaps preempted requests out if its rule says so; None to recompute all of them.
 
     Attributes:
         smallest_refused: number of blocks that the smallest refused request needs; 0 for none.
+        num_kept_sessions: number of ended requests whose session's blocks were retained.
     """
 
     def __init__(
@@ -113,7 +80,8 @@ class ReplayDriver:
         *,
         on_outcome: Sequence[OutcomeCallback] = (),
         replay_time: ReplayTime | None = None,
-        replay_retention: ReplayRetention | None = None,
+        keep_session_s: float = 0.0,
+        keep_prefix_tokens: int = 0,
         tiers: ReplayTiers | None = None,
         swap: HostSwap | None = None,
     ) -> None:
@@ -122,12 +90,15 @@ class ReplayDriver:
         self.smallest_refused = 0
         self.tiers = tiers
         self.swap = swap
-        self._retention = replay_retention
+        self.num_kept_sessions = 0
+        self._keep_session_s = keep_session_s
+        self._keep_prefix_tokens = keep_prefix_tokens
         self._time = ReplayTime() if replay_time is None else replay_time
         if tiers is not None:
             report.tiers = tiers.reports
         self._on_outcome = on_outcome
         self._open: dict[RequestId, RequestOutcome] = {}  # of requests that have not ended
+        self._reading: dict[RequestId, OnboardPlan] = {}  # of requests that wait for blocks from tiers
         self._num_turns: Counter[str] = Counter()
         self._look_up_ns = array("q")
         self._allocate_ns = array("q")
@@ -223,9 +194,15 @@ class ReplayDriver:
         if self.tiers is None or found.tier_hit is None:
             return self.allocate(request, num_new_tokens, found.prefix)
         start = perf_counter_ns()
-        has_room = self.tiers.begin(request, found.tier_hit, found.prefix, num_new_tokens)
+        plan = self.tiers.onboarder.plan_onboard(
+            request, found.tier_hit, found.prefix, num_new_tokens=num_new_tokens, full_sequence_must_fit=True
+        )
+        if plan is not None:
+            self._reading[request.request_id] = plan
+            is_loaded = plan.load()
+            assert is_loaded, "a tier without bytes has no errors"
         self._end_allocation(start)
-        return has_room
+        return plan is not None
 
     def allocate(
         self, request: ReplayRequest, num_new_tokens: int, prefix: CachedPrefix | None = None
@@ -255,12 +232,14 @@ class ReplayDriver:
 
     def is_reading(self, request: ReplayRequest) -> bool:
         """Return True while the request waits for blocks from tiers."""
-        return self.tiers is not None and self.tiers.is_reading(request)
+        return request.request_id in self._reading
 
     def finish_reading(self, request: ReplayRequest) -> None:
         """Commit the blocks loaded from tiers, if the request waits for any."""
-        if self.tiers is not None and self.tiers.is_reading(request):
-            self.tiers.finish(request)
+        plan = self._reading.pop(request.request_id, None)
+        if plan is not None:
+            plan.commit()
+            request.num_computed_tokens = plan.num_computed_tokens
 
     def copy(self, now_ms: float) -> float:
         """Return the completion time (ms) of the tiers' copies since the last call; `now_ms` for none."""
@@ -269,8 +248,9 @@ class ReplayDriver:
     def preempt(self, request: ReplayRequest, now_ms: float) -> int:
         """Preempt a running request: release or swap out all its blocks. Return the computed tokens lost."""
         num_lost = 0
-        if self.tiers is not None and self.tiers.is_reading(request):
-            self.tiers.abort(request)
+        plan = self._reading.pop(request.request_id, None)
+        if plan is not None:
+            plan.abort()
         elif self.swap is None or not self.swap.take_out(request, now_ms):
             self._free(request)
             num_lost = request.num_computed_tokens
@@ -285,8 +265,14 @@ class ReplayDriver:
         Args:
             waited_ms: total time it waited for blocks; None if requests do not wait.
         """
-        if self._retention is not None:
-            self._retention.keep(request)
+        retention = self.manager.retention
+        if retention is not None and self._keep_prefix_tokens:
+            head = RetentionDirective(0, self._keep_prefix_tokens, priority=MAX_PRIORITY)
+            retention.set_directives(request.request_id, [head])
+        if retention is not None and self._keep_session_s and request.session_id is not None:
+            until = self._time.read_s() + self._keep_session_s
+            retention.keep_session(request.session_id, request, until)
+            self.num_kept_sessions += 1
         if waited_ms is not None:
             self._waits_ms.append(waited_ms)
         outcome = self._open[request.request_id]

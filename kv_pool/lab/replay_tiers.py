@@ -2,13 +2,11 @@
 
 from kv_pool.core.block_pool import BlockPool
 from kv_pool.core.kv_events import MEDIUM_CPU, MEDIUM_STORAGE
-from kv_pool.ids import RequestId
 from kv_pool.lab.replay_request import ReplayRequest
 from kv_pool.lab.report import ReplayReport, TierReport
-from kv_pool.manager.block_groups.block_group import CachedPrefix
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.preemption import PreemptionKind, PreemptionLoss, PreemptionRule, count_loss
-from kv_pool.tiers.onboarder import OnboardPlan, TierHit, TierOnboarder
+from kv_pool.tiers.onboarder import TierHit, TierOnboarder
 from kv_pool.tiers.swapper import BlockSwapper
 from kv_pool.tiers.tier import Tier
 from kv_pool.tiers.tiered_cache import TieredCache
@@ -38,9 +36,6 @@ class CopyLink:
 
 class ReplayTiers:
     """Lower tiers of the manager's pool, without bytes, and the copies to and from them, in virtual time.
-
-        begin --> is_reading --> finish    the request has its blocks
-                            \\--> abort   it has none
 
     Args:
         manager: the manager of the pool.
@@ -75,42 +70,11 @@ class ReplayTiers:
         self.onboarder = TierOnboarder(manager, self._cache)
         self.reports = [TierReport(tier.medium, tier.capacity) for tier in tiers]
         self._block_size = manager.block_size
-        self._plans: dict[RequestId, OnboardPlan] = {}
         self._block_bytes = block_bytes
         self._link = link
         self._disk = disk
         self._num_linked = 0
         self._num_on_disk = 0
-
-    def begin(self, request: ReplayRequest, hit: TierHit, prefix: CachedPrefix, num_new_tokens: int) -> bool:
-        """Allocate blocks for a hit and `num_new_tokens` more tokens, and start loading the hit's blocks.
-
-        Returns:
-            False, with nothing changed, if the whole request does not fit.
-        """
-        plan = self.onboarder.plan_onboard(
-            request, hit, prefix, num_new_tokens=num_new_tokens, full_sequence_must_fit=True
-        )
-        if plan is None:
-            return False
-        self._plans[request.request_id] = plan
-        is_loaded = plan.load()
-        assert is_loaded, "a tier without bytes has no errors"
-        return True
-
-    def is_reading(self, request: ReplayRequest) -> bool:
-        """Return True while the request's blocks are being loaded."""
-        return request.request_id in self._plans
-
-    def finish(self, request: ReplayRequest) -> None:
-        """Complete the load: the request gets its blocks."""
-        plan = self._plans.pop(request.request_id)
-        plan.commit()
-        request.num_computed_tokens = plan.num_computed_tokens
-
-    def abort(self, request: ReplayRequest) -> None:
-        """Abort the load: the request loses its blocks."""
-        self._plans.pop(request.request_id).abort()
 
     def copy(self, now_ms: float) -> float:
         """Return the completion time (ms) of the copies of all stores and reads since the last call."""

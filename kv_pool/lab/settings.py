@@ -1,4 +1,4 @@
-"""`ReplaySettings`: the settings of a replay, each declared once with its command-line option."""
+"""`ReplaySettings`: the settings of a replay, each declared with its option; `ReplayTrace`: their trace."""
 
 from collections.abc import Container, Iterator
 from dataclasses import asdict, dataclass, field
@@ -11,7 +11,7 @@ from kv_pool.errors import InvalidArgumentError
 from kv_pool.lab.groups import FORMAT, STATES
 from kv_pool.lab.replay_request import CONVENTIONS, ReplayRequest
 from kv_pool.lab.request_outcomes import BREAKDOWNS, parse_breakdowns
-from kv_pool.lab.trace import Trace
+from kv_pool.lab.trace import Trace, TraceRequest
 from kv_pool.option import Option, check_options, describe_options, setting
 from kv_pool.quantities import parse_memory
 from kv_pool.shared_options import BUNDLED_TRACES, TIME_UNIT, TRACE_BLOCK_SIZE
@@ -280,20 +280,9 @@ class ReplaySettings:
         if ignored:
             raise InvalidArgumentError(f"{reader} ignores {ignored}: {why}")
 
-    def open_trace(self) -> Trace:
+    def open_trace(self) -> "ReplayTrace":
         """Open the trace. Raises TraceError."""
-        return Trace(
-            self.trace,
-            block_size=self.trace_block_size,
-            timestamp_unit=self.timestamp_unit,
-            skip_broken=self.skip_broken,
-        )
-
-    def read_requests(self, trace: Trace, block_size: int) -> Iterator[ReplayRequest]:
-        """Yield the requests of the trace, up to the limit."""
-        hasher = BlockHasher("xxh3_128", self.seed, block_size)
-        for traced in islice(trace, self.limit):
-            yield ReplayRequest.from_trace(traced, block_size, self.convention, trace.block_size, hasher)
+        return ReplayTrace(self)
 
     def describe(self) -> dict[str, str | bool | int | float]:
         """Return all settings that are not None, including the engine's, for a report."""
@@ -301,6 +290,37 @@ class ReplaySettings:
         return {name: value for name, value in values.items() if isinstance(value, (str, int, float))}
 
 
-def find_block_size(block_size: int | None, trace: Trace) -> int:
-    """Return the tokens per pool block: the given number, or else the trace's block size."""
-    return block_size or trace.block_size or DEFAULT_BLOCK_SIZE
+class ReplayTrace(Trace):
+    """The trace of these settings, which say how it is read.
+
+    Attributes:
+        settings: the settings.
+        pool_block_size: tokens per pool block: those of the settings, or else the trace's block size.
+        hasher: hashes the pool blocks of token ids.
+    """
+
+    def __init__(self, settings: ReplaySettings) -> None:
+        super().__init__(
+            settings.trace,
+            block_size=settings.trace_block_size,
+            timestamp_unit=settings.timestamp_unit,
+            skip_broken=settings.skip_broken,
+        )
+        self.settings = settings
+        self.pool_block_size = settings.block_size or self.block_size or DEFAULT_BLOCK_SIZE
+        self.hasher = BlockHasher("xxh3_128", settings.seed, self.pool_block_size)
+
+    def read_traced(self) -> Iterator[TraceRequest]:
+        """Yield the requests of the file, up to the limit."""
+        return islice(self, self.settings.limit)
+
+    def read_requests(self) -> Iterator[ReplayRequest]:
+        """Yield the requests of a replay, up to the limit."""
+        size, convention = self.pool_block_size, self.settings.convention
+        for traced in self.read_traced():
+            yield ReplayRequest.from_trace(traced, size, convention, self.block_size, self.hasher)
+
+    def find_share(self, num_requests: int) -> float:
+        """Return the share of the requests up to the limit that is read, after this number of them."""
+        limit = self.settings.limit
+        return max(self.position, num_requests / limit if limit else 0.0)

@@ -7,7 +7,7 @@ from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.block_pool import BlockPool
 from kv_pool.core.policy_names import PolicyChoice
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.lab.driver import FoundPrefix, ReplayDriver, ReplayRetention, ReplayTime
+from kv_pool.lab.driver import FoundPrefix, ReplayDriver, ReplayTime
 from kv_pool.lab.event_feed import EventFeed
 from kv_pool.lab.groups import PromptSteps, make_prefix_rules, parse_groups
 from kv_pool.lab.optimum_policy import find_optimum
@@ -15,10 +15,11 @@ from kv_pool.lab.replay_request import ReplayRequest
 from kv_pool.lab.replay_tiers import CopyLink, HostSwap, ReplayTiers, swap_always
 from kv_pool.lab.report import OnProgress, ReplayReport, make_provenance
 from kv_pool.lab.request_outcomes import Breakdown, OutcomeCallback, parse_breakdowns
-from kv_pool.lab.settings import OPTIMUM, ReplaySettings, find_block_size
+from kv_pool.lab.settings import OPTIMUM, ReplaySettings, ReplayTrace
 from kv_pool.lab.trace_clock import TraceClock
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.preemption import PreemptionCost, PreemptionRule
+from kv_pool.manager.retention.block_retention import BlockRetention
 
 _SECONDS_BETWEEN_PROGRESS = 0.1
 
@@ -44,7 +45,7 @@ def run_replay(
     """
     settings.check()
     trace = settings.open_trace()
-    block_size = find_block_size(settings.block_size, trace)
+    block_size = trace.pool_block_size
     pool_class = RunBlockPool if settings.runs else BlockPool
     groups = parse_groups(settings.groups, block_size)
     steps = PromptSteps.for_groups(groups, settings.chunk_tokens, at_every_block=settings.states == "blocks")
@@ -56,13 +57,9 @@ def run_replay(
         enable_kv_cache_events=feed is not None,
         dense_events=True,
         clock=replay_time.read_s,
-        policy=policy or _find_policy(settings, block_size),
+        policy=policy or _find_policy(trace),
     )
-    replay_retention = None
-    if settings.keep_session_s or settings.keep_prefix_tokens:
-        replay_retention = ReplayRetention(
-            pool, replay_time, settings.keep_session_s, settings.keep_prefix_tokens
-        )
+    keeps = settings.keep_session_s or settings.keep_prefix_tokens
     manager = KVCacheManager(
         pool,
         groups=groups,
@@ -70,7 +67,7 @@ def run_replay(
         max_in_flight_tokens=settings.chunk_tokens and max(settings.chunk_tokens, block_size),
         watermark=settings.watermark,
         prefix_rules=make_prefix_rules(settings.states),
-        retention=None if replay_retention is None else replay_retention.retention,
+        retention=BlockRetention(pool, replay_time.read_s) if keeps else None,
     )
     link = CopyLink(settings.rates.copy_bytes_per_s)
     tiers = None
@@ -97,7 +94,8 @@ def run_replay(
         report,
         on_outcome=callbacks,
         replay_time=replay_time,
-        replay_retention=replay_retention,
+        keep_session_s=settings.keep_session_s,
+        keep_prefix_tokens=settings.keep_prefix_tokens,
         tiers=tiers,
         swap=swap,
     )
@@ -112,9 +110,8 @@ def run_replay(
             return
         next_progress = monotonic() + _SECONDS_BETWEEN_PROGRESS
         num_requests = report.requests
-        read = max(trace.position, num_requests / settings.limit if settings.limit else 0.0)
         num_done = num_requests - (0 if trace_clock is None else trace_clock.num_unfinished)
-        share = max(share, read * num_done / (num_requests or 1))
+        share = max(share, trace.find_share(num_requests) * num_done / (num_requests or 1))
         rates = f"token hit rate {driver.token_hit_rate:.1%}, pool {manager.usage:.0%} in use"
         on_progress(f"{num_requests:,} requests, {rates}", share)
 
@@ -124,7 +121,7 @@ def run_replay(
             feed.publish(source)
         show_progress()
 
-    requests = settings.read_requests(trace, block_size)
+    requests = trace.read_requests()
     if trace_clock is None:
         run_instantly(requests, driver, on_request, steps)
     else:
@@ -137,7 +134,7 @@ def run_replay(
             f"no request fits: the pool has {settings.num_blocks} blocks of {block_size} tokens, the "
             f"smallest request needs {driver.smallest_refused}; use a larger capacity"
         )
-    if replay_retention is not None and settings.keep_session_s and not replay_retention.num_kept_sessions:
+    if settings.keep_session_s and not driver.num_kept_sessions:
         raise InvalidArgumentError(f"{trace.path} has no session_id, so there are no sessions to keep")
     report.breakdowns = {breakdown.kind: breakdown.finish() for breakdown in breakdowns}
     report.broken_lines = trace.num_broken
@@ -156,10 +153,10 @@ def check_policy(pool: BlockPool) -> None:
         raise host.failure
 
 
-def _find_policy(settings: ReplaySettings, block_size: int) -> str | PolicyChoice | None:
+def _find_policy(trace: ReplayTrace) -> str | PolicyChoice | None:
+    settings = trace.settings
     if settings.policy == OPTIMUM:
-        requests = settings.read_requests(settings.open_trace(), block_size)
-        return find_optimum(requests, block_size, settings.num_blocks)
+        return find_optimum(trace.read_requests(), trace.pool_block_size, settings.num_blocks)
     return None if settings.policy == "lru" else settings.policy  # LRU is vLLM's order, without a policy
 
 

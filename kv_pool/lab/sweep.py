@@ -3,15 +3,15 @@
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from itertools import takewhile
-from typing import Any
 
 from kv_pool.errors import InvalidArgumentError, WorkerLostError
 from kv_pool.ids import BlockHash
 from kv_pool.lab.report import InfiniteCache, OnProgress, ReplayReport
-from kv_pool.lab.settings import ReplaySettings, find_block_size
+from kv_pool.lab.settings import ReplaySettings
 from kv_pool.lab.simulator import run_replay
-from kv_pool.lab.worker_processes import WorkerProcesses, count_running, list_ended, report_share
+from kv_pool.lab.worker_processes import WorkerProcesses, report_share, run_jobs
 
 
 def run_sweep(
@@ -50,34 +50,25 @@ def run_sweep(
     if not points:
         raise InvalidArgumentError("a sweep needs at least one capacity")
     points[-1].check()  # before processes start; each replay checks its own point
-    num_ended = 0
-    found = "no capacity yet"
+    reports: dict[int, ReplayReport] = {}
 
-    def notify() -> None:
-        if on_progress is not None:
-            share = (num_ended + count_running(workers)) / len(points)
-            on_progress(f"{num_ended} of {len(points)}, {found}", share)
+    def note(number: int, replay: "Future[ReplayReport]") -> str:
+        found = reports[number] = replay.result()
+        return f"{found.num_blocks:,} blocks: token hit rate {found.token_hit_rate:.1%}"
 
+    replays = {number: partial(run_replay, point, report_share) for number, point in enumerate(points)}
     with WorkerProcesses(min(num_processes, len(points))) as workers:
-        replays = [workers.submit(run_replay, point, report_share) for point in points]
-        # The last job counts the hits of an infinite cache, for all reports.
         ceiling = workers.submit(count_infinite_hits, settings)
-        futures: list[Future[Any]] = [*replays, ceiling]
         try:
-            for ended in list_ended(futures, notify):
-                result = ended.result()
-                if isinstance(result, ReplayReport):
-                    num_ended += 1
-                    found = f"{result.num_blocks:,} blocks: token hit rate {result.token_hit_rate:.1%}"
-                    notify()
+            run_jobs(workers, replays, note, on_progress)
+            infinite_cache = ceiling.result()
         except WorkerLostError as error:
             raise WorkerLostError(
-                f"a process of the sweep ended after {num_ended} of {len(points)} replays: {error}"
+                f"a process of the sweep ended after {len(reports)} of {len(points)} replays: {error}"
             ) from error
-    reports = [replay.result() for replay in replays]
-    for report in reports:
-        report.infinite_cache = ceiling.result()
-    return reports
+    for report in reports.values():
+        report.infinite_cache = infinite_cache
+    return [reports[number] for number in replays]
 
 
 def count_infinite_hits(settings: ReplaySettings) -> InfiniteCache:
@@ -88,11 +79,11 @@ def count_infinite_hits(settings: ReplaySettings) -> InfiniteCache:
         TraceError: the trace cannot be read.
     """
     trace = settings.open_trace()
-    block_size = find_block_size(settings.block_size, trace)
+    block_size = trace.pool_block_size
     cached: set[BlockHash] = set()
     found = InfiniteCache()
     num_blocks = num_tokens = 0
-    for request in settings.read_requests(trace, block_size):
+    for request in trace.read_requests():
         candidates = request.block_hashes[: request.max_hit_tokens // block_size]
         num_hits = len(list(takewhile(cached.__contains__, candidates)))
         cached.update(request.block_hashes)

@@ -1,6 +1,6 @@
 """`WorkerProcesses`: a `concurrent.futures.Executor` of processes that end at once when the caller ends.
 
-`open_executor` opens these, or the workers of a Dask or Ray cluster.
+`open_executor` opens these, or the workers of a Dask or Ray cluster; `run_jobs` runs jobs on any of them.
 """
 
 import logging
@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -26,8 +26,10 @@ from kv_pool.errors import (
     WorkerLostError,
     describe_install,
 )
+from kv_pool.lab.report import OnProgress
 from kv_pool.threads import start_thread, submit
 
+_Key = TypeVar("_Key")
 _Result = TypeVar("_Result")
 _Arguments = ParamSpec("_Arguments")
 
@@ -199,16 +201,52 @@ def count_running(executor: Executor) -> float:
     return sum(list(executor._shares.values())) if isinstance(executor, WorkerProcesses) else 0.0
 
 
-def list_ended(
-    futures: Iterable["Future[_Result]"], on_wait: Callable[[], object]
-) -> Iterator["Future[_Result]"]:
-    """Yield each future when it ends. `on_wait` is called a few times per second meanwhile."""
-    pending = set(futures)
-    while pending:
-        ended, pending = wait(pending, _LOOK_S, FIRST_COMPLETED)
-        if not ended:
-            on_wait()
-        yield from ended
+def run_jobs(
+    executor: Executor,
+    jobs: Mapping[_Key, Callable[[], _Result]],
+    note: Callable[[_Key, "Future[_Result]"], str],
+    on_progress: OnProgress | None = None,
+    num_before: int = 0,
+) -> None:
+    """Run jobs to their ends. After an exception, the jobs that have not started are cancelled.
+
+    Args:
+        jobs: calls that pickle, by key.
+        note: called in this thread with the key and the future of each job that ends. It returns what the
+            progress says of the job, or raises the job's error.
+        on_progress: called in this thread: when a job has ended, and a few times per second meanwhile.
+        num_before: number of other jobs that ended before; the progress counts them.
+    Raises:
+        OutOfThreadsError: the system cannot start the thread of a worker.
+    """
+    num_jobs = num_before + len(jobs)
+    last = "finished before" if num_before else "no run yet"
+    keys: dict[Future[_Result], _Key] = {}
+    pending: set[Future[_Result]] = set()
+
+    def notify() -> None:
+        if on_progress is not None:
+            num_ended = num_jobs - len(pending)
+            share = (num_ended + count_running(executor)) / num_jobs
+            on_progress(f"{num_ended} of {num_jobs}, {last}", share)
+
+    try:
+        for key, job in jobs.items():
+            keys[submit(executor, _NAME, job)] = key
+        pending.update(keys)
+        if num_before:
+            notify()
+        while pending:
+            ended, _ = wait(pending, _LOOK_S, FIRST_COMPLETED)
+            for future in ended:
+                last = note(keys[future], future)
+                pending.remove(future)
+                notify()
+            if not ended:
+                notify()
+    finally:
+        for future in keys:
+            future.cancel()  # no-op after the end of its job
 
 
 def work(pipe: Connection) -> None:

@@ -101,7 +101,7 @@ def test_victims_are_the_same_live_and_in_vllm(policy, level, tmp_path, monkeypa
     records = make_random_records(random.Random(2), 150, BLOCK_SIZE, partial_ids=False)
     path = write_trace(tmp_path / "trace.jsonl", [record | {"output_length": 0} for record in records])
     settings = ReplaySettings(str(path), NUM_BLOCKS, block_size=BLOCK_SIZE, policy=policy)
-    requests = list(settings.read_requests(settings.open_trace(), BLOCK_SIZE))
+    requests = list(settings.open_trace().read_requests())
     monkeypatch.setenv("KV_POOL_VLLM_POLICY", "kv_pool.core.cache_policy:LRU" if policy == "lru" else policy)
     scheduled = watch_scheduler(settings, requests, level, tmp_path)
     live = watch_live(settings, requests)

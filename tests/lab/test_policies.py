@@ -66,9 +66,8 @@ def test_lru_as_a_policy_evicts_the_blocks_of_the_free_queue(trace, clock):
 
 
 def read_requests(trace, limit=None):
-    settings = ReplaySettings(trace, 40)
-    opened = settings.open_trace()
-    return list(islice(settings.read_requests(opened, 8), limit))
+    opened = ReplaySettings(trace, 40, block_size=8).open_trace()
+    return list(islice(opened.read_requests(), limit))
 
 
 @pytest.mark.parametrize("policy", list_policies())

@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -23,8 +24,8 @@ from kv_pool.lab.sweep import run_sweep
 from kv_pool.lab.worker_processes import (
     WorkerProcesses,
     count_running,
-    list_ended,
     report_share,
+    run_jobs,
     work,
 )
 
@@ -112,19 +113,25 @@ def test_shutdown_may_meet_the_end_of_the_block(capfd):
 
 
 def test_shares_of_running_jobs_arrive_before_their_results(tmp_path):
+    ended, shares = {}, []
+
+    def note(name, future):
+        ended[name] = future.result()
+        return name
+
+    def end_when_halfway(text, share):
+        shares.append(share)
+        if share == 0.5:
+            (tmp_path / "a").touch()
+            (tmp_path / "b").touch()
+
+    jobs = {name: partial(report_and_wait, tmp_path / name) for name in ("a", "b")}
     with WorkerProcesses(2) as workers:
-        jobs = [workers.submit(report_and_wait, tmp_path / name) for name in ("a", "b")]
-        seen = []
-
-        def end_when_halfway():
-            seen.append(count_running(workers))
-            if seen[-1] == 1.0:
-                (tmp_path / "a").touch()
-                (tmp_path / "b").touch()
-
-        assert [job.result() for job in list_ended(jobs, end_when_halfway)] == ["done", "done"]
-        assert max(seen) == 1.0
+        run_jobs(workers, jobs, note, end_when_halfway)
         assert count_running(workers) == 0
+    assert ended == {"a": "done", "b": "done"}
+    assert 0.5 in shares
+    assert shares[-1] == 1.0
     report_share("outside of a worker", 0.5)
     assert count_running(CountingExecutor()) == 0
 

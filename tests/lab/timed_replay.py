@@ -25,24 +25,22 @@ MAX_CALLS = 50_000
 
 
 class ImpatientDriver(ReplayDriver):
-    """A driver that fails the test if simulated time stops and the replay would never end."""
+    """A driver that fails the test if simulated time stops and the replay would never end.
+
+    Counts how often a load was aborted by a preemption.
+    """
 
     num_calls = 0
+    num_aborted = 0
 
     def allocate(self, request, num_new_tokens, prefix=None):
         self.num_calls += 1
         assert self.num_calls < MAX_CALLS, f"request {request.request_id} is allocated without end"
         return super().allocate(request, num_new_tokens, prefix)
 
-
-class CountingTiers(ReplayTiers):
-    """Counts how often a load was aborted by a preemption."""
-
-    num_moved_out = 0
-
-    def abort(self, request):
-        super().abort(request)
-        self.num_moved_out += 1
+    def preempt(self, request, now_ms):
+        self.num_aborted += self.is_reading(request)
+        return super().preempt(request, now_ms)
 
 
 def run_timed(
@@ -59,7 +57,7 @@ def run_timed(
     rule=swap_always,
     **rates,
 ):
-    """Replay requests (arrival_ms, input_length, output_length, hash_ids). Return the report and the tiers.
+    """Replay requests (arrival_ms, input_length, output_length, hash_ids). Return report and aborted loads.
 
     Args:
         tiers: capacities in host memory and on disk.
@@ -71,7 +69,7 @@ def run_timed(
     manager = KVCacheManager(pool, groups=specs, max_in_flight_tokens=most, watermark=watermark)
     report = ReplayReport(BLOCK_SIZE, num_blocks, convention, "trace")
     link, disk_link = CopyLink(COPY_RATE), CopyLink(COPY_RATE / 4)
-    lower = CountingTiers(manager, *tiers, write, BLOCK_BYTES, link, disk_link) if tiers else None
+    lower = ReplayTiers(manager, *tiers, write, BLOCK_BYTES, link, disk_link) if tiers else None
     swap = HostSwap(manager, num_host_blocks, BLOCK_BYTES, link, rule, report) if num_host_blocks else None
     driver = ImpatientDriver(manager, report, tiers=lower, swap=swap)
     arriving = (
@@ -91,7 +89,7 @@ def run_timed(
         invariants.check(swap.swapper.host_pool)
         assert report.swapped_in == report.swapped_out <= report.preempted
         assert report.bytes_moved == BLOCK_BYTES * (report.blocks_swapped_out + report.blocks_swapped_in)
-    return report, lower
+    return report, driver.num_aborted
 
 
 def draw_requests(rng, partial_ids=True):

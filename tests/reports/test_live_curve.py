@@ -31,7 +31,7 @@ def draw_curve(settings, size, salt=0):
     curve = LiveCurve(CAPACITY, 512, lambda: 0.0, size, NEVER, 1.0, salt)
     manager = KVCacheManager(BlockPool(CAPACITY + 1, True, 512, live_curve=True))
     manager.block_pool.parts[:] = [curve]
-    for request in settings.read_requests(settings.open_trace(), 512):
+    for request in settings.open_trace().read_requests():
         prefix = manager.get_computed_blocks(request, request.max_hit_tokens)
         manager.allocate_slots(request, request.num_tokens - prefix.num_tokens, prefix)
         manager.free(request)

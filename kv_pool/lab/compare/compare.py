@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -26,8 +27,7 @@ from kv_pool.lab.compare.policy_run import (
 from kv_pool.lab.compare.references import References, measure_references
 from kv_pool.lab.report import OnProgress, make_provenance
 from kv_pool.lab.trace_writer import writing
-from kv_pool.lab.worker_processes import count_running, list_ended
-from kv_pool.threads import submit
+from kv_pool.lab.worker_processes import run_jobs
 from kv_pool.version import __version__
 
 Result = PolicyRun | References
@@ -75,8 +75,7 @@ class _Job:
     place: tuple[int, str, int]  # number of the trace, policy, capacity
     label: str
     key: str
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...]
+    call: Callable[[], Result | Failure]
 
 
 def compare_policies(
@@ -145,15 +144,16 @@ def _list_jobs(settings: CompareSettings, sources: list[PolicySource], digests: 
     for number, (compared, digest) in enumerate(zip(settings.traces, digests, strict=True)):
         key = _make_key(_REFERENCES, digest, replace(compared.settings, trace=""), compared.capacities)
         label = f"{_REFERENCES}, {compared.settings.trace}"
-        yield _Job((number, _REFERENCES, 0), label, key, measure_references, (compared, Origin(digest)))
+        measure = partial(attempt, measure_references, compared, Origin(digest))
+        yield _Job((number, _REFERENCES, 0), label, key, measure)
     for number, (compared, digest) in enumerate(zip(settings.traces, digests, strict=True)):
         for num_blocks in compared.capacities:
             at = replace(compared.settings, num_blocks=num_blocks)
             for source in sources:
                 key = _make_key(source.name, digest, replace(at, trace=""), source.sha256)
                 label = f"{source.name} at {num_blocks:,} blocks, {compared.settings.trace}"
-                arguments = (at, source, Origin(digest))
-                yield _Job((number, source.name, num_blocks), label, key, run_policy, arguments)
+                run = partial(attempt, run_policy, at, source, Origin(digest))
+                yield _Job((number, source.name, num_blocks), label, key, run)
 
 
 def _make_key(*parts: object) -> str:
@@ -168,38 +168,17 @@ def _run_all(
 ) -> dict[tuple[int, str, int], Any]:
     """Return the result of each job by its place. Jobs in the file `finished` are not repeated."""
     known = {} if finished is None else _read_finished(finished)
-    results: dict[tuple[int, str, int], Any] = {}
-    pending: dict[Future[Any], _Job] = {}
+    results: dict[tuple[int, str, int], Any]
+    results = {job.place: known[job.key] for job in jobs if job.key in known}
 
-    last = "no run yet"
+    def note(job: _Job, future: "Future[Result | Failure]") -> str:
+        ended = results[job.place] = attempt(future.result)  # the executor may fail, too
+        if isinstance(ended, Failure):
+            return f"{job.label}: {ended.describe()}"
+        if finished is not None:
+            _append_finished(finished, job.key, ended)
+        return job.label
 
-    def notify() -> None:
-        if on_progress is not None:
-            share = (len(results) + count_running(executor)) / len(jobs)
-            on_progress(f"{len(results)} of {len(jobs)}, {last}", share)
-
-    try:
-        for job in jobs:
-            result = known.get(job.key)
-            if result is None:
-                future = submit(executor, "kv_pool compare", attempt, job.function, *job.arguments)
-                pending[future] = job
-            else:
-                results[job.place] = result
-        if results:
-            last = "finished before"
-            notify()
-        for future in list_ended(pending, notify):
-            job = pending[future]
-            last = job.label
-            ended = attempt(future.result)  # the executor may fail, too
-            results[job.place] = ended
-            if isinstance(ended, Failure):
-                last += f": {ended.describe()}"
-            elif finished is not None:
-                _append_finished(finished, job.key, ended)
-            notify()
-    finally:
-        for future in pending:
-            future.cancel()  # no-op after the end of its job
+    calls = {job: job.call for job in jobs if job.place not in results}
+    run_jobs(executor, calls, note, on_progress, len(results))
     return results

@@ -9,11 +9,10 @@ from kv_pool.errors import TraceError
 from kv_pool.lab.compare.comparison import ComparedTrace
 from kv_pool.lab.compare.policy_run import Origin, pack
 from kv_pool.lab.curves.curve_report import CurveCounts
-from kv_pool.lab.curves.estimates import Estimates
+from kv_pool.lab.curves.measure import Estimates
 from kv_pool.lab.curves.reuse import ReuseRecorder, find_key_bytes, read_prompt_keys
 from kv_pool.lab.curves.sampling import UnitFinder
 from kv_pool.lab.report import InfiniteCache
-from kv_pool.lab.settings import find_block_size
 from kv_pool.lab.sweep import count_infinite_hits
 
 
@@ -70,15 +69,14 @@ def measure_references(compared: ComparedTrace, origin: Origin) -> References:
     settings = compared.settings
     trace = settings.open_trace()
     origin.check_trace(settings.trace, trace.digest())
-    block_size = find_block_size(settings.block_size, trace)
-    finder = UnitFinder(settings, trace, block_size)
+    finder = UnitFinder(trace)
     numbers: dict[bytes, int] = {}
     unit_of = array("q")
     sizes: list[tuple[int, int]] = []
-    recorder = ReuseRecorder(block_size, find_key_bytes(trace, block_size))
+    recorder = ReuseRecorder(trace.pool_block_size, find_key_bytes(trace))
     curves: Estimates | None = None
     obstacle = settings.find_optimum_obstacle()
-    for prompt in read_prompt_keys(settings, trace, block_size):
+    for prompt in read_prompt_keys(trace):
         unit_of.append(numbers.setdefault(finder.find(prompt), len(numbers)))
         sizes.append((prompt.size.num_cacheable, prompt.size.input_length))
         if obstacle is None:
@@ -93,7 +91,7 @@ def measure_references(compared: ComparedTrace, origin: Origin) -> References:
             obstacle = str(error)
     blocks_looked_up, tokens_in = np.array(sizes, dtype=np.int64).reshape(-1, 2).sum(axis=0).tolist()
     return References(
-        block_size=block_size,
+        block_size=trace.pool_block_size,
         requests=len(sizes),
         blocks_looked_up=blocks_looked_up,
         tokens_in=tokens_in,

@@ -21,10 +21,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kv_pool.core.block_hash import BlockHasher
 from kv_pool.errors import TraceError
-from kv_pool.lab.settings import ReplaySettings
-from kv_pool.lab.trace import Trace
+from kv_pool.lab.settings import ReplayTrace
 from kv_pool.threads import Workers
 
 _ID_BYTES = 8
@@ -94,14 +92,12 @@ class PromptKeys:
     session_id: str | None
 
 
-def find_key_bytes(trace: Trace, block_size: int) -> int:
+def find_key_bytes(trace: ReplayTrace) -> int:
     """Return the width of the keys of this trace in bytes."""
-    return _ID_BYTES if trace.block_size and block_size % trace.block_size == 0 else 2 * _ID_BYTES
+    return _ID_BYTES if trace.block_size and trace.pool_block_size % trace.block_size == 0 else 2 * _ID_BYTES
 
 
-def read_prompt_keys(
-    settings: ReplaySettings, trace: Trace, block_size: int, *, has_output: bool = False
-) -> Iterator[PromptKeys]:
+def read_prompt_keys(trace: ReplayTrace, *, has_output: bool = False) -> Iterator[PromptKeys]:
     """Yield the prompts of the trace, up to the limit, in order. The numbers are those of `ReplayRequest`.
 
     Args:
@@ -109,19 +105,19 @@ def read_prompt_keys(
     Raises:
         TraceError: the trace cannot be read.
     """
-    hasher = BlockHasher("xxh3_128", settings.seed, block_size)
-    key_bytes = find_key_bytes(trace, block_size)
-    for traced in islice(trace, settings.limit):
+    block_size, convention = trace.pool_block_size, trace.settings.convention
+    key_bytes = find_key_bytes(trace)
+    for traced in trace.read_traced():
         num_tokens = traced.input_length
         if traced.hash_ids is None or trace.block_size is None:
-            keys = b"".join(one[:key_bytes] for one in hasher.hash_blocks(traced.token_ids or []))
+            keys = b"".join(one[:key_bytes] for one in trace.hasher.hash_blocks(traced.token_ids or []))
         else:
-            if settings.convention.startswith("ids_as_blocks"):
+            if convention.startswith("ids_as_blocks"):
                 num_tokens = len(traced.hash_ids) * trace.block_size
             keys = _pack_ids(
                 traced.hash_ids, trace.block_size, block_size, num_tokens // block_size, traced.line
             )
-        max_hit_tokens = traced.input_length - 1 if settings.convention.endswith("_cap") else num_tokens
+        max_hit_tokens = traced.input_length - 1 if convention.endswith("_cap") else num_tokens
         total = num_tokens + (traced.output_length if has_output else 0)
         size = PromptSize(
             total // block_size,

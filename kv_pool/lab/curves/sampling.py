@@ -19,8 +19,7 @@ from kv_pool.lab.curves.reuse import (
     find_key_bytes,
     read_prompt_keys,
 )
-from kv_pool.lab.settings import ReplaySettings
-from kv_pool.lab.trace import Trace
+from kv_pool.lab.settings import ReplayTrace
 
 NUM_GROUPS = 8
 _REQUESTS_TO_CHOOSE_UNIT = 1000
@@ -40,11 +39,11 @@ class UnitFinder:
         unit: "session" or "root".
     """
 
-    def __init__(self, settings: ReplaySettings, trace: Trace, block_size: int) -> None:
-        first = list(islice(read_prompt_keys(settings, trace, block_size), _REQUESTS_TO_CHOOSE_UNIT))
+    def __init__(self, trace: ReplayTrace) -> None:
+        first = list(islice(read_prompt_keys(trace), _REQUESTS_TO_CHOOSE_UNIT))
         self.unit = "session" if all(prompt.session_id is not None for prompt in first) else "root"
         # The root comes after the blocks that all these prompts begin with.
-        key_bytes = find_key_bytes(trace, block_size)
+        key_bytes = find_key_bytes(trace)
         num_common = len(commonprefix([prompt.keys for prompt in first])) // key_bytes  # noqa: RUF071, no paths
         self._root = slice(num_common * key_bytes, (num_common + 1) * key_bytes)
 
@@ -85,9 +84,7 @@ def find_group(unit: bytes, rate: float) -> int | None:
 
 
 def read_prompts(
-    settings: ReplaySettings,
-    trace: Trace,
-    block_size: int,
+    trace: ReplayTrace,
     on_progress: Callable[[float], None],
     *,
     rate: float | None = None,
@@ -105,16 +102,17 @@ def read_prompts(
     """
     if rate is not None and not 0 < rate < 1:
         raise InvalidArgumentError(f"the sample's rate is {rate}; it must be above 0 and below 1")
-    finder = None if rate is None else UnitFinder(settings, trace, block_size)
-    key_bytes = find_key_bytes(trace, block_size)
-    recorder = ReuseRecorder(block_size, key_bytes)
-    group_recorders = [ReuseRecorder(block_size, key_bytes) for _ in range(NUM_GROUPS if finder else 0)]
+    finder = None if rate is None else UnitFinder(trace)
+    key_bytes = find_key_bytes(trace)
+    recorder = ReuseRecorder(trace.pool_block_size, key_bytes)
+    group_recorders = [
+        ReuseRecorder(trace.pool_block_size, key_bytes) for _ in range(NUM_GROUPS if finder else 0)
+    ]
     sizes = PromptSizes()
     first_ms, last_ms = float("inf"), 0.0
-    prompts = read_prompt_keys(settings, trace, block_size, has_output=has_output)
-    for number, prompt in enumerate(prompts):
+    for number, prompt in enumerate(read_prompt_keys(trace, has_output=has_output)):
         if number % _REQUESTS_BETWEEN_PROGRESS == 0:
-            on_progress(max(trace.position, number / settings.limit if settings.limit else 0.0))
+            on_progress(trace.find_share(number))
         first_ms, last_ms = min(first_ms, prompt.arrival_ms), max(last_ms, prompt.arrival_ms)
         sizes.append(prompt.size)
         if finder is not None and rate is not None:

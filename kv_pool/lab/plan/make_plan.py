@@ -16,9 +16,8 @@ from kv_pool.lab.plan.plan_report import (
 )
 from kv_pool.lab.report import OnProgress, ReplayReport, make_provenance
 from kv_pool.lab.request_outcomes import RequestOutcome
-from kv_pool.lab.settings import ReplaySettings, find_block_size
+from kv_pool.lab.settings import ReplaySettings, ReplayTrace
 from kv_pool.lab.simulator import run_replay
-from kv_pool.lab.trace import Trace
 
 BLOCK_SIZES = (16, 32, 64, 128, 256, 512)
 TOLERANCE = 0.01
@@ -74,8 +73,8 @@ class _Planner:
 
     def __post_init__(self) -> None:
         self._trace = self.settings.open_trace()
-        self._block_size = find_block_size(self.settings.block_size, self._trace)
-        self._curve = self._read(self._trace, self._block_size)
+        self._block_size = self._trace.pool_block_size
+        self._curve = self._read(self._trace)
         self._checks: list[PlanCheck] = []
 
     def plan(
@@ -131,11 +130,9 @@ class _Planner:
             provenance=make_provenance(self._trace, self._trace.digest(), self.settings.seed),
         )
 
-    def _read(self, trace: Trace, block_size: int) -> PlanCurve:
-        doing = f"reading, blocks of {block_size} tokens"
-        return PlanCurve(
-            self.settings, trace, block_size, self.model, lambda share: self.notify(doing, share)
-        )
+    def _read(self, trace: ReplayTrace) -> PlanCurve:
+        doing = f"reading, blocks of {trace.pool_block_size} tokens"
+        return PlanCurve(trace, self.model, lambda share: self.notify(doing, share))
 
     def _measure_demand(self) -> PlanDemand | None:
         """Replay the trace in a pool for all its blocks, up to a limit. None with the instant clock."""
@@ -193,8 +190,9 @@ class _Planner:
         for size in sorted(usable | {self._block_size}):
             if memory_bytes < 2 * self.model.count_block_bytes(size):
                 continue
-            curve = curves.get(size) or self._read(self.settings.open_trace(), size)
-            curves[size] = curve
+            if size not in curves:
+                curves[size] = self._read(replace(self.settings, block_size=size).open_trace())
+            curve = curves[size]
             capacity = count_blocks(memory_bytes, size, self.model)
             refuses = capacity < curve.largest_request
             found.append(PlanBlockSize(size, capacity, curve.find_rate(capacity), refuses))

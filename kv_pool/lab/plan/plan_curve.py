@@ -11,8 +11,7 @@ from kv_pool.lab.curves.measure import choose_capacities
 from kv_pool.lab.curves.sampling import read_prompts
 from kv_pool.lab.plan.plan_report import PlanGoal, PlanPoint, Prices
 from kv_pool.lab.report import find_share
-from kv_pool.lab.settings import ReplaySettings
-from kv_pool.lab.trace import Trace
+from kv_pool.lab.settings import ReplayTrace
 
 _GIB = 2**30
 _MS_PER_HOUR = 3_600_000
@@ -33,9 +32,7 @@ class PlanCurve:
     blocks placed in the pool that come from the tier, and likewise for each further tier.
 
     Args:
-        settings: the trace, how it is read, and the clock.
-        trace: the opened trace.
-        block_size: tokens per block.
+        trace: the trace with its settings, of which the clock decides whether requests overlap.
         model: for the bytes of blocks.
         on_progress: called with the share of the work: first the reading, then the pass over the requests.
     Raises:
@@ -54,23 +51,19 @@ class PlanCurve:
 
     def __init__(
         self,
-        settings: ReplaySettings,
-        trace: Trace,
-        block_size: int,
+        trace: ReplayTrace,
         model: ModelKV,
         on_progress: Callable[[float], None] = lambda share: None,
     ) -> None:
-        has_output = settings.clock == "trace"
-        read = read_prompts(
-            settings, trace, block_size, lambda share: on_progress(share / 2), has_output=has_output
-        )
+        has_output = trace.settings.clock == "trace"
+        read = read_prompts(trace, lambda share: on_progress(share / 2), has_output=has_output)
         reuse = read.reuse
         reuse.on_share = lambda share: on_progress((1 + share) / 2)
         self.requests = len(reuse)
         self._num_cacheable, self.tokens_in = reuse.sizes.count_totals()
-        self.block_size = block_size
-        self.block_bytes = model.count_block_bytes(block_size)
-        span_ms = read.span_ms / (settings.rates.speedup if has_output else 1.0)
+        self.block_size = trace.pool_block_size
+        self.block_bytes = model.count_block_bytes(self.block_size)
+        span_ms = read.span_ms / (trace.settings.rates.speedup if has_output else 1.0)
         self.span_hours = span_ms / _MS_PER_HOUR
         self.largest_request = reuse.largest_request
         self.num_distinct = reuse.num_distinct

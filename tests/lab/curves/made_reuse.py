@@ -5,15 +5,12 @@ import random
 from lab.made_trace import record
 
 from kv_pool.lab.curves.reuse import ReuseRecorder, find_key_bytes, read_prompt_keys
-from kv_pool.lab.settings import find_block_size
 
 
 def read_prompts(settings):
     """Return the prompts of a trace, the block size and the width of a key."""
     trace = settings.open_trace()
-    block_size = find_block_size(settings.block_size, trace)
-    prompts = list(read_prompt_keys(settings, trace, block_size))
-    return prompts, block_size, find_key_bytes(trace, block_size)
+    return list(read_prompt_keys(trace)), trace.pool_block_size, find_key_bytes(trace)
 
 
 def record_reuse(prompts, block_size, key_bytes):

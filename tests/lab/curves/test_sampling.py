@@ -38,7 +38,7 @@ def settings_for(tmp_path, records):
 
 
 def make_finder(settings):
-    return UnitFinder(settings, settings.open_trace(), 8)
+    return UnitFinder(settings.open_trace())
 
 
 @pytest.mark.parametrize("with_sessions", [True, False], ids=["session", "root"])
@@ -60,7 +60,7 @@ def test_all_or_no_prompts_of_a_conversation_are_sampled(tmp_path, with_sessions
 def test_root_of_a_prompt_that_ends_before_it_is_empty(tmp_path):
     settings = settings_for(tmp_path, [record(17, [1, 2]), record(25, [1, 2, 3])])
     finder = make_finder(settings)
-    for prompt in read_prompt_keys(settings, settings.open_trace(), 8):
+    for prompt in read_prompt_keys(settings.open_trace()):
         assert find_group(finder.find(prompt), 0.999) in range(NUM_GROUPS)
 
 

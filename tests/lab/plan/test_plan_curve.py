@@ -13,8 +13,7 @@ from kv_pool.lab.simulator import run_replay
 
 
 def read_curve(settings):
-    trace = settings.open_trace()
-    return PlanCurve(settings, trace, trace.block_size, ModelKV(1, 1, 1))
+    return PlanCurve(settings.open_trace(), ModelKV(1, 1, 1))
 
 
 def test_capacity_for_a_rate_is_the_least_one(tmp_path):
@@ -31,8 +30,8 @@ def test_capacity_for_a_rate_is_the_least_one(tmp_path):
 
 def test_progress_goes_on_from_the_reading_to_the_pass(tmp_path):
     settings = make_settings(tmp_path, make_random_records(random.Random(1), 200, 8, True))
-    trace, shares = settings.open_trace(), []
-    curve = PlanCurve(settings, trace, trace.block_size, ModelKV(1, 1, 1), shares.append)
+    shares = []
+    curve = PlanCurve(settings.open_trace(), ModelKV(1, 1, 1), shares.append)
     assert shares == sorted(shares)
     assert len({share for share in shares if share > 0.5}) > 2
     assert shares[-1] <= 1
