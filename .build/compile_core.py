@@ -49,7 +49,6 @@ ADAPTER = ("allocation",)
 MANAGER = (
     "admission",
     "allocating",
-    "applied_rules",
     "block_copies",
     "block_groups/block_group",
     "block_groups/block_table",
@@ -108,7 +107,6 @@ COLD = (
     "core/salt_regions",
     "core/sampled_stack",
     "contiguous/buddy",
-    "manager/applied_rules",
     "manager/block_copies",
     "manager/block_groups/state_chains",
     "manager/retention/directive",

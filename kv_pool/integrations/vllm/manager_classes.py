@@ -146,7 +146,7 @@ class KVCacheManager(EngineManager):
         self.metrics_collector = metrics_collector
         self.prefix_cache_stats = PrefixCacheStats() if log_stats else None
         self.retained_hit_group_ids: tuple[GroupId, ...] = ()
-        self.mamba_shared_prefix_checkpoint: bool = self.rules.caches_junctions
+        self.mamba_shared_prefix_checkpoint: bool = self.caching.caches_junctions
         is_hybrid = enable_caching and len(specs) > 1
         self.coordinator = (HybridGroupsView if is_hybrid else GroupsView)(
             self,
