@@ -54,7 +54,6 @@ MANAGER = (
     "block_groups/block_table",
     "block_groups/mamba_group",
     "block_groups/state_chains",
-    "engine/cache_blocks",
     "engine/engine_manager",
     "kv_cache_manager",
     "manager_state",

@@ -217,7 +217,7 @@ def copy_content(
     """
     source = table.blocks[table.copy_position]
     # The hit may end in a block that another request of this step is still to get a copy in.
-    state.copies.add_state(group.group_id, state.copies.find_source(source), copy)
+    state.copies.add(state.copies.find_source(source), copy, group.group_id)
     if step.tables is None:
         table.blocks[table.copy_position] = copy
         table.copy_position = -1

@@ -33,8 +33,7 @@ from kv_pool.integrations.vllm.served_config import (
 )
 from kv_pool.manager import kv_cache_manager
 from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec
-from kv_pool.manager.engine.cache_blocks import KVCacheBlocks
-from kv_pool.manager.engine.engine_manager import EngineManager
+from kv_pool.manager.engine.engine_manager import EngineManager, KVCacheBlocks
 
 logger = logging.getLogger("vllm.kv_pool")
 

@@ -1,7 +1,10 @@
-"""`EngineManager`: a `KVCacheManager` behind the interface that vLLM's scheduler calls."""
+"""`EngineManager`: a `KVCacheManager` behind the interface that vLLM's scheduler calls.
+
+`KVCacheBlocks`: blocks of one request, by group, as the scheduler receives and passes them.
+"""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from mypy_extensions import mypyc_attr
 
@@ -15,10 +18,84 @@ from kv_pool.manager.admission import count_full_sequence, count_surplus, plan_s
 from kv_pool.manager.allocating import allocate_step, cache_written, free_skipped_blocks
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable, Step
-from kv_pool.manager.engine.cache_blocks import KVCacheBlocks
 from kv_pool.manager.invalid_blocks import evict_invalid_blocks
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.prefix_caching import PrefixCaching, list_hashes
+
+
+@mypyc_attr(allow_interpreted_subclasses=False)
+class KVCacheBlocks:
+    """The blocks of a look-up, of an allocation, or of a whole request.
+
+    Attributes:
+        blocks: one sequence per group, head first; they may be live block tables, so do not change them.
+
+    Contract: vLLM 0.33 `KVCacheBlocks`.
+    """
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, blocks: Any) -> None:
+        self.blocks: Any = blocks  # a tuple; Any, because callers also pass lists
+
+    def __repr__(self) -> str:
+        return f"KVCacheBlocks(blocks={self.blocks!r})"
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, KVCacheBlocks):
+            return NotImplemented
+        return cast(bool, self.blocks == other.blocks)
+
+    def __add__(self, other: "KVCacheBlocks") -> "KVCacheBlocks":
+        """Append the blocks of `other` to those of this object, group by group, in new lists."""
+        return KVCacheBlocks(
+            tuple([[*mine, *more] for mine, more in zip(self.blocks, other.blocks, strict=False)])
+        )
+
+    def get_block_ids(
+        self, allow_none: bool = False, *, group_ids: Sequence[GroupId] | None = None
+    ) -> tuple[list[BlockId], ...] | None:
+        """Return the ids of the blocks, one list per group.
+
+        Args:
+            allow_none: return None if all groups are empty.
+            group_ids: the groups to return; default: all.
+        """
+        groups: Any = self.blocks
+        if group_ids is not None:
+            groups = [groups[group_id] for group_id in group_ids]
+        if allow_none and all(len(group) == 0 for group in groups):
+            return None
+        return tuple([list_ids(group) for group in groups])
+
+    def get_unhashed_block_ids(self) -> list[BlockId]:
+        """Return the ids of the blocks without a hash; for a single group."""
+        (group,) = self.blocks
+        return [block.block_id for block in group if block.block_hash is None]
+
+    def get_unhashed_block_ids_all_groups(self) -> list[list[BlockId]]:
+        """Return the ids of the blocks without a hash by group, without null blocks."""
+        return [
+            [block.block_id for block in group if block.block_hash is None and not block.is_null]
+            for group in self.blocks
+        ]
+
+    def new_empty(self) -> "KVCacheBlocks":
+        """Return an object with as many groups and no blocks."""
+        return KVCacheBlocks(tuple([() for _ in self.blocks]))
+
+
+def list_ids(blocks: Any) -> list[BlockId]:
+    """Return the ids of the blocks of one group."""
+    if isinstance(blocks, list):
+        ids: list[BlockId] = []
+        for block in blocks:
+            if isinstance(block, KVCacheBlock):
+                ids.append(block.block_id)
+            else:
+                ids.append(block.block_id)  # an engine's tests pass objects of their own
+        return ids
+    return [block.block_id for block in blocks]
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -73,8 +150,7 @@ class EngineManager:
         self._waiting_statuses: tuple[Any, ...] = tuple(waiting_statuses)
         self.zeroed_groups: list[GroupId] = list(zeroed_groups)
         self._zeroed_ids: dict[GroupId, list[BlockId]] = {group_id: [] for group_id in zeroed_groups}
-        self._offers_states: bool = any(group.reads_before_writes for group in self.groups)
-        self.caching.offers_states = self._offers_states
+        self.caching.offers_states = any(group.reads_before_writes for group in self.groups)
         self.caching.allows_missing_hashes = True
         manager.discounts_states = True
         self._copy_type: Callable[[BlockId, BlockId], Any] = copy_type
@@ -481,7 +557,7 @@ class EngineManager:
         Only those that no later token has overwritten. A second call returns [].
         """
         request_id: RequestId = request.request_id
-        tables: list[BlockTable] = self.manager._tables.get(request_id, []) if self._offers_states else []
+        tables: list[BlockTable] = self.manager._tables.get(request_id, [])
         finished: list[tuple[int, BlockId, int]] = []
         for group, table in zip(self.groups, tables, strict=False):
             num_tokens = table.tail_tokens
