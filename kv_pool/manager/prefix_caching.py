@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Final
 
-from mypy_extensions import mypyc_attr
+from mypy_extensions import i64, mypyc_attr
 
 from kv_pool.core.arguments import as_int, refuse_type
 from kv_pool.core.block import KVCacheBlock
@@ -215,7 +215,7 @@ class PrefixCaching(TableListener):
             ends.update(range(interval, end, interval))
         return [position for position in sorted(ends) if num_hit < position <= num_prompt]
 
-    def find_prefill_end(self, request: SchedulableRequest) -> int:
+    def find_prefill_end(self, request: SchedulableRequest) -> i64:
         """Return the tokens that a step must reach to save a state on its way; 0 for any step."""
         if not self._plans_checkpoints or self.interval != 0:
             return 0

@@ -145,11 +145,12 @@ class BlockGroup:
     def plan_start(self, step: Step, plan: GroupPlan) -> int:
         """Plan the entries that a new table starts with, and return their number."""
         hits = step.prefix_blocks[self.group_id]
+        is_alone = step.is_alone
         if self.forgets:
             plan.num_nulls = self.count_skipped_tokens(step.num_before) // self.block_size
         for position in range(plan.num_nulls, len(hits)):
             block = hits[position]
-            if (step.is_alone or block.ref_cnt == 0) and not block.is_null:
+            if (is_alone or block.ref_cnt == 0) and not block.is_null:
                 plan.need += 1
         if step.num_prefix % self.block_size and hits:
             plan.need += 1  # the copy of the block in which the hit ends

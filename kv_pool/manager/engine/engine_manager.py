@@ -150,7 +150,7 @@ class EngineManager:
         self._waiting_statuses: tuple[Any, ...] = tuple(waiting_statuses)
         self.zeroed_groups: list[GroupId] = list(zeroed_groups)
         self._zeroed_ids: dict[GroupId, list[BlockId]] = {group_id: [] for group_id in zeroed_groups}
-        self.caching.offers_states = any(group.reads_before_writes for group in self.groups)
+        self.caching.offers_states = self.caching.has_states
         self.caching.allows_missing_hashes = True
         manager.discounts_states = True
         self._copy_type: Callable[[BlockId, BlockId], Any] = copy_type
