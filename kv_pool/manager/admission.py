@@ -57,21 +57,17 @@ def fits_step(state: ManagerState, step: Step, num_free: int) -> bool:
 # ---- what a step needs -----------------------------------------------------------------------------
 
 
-def plan_step(state: ManagerState, step: Step, is_alone: bool = False) -> int:
-    """Plan the step in each group, and return the number of free blocks that it needs.
-
-    Args:
-        is_alone: as if no other request held blocks: none is shared, and all hits are free.
-    """
+def plan_step(state: ManagerState, step: Step) -> int:
+    """Plan the step in each group, and return the number of free blocks that it needs."""
     need = 0
     step.plans = []
     for group in state._groups:
         plan = GroupPlan()
         if step.tables is not None:
             table = step.tables[group.group_id]
-            if table.is_forked and not is_alone:
+            if table.is_forked and not step.is_alone:
                 plan.shared = list_shared(state, group, table, step)
-        group.plan(step, plan, is_alone)
+        group.plan(step, plan)
         need += plan.need
         step.plans.append(plan)
     return need
@@ -84,7 +80,7 @@ def list_shared(state: ManagerState, group: BlockGroup, table: BlockTable, step:
     """
     if not group.is_cacheable:
         return []
-    num_blocks = group.count_table_blocks(step.num_scheduled, step.num_lookahead)
+    num_blocks = group.count_entries(step)
     blocks = table.blocks
     shared: list[int] = []
     for position in range(group.find_first_written(step.num_computed, num_blocks), len(blocks)):
@@ -94,9 +90,7 @@ def list_shared(state: ManagerState, group: BlockGroup, table: BlockTable, step:
     return shared
 
 
-def count_full_sequence(
-    state: ManagerState, step: Step, num_tokens: int, is_alone: bool = False, num_lookahead: int = 0
-) -> int:
+def count_full_sequence(state: ManagerState, step: Step, num_tokens: int, num_lookahead: int = 0) -> int:
     """Return the number of free blocks needed until all `num_tokens` tokens of the request have slots.
 
     Args:
@@ -106,7 +100,7 @@ def count_full_sequence(
     need = 0
     for group in state._groups:
         num_most = count_most(state, group, num_tokens + num_lookahead, step.num_encoder_tokens)
-        need += group.count_sequence(step, num_tokens, num_most, is_alone)
+        need += group.count_sequence(step, num_tokens, num_most)
     return need
 
 
@@ -119,7 +113,7 @@ def count_max_blocks(state: ManagerState, num_tokens: int, num_encoder_tokens: i
 def count_most(state: ManagerState, group: BlockGroup, num_tokens: int, num_encoder_tokens: int) -> int:
     """Return the most blocks that a request of `num_tokens` tokens holds in one group at a time."""
     if not group.is_cacheable:
-        return group.count_table_blocks(0, 0, num_encoder_tokens)
+        return group.count_table_blocks(num_encoder_tokens)
     return group.count_max_blocks(num_tokens, state.max_in_flight_tokens, state.max_model_len)
 
 
@@ -163,6 +157,7 @@ def count_to_forget(state: ManagerState, step: Step) -> int:
 def fits_alone(state: ManagerState, num_usable: int, step: Step) -> bool:
     """Return True if a pool of `num_usable` blocks would suffice if no other request held any.
 
+    The step is then planned so, and no longer for `allocate_step`.
     Cost: O(blocks of the request).
     """
     num_passed = 0
@@ -173,9 +168,10 @@ def fits_alone(state: ManagerState, num_usable: int, step: Step) -> bool:
                 if not block.is_null:
                     num_usable -= 1
                     num_passed += position < end
-    if step.num_sequence and count_full_sequence(state, step, step.num_sequence, True) > num_usable:
+    step.is_alone = True
+    if step.num_sequence and count_full_sequence(state, step, step.num_sequence) > num_usable:
         return False
-    return plan_step(state, step, True) <= num_usable + num_passed - step.num_reserved
+    return plan_step(state, step) <= num_usable + num_passed - step.num_reserved
 
 
 def list_own_blocks(state: ManagerState, step: Step) -> list[KVCacheBlock]:

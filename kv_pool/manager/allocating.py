@@ -79,7 +79,7 @@ def allocate_step(
     added = extend_tables(state, tables, step)
     if step.tables is None and step.num_encoder_tokens:
         note_encoder(state, request, tables)
-    state._rules.note_step(request, tables, step)
+    state.caching.note_step(request, tables, step)
     if ends is not None:
         cache_step(state, request, tables, ends, step.num_scheduled, 0, num_loaded)
     if step.tables is None:
@@ -117,8 +117,8 @@ def cache_step(
 ) -> None:
     """Cache what a step computes, and release the states that it supersedes; see `PrefixCaching.cache`."""
     state.caching.cache(request, tables, ends, num_scheduled, num_present, num_loaded)
-    if state._rules.chains is not None:
-        release_superseded(state, state._rules.chains)
+    if state.caching.chains is not None:
+        release_superseded(state, state.caching.chains)
 
 
 def cache_written(
@@ -156,7 +156,7 @@ def start_tables(state: ManagerState, request: SchedulableRequest, step: Step) -
         table.blocks += used
         table.num_cached_blocks = len(table.blocks)
         table.num_hits = table.num_cached_blocks
-        chains = state._rules.chains
+        chains = state.caching.chains
         if chains is not None and group.reads_before_writes and used:
             table.resumed = chains.note_resumed(used[-1])
         if step.num_prefix % group.block_size and used:
@@ -217,7 +217,7 @@ def copy_content(
     """
     source = table.blocks[table.copy_position]
     # The hit may end in a block that another request of this step is still to get a copy in.
-    state.copies.add_state(group.group_id, state.copies.find_source(source), copy)
+    state.copies.add(state.copies.find_source(source), copy, group.group_id)
     if step.tables is None:
         table.blocks[table.copy_position] = copy
         table.copy_position = -1

@@ -31,29 +31,24 @@ class BlockCopies:
         """Return the block whose content this block will have: its copy's source, or the block itself."""
         return self._source_of.get(block, block)
 
-    def add(self, source: KVCacheBlock, target: KVCacheBlock) -> None:
+    def add(self, source: KVCacheBlock, target: KVCacheBlock, cached_group: GroupId | None = None) -> None:
         """Add a copy from `source` to `target`.
 
         Args:
             source: a block that `find_source` returned.
+            cached_group: the group of a target that may be cached, so that the copy stays pending if its
+                request is freed; None if only the request reads the target.
         """
         self._pool.origins.note_copy(target, source)
-        self._hold([source])
-        self._source_of[target] = source
-
-    def add_state(self, group_id: GroupId, source: KVCacheBlock, target: KVCacheBlock) -> None:
-        """Add a copy between two blocks in use, which stays pending if its request is freed."""
-        self._pool.origins.note_copy(target, source)
-        self._hold([source, target])
-        self._group_of[target] = group_id
-        self._source_of[target] = source  # no call in between
-
-    def _hold(self, blocks: list[KVCacheBlock]) -> None:
         book = self._pool.holds
         if not self._holds:
             self._holds.append(book.open([], "to be copied before the next step writes", is_movable=True))
         hold = self._holds[0]
-        book.take_references(hold, [block for block in blocks if not hold.contains(block)])
+        needed = [source] if cached_group is None else [source, target]
+        book.take_references(hold, [block for block in needed if not hold.contains(block)])
+        if cached_group is not None:
+            self._group_of[target] = cached_group
+        self._source_of[target] = source  # no call in between
 
     def is_source(self, block: KVCacheBlock) -> bool:
         """Return True if the pending copies hold this block; one of its references is then the hold's.

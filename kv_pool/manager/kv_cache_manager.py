@@ -119,7 +119,7 @@ class KVCacheManager(ManagerState):
             blocks = [[] for _ in self._groups]
         else:
             self.caching.check_hash_count(request, request.num_tokens, 0)
-            blocks, num_tokens, junction = self._rules.find_prefix(request, limit)
+            blocks, num_tokens, junction = self.caching.find_prefix(request, limit)
         return CachedPrefix(request_id, tuple(blocks), num_tokens, self.block_pool.num_evictions, junction)
 
     def _find_limit(self, request: SchedulableRequest, max_num_tokens: SupportsIndex | None) -> int | None:
@@ -141,7 +141,7 @@ class KVCacheManager(ManagerState):
         """
         get_request_id("request", request)
         check_type("cached_prefix", cached_prefix, CachedPrefix)
-        return self._rules.list_step_ends(request, cached_prefix.num_tokens, cached_prefix.junction)
+        return self.caching.list_step_ends(request, cached_prefix.num_tokens, cached_prefix.junction)
 
     # ---- allocating ------------------------------------------------------------------------------
 

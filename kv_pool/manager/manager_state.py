@@ -23,7 +23,6 @@ from kv_pool.core.block_keys import make_block_hash_with_group_id
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError
 from kv_pool.ids import GroupId, RequestId
-from kv_pool.manager.applied_rules import AppliedRules
 from kv_pool.manager.block_copies import BlockCopies
 from kv_pool.manager.block_groups.block_group import BlockGroup, CachedPrefix
 from kv_pool.manager.block_groups.block_table import BlockTable, Step, TableListener
@@ -42,9 +41,9 @@ class ManagerState:
     Args: as for `KVCacheManager`.
 
     Attributes:
-        caching: registers the tables' blocks in the prefix map; for parts of larger calls.
+        caching: finds prefixes, and registers the tables' blocks in the prefix map.
         detached_tables: the tables of requests that are swapped out, or in an open plan or a migration.
-        listeners: what follows the life of tables: the retention, the owners of prefixes, the rules; or none.
+        listeners: what follows the life of tables: caching, the retention, the owners of prefixes; or none.
         discounts_states: whether surplus states may be used instead of blocks to leave free, as by vLLM.
     """
 
@@ -107,14 +106,11 @@ class ManagerState:
         self.listeners: list[TableListener] = []
         self.copies: BlockCopies = BlockCopies(block_pool)
         self.prefix_rules: PrefixRules | None = prefix_rules
-        self._rules: AppliedRules = AppliedRules(
+        self.caching: PrefixCaching = PrefixCaching(
             prefix_rules, specs, self._groups, block_pool, self.alignment
         )
-        self.caching: PrefixCaching = PrefixCaching(block_pool, self._groups, self._rules)
-        if self._rules.has_states:
+        if self.caching.has_states or self.caching.chains is not None:
             self.listeners.append(self.caching)
-        if self._rules.chains is not None:
-            self.listeners.append(self._rules)
         self.retention: BlockRetention | None = None
         self._owners: OwnedPrefixes | None = None
         self._no_blocks: tuple[Sequence[KVCacheBlock], ...] = tuple([()] * len(specs))
@@ -251,7 +247,7 @@ def read_step(
         step.junction = cached_prefix.junction
     elif tables is None:
         step.prefix_blocks = state._no_blocks
-    step.prefill_end = state._rules.find_prefill_end(request)
+    step.prefill_end = state.caching.find_prefill_end(request)
     step.num_encoder_tokens = num_encoder_tokens
     step.num_reserved = reserved_blocks
     step.num_final = max(0, step.num_before - num_in_flight_tokens)

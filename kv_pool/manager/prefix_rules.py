@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 
 from kv_pool.core.arguments import as_count, as_ints, check_type
 from kv_pool.errors import InvalidArgumentError
+from kv_pool.ids import GroupId
+from kv_pool.manager.block_groups.kv_cache_spec import KVCacheSpec, MambaSpec, SlidingWindowSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,3 +105,70 @@ class PrefixRules:
         if self.lookup_groups is not None:
             listed = tuple(tuple(as_ints("lookup_groups", group)) for group in self.lookup_groups)
             object.__setattr__(self, "lookup_groups", listed)
+
+
+# ---- whether rules fit the groups of a manager ---------------------------------------------------
+
+
+def check_rules(rules: PrefixRules, specs: tuple[KVCacheSpec, ...], alignment: int) -> None:
+    """Raise InvalidArgumentError if the rules do not fit the groups."""
+    interval = rules.retention_interval
+    if interval:
+        if not any(isinstance(spec, (SlidingWindowSpec, MambaSpec)) for spec in specs):
+            raise InvalidArgumentError(
+                f"retention_interval is {interval}, but no group is a SlidingWindowSpec or a MambaSpec; set "
+                "it to 0"
+            )
+        check_interval(interval, alignment)
+    named = {*rules.eagle_groups}
+    for together in rules.lookup_groups or ():
+        named.update(together)
+    wrong = [number for number in named if not 0 <= number < len(specs)]
+    if wrong:
+        raise InvalidArgumentError(f"there is no group {min(wrong)}; there are {len(specs)}")
+    if rules.eagle_groups and alignment <= rules.num_reprefillable_tokens:
+        raise InvalidArgumentError(
+            f"num_reprefillable_tokens is {rules.num_reprefillable_tokens}; hits drop {alignment} tokens, "
+            "which must be more"
+        )
+
+
+def check_interval(interval: int | None, alignment: int) -> None:
+    """Raise InvalidArgumentError if the retention interval is no multiple of the alignment."""
+    if interval is not None and (interval < 0 or interval % alignment):
+        raise InvalidArgumentError(
+            f"retention_interval is {interval}; it must be a multiple of {alignment}, the least common "
+            "multiple of the block sizes"
+        )
+
+
+def can_hit_parts(specs: tuple[KVCacheSpec, ...], unit: int) -> bool:
+    """Return True if hits can end within a block: some state has larger blocks, and all groups allow it.
+
+    Args:
+        unit: tokens per hash.
+    """
+    if len(specs) == 1 or not any(isinstance(spec, MambaSpec) and spec.block_size > unit for spec in specs):
+        return False
+    for spec in specs:
+        if spec.is_cacheable and spec.block_size != unit and not spec.has_partial_hits:
+            return False
+    return True
+
+
+def list_equal_groups(rules: PrefixRules, specs: tuple[KVCacheSpec, ...]) -> list[list[GroupId]]:
+    """Return the groups to look up together, in the order of their first group."""
+    if rules.lookup_groups is not None:
+        listed = [[GroupId(number) for number in together] for together in rules.lookup_groups]
+        numbers = sorted([number for together in listed for number in together])
+        cacheable = [number for number, spec in enumerate(specs) if spec.is_cacheable]
+        if numbers != cacheable:
+            raise InvalidArgumentError(
+                f"lookup_groups lists the groups {numbers}; each of {cacheable} must be listed once"
+            )
+        return listed
+    equal: dict[KVCacheSpec, list[GroupId]] = {}
+    for number, spec in enumerate(specs):
+        if spec.is_cacheable:
+            equal.setdefault(spec, []).append(GroupId(number))
+    return list(equal.values())

@@ -529,7 +529,8 @@ class BlockSwapper:
             as_count("num_lookahead_tokens", num_lookahead_tokens),
             self.manager.max_model_len,
         )
-        return plan_step(self.manager, step, is_alone=True)
+        step.is_alone = True
+        return plan_step(self.manager, step)
 
     def _check_swap_out(self, request: SchedulableRequest) -> list[BlockTable]:
         request_id = self._plans.check_none_open(request)

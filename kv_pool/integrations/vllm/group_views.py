@@ -76,7 +76,7 @@ class GroupView:
         self.block_size: int = group.block_size
         self.kv_cache_group_id = group_id
         self.kv_cache_spec = kv_cache_spec
-        self.cache_hit_alignment_tokens: int = count_hit_alignment(engine)
+        self.cache_hit_alignment_tokens: int = engine.caching.hit_alignment
         self.block_pool: BlockPoolCore = engine.block_pool
         self.enable_caching: bool = engine.enable_caching
         self.req_to_blocks: Mapping[RequestId, list[KVCacheBlock]] = ByRequest(
@@ -121,9 +121,9 @@ class GroupsView:
         self.block_pool: BlockPoolCore = engine.block_pool
         self.hash_block_size: int = engine.block_pool.hash_block_size
         self.scheduler_block_size = scheduler_block_size
-        self._cache_hit_alignment_tokens: int = count_hit_alignment(engine)  # vLLM's name; its tests read it
-        self.enable_partial_hash_hits: bool = engine.rules.is_partial
-        full = engine.rules.lookup.full
+        self._cache_hit_alignment_tokens: int = engine.caching.hit_alignment  # vLLM's name; its tests read it
+        self.enable_partial_hash_hits: bool = engine.caching.is_partial
+        full = engine.caching.lookup.full
         self.full_attention_group_id: GroupId | None = None if full is None else full.group_ids[0]
         self.single_type_managers = tuple(
             [
@@ -137,11 +137,11 @@ class GroupsView:
     @property
     def retention_interval(self) -> int | None:
         """The retention interval of `PrefixRules`; a new one is for blocks that are cached from then on."""
-        return self._engine.rules.interval
+        return self._engine.caching.interval
 
     @retention_interval.setter
     def retention_interval(self, interval: int | None) -> None:
-        self._engine.rules.set_interval(interval)
+        self._engine.caching.set_interval(interval)
 
     def find_longest_cache_hit(
         self, block_hashes: list[BlockHash], max_cache_hit_length: int
@@ -149,21 +149,16 @@ class GroupsView:
         """Return the blocks by group, the tokens of the common prefix, and those of the junction after it."""
         if not self._engine.enable_caching:
             return tuple([[] for _ in self.single_type_managers]), 0, 0
-        blocks, num_tokens, junction = self._engine.rules.lookup.find(block_hashes, max_cache_hit_length)
+        blocks, num_tokens, junction = self._engine.caching.lookup.find(block_hashes, max_cache_hit_length)
         return tuple(blocks), num_tokens, max(0, junction - num_tokens)
 
     def find_longest_cache_hit_per_group(
         self, block_hashes: list[BlockHash], max_cache_hit_length: int
     ) -> tuple[tuple[list[KVCacheBlock], ...], tuple[int, ...]]:
         """Return the blocks and the tokens of each group's own longest prefix."""
-        found, lengths = self._engine.rules.lookup.find_by_group(block_hashes, max_cache_hit_length)
+        found, lengths = self._engine.caching.lookup.find_by_group(block_hashes, max_cache_hit_length)
         return tuple(found), tuple(lengths)
 
     def get_blocks(self, request_id: RequestId) -> tuple[list[KVCacheBlock], ...]:
         """Return the live block tables of the request; empty lists for an unknown one."""
         return tuple([view.req_to_blocks[request_id] for view in self.single_type_managers])
-
-
-def count_hit_alignment(engine: EngineManager) -> int:
-    """Return the tokens of which each hit is a multiple."""
-    return engine.block_pool.hash_block_size if engine.rules.is_partial else engine.manager.alignment

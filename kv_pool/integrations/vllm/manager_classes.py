@@ -33,8 +33,7 @@ from kv_pool.integrations.vllm.served_config import (
 )
 from kv_pool.manager import kv_cache_manager
 from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec
-from kv_pool.manager.engine.cache_blocks import KVCacheBlocks
-from kv_pool.manager.engine.engine_manager import EngineManager
+from kv_pool.manager.engine.engine_manager import EngineManager, KVCacheBlocks
 
 logger = logging.getLogger("vllm.kv_pool")
 
@@ -146,7 +145,7 @@ class KVCacheManager(EngineManager):
         self.metrics_collector = metrics_collector
         self.prefix_cache_stats = PrefixCacheStats() if log_stats else None
         self.retained_hit_group_ids: tuple[GroupId, ...] = ()
-        self.mamba_shared_prefix_checkpoint: bool = self.rules.caches_junctions
+        self.mamba_shared_prefix_checkpoint: bool = self.caching.caches_junctions
         is_hybrid = enable_caching and len(specs) > 1
         self.coordinator = (HybridGroupsView if is_hybrid else GroupsView)(
             self,

@@ -58,9 +58,15 @@ class BlockGroup:
     def find(
         self, together: "EqualGroups", hashes: list[BlockHash], max_num_tokens: int, drops: bool
     ) -> tuple[list[list[KVCacheBlock]], int]:
-        """Find the longest prefix of these groups, of which this one is the first: see `EqualGroups.find`.
+        """Find the longest prefix of these groups, of which this one is the first.
 
         All blocks from the head on; with partial hits also a cached part of the next one.
+
+        Args:
+            hashes: at the pool's `hash_block_size`.
+            drops: find the last block of the hit, and drop it.
+        Returns:
+            The blocks, one list per group, and the number of their tokens.
         """
         block_size = self.block_size
         own = self.list_hashes(hashes)
@@ -86,15 +92,17 @@ class BlockGroup:
         """Return the number of leading tokens that no token after the computed ones attends to."""
         return 0
 
-    def count_table_blocks(
-        self, num_tokens: int, num_lookahead_tokens: int = 0, num_encoder_tokens: int = 0
-    ) -> int:
+    def count_table_blocks(self, num_tokens: int) -> int:
         """Return the number of block table entries for this many tokens, null entries included.
 
         Args:
-            num_lookahead_tokens: speculative tokens after them.
+            num_tokens: tokens of the sequence; for cross-attention, of the encoder.
         """
-        return -(-(num_tokens + num_lookahead_tokens) // self.block_size)
+        return -(-num_tokens // self.block_size)
+
+    def count_entries(self, step: Step) -> int:
+        """Return the number of block table entries after a step, null entries included."""
+        return self.count_table_blocks(step.num_scheduled + step.num_lookahead)
 
     def is_quiet(self, table: BlockTable, step: Step, caches: bool) -> bool:
         """Return True if a step changes nothing in the table: it adds, releases, copies and caches no block.
@@ -112,18 +120,17 @@ class BlockGroup:
             return True
         return self.count_skipped_tokens(step.num_final) < (table.num_null_blocks + 1) * block_size
 
-    def plan(self, step: Step, plan: GroupPlan, is_alone: bool) -> None:
+    def plan(self, step: Step, plan: GroupPlan) -> None:
         """Plan what the step takes.
 
         Args:
             plan: a new one, in which only `shared` is set.
-            is_alone: count all hits as free blocks.
         """
         if step.tables is not None:
             num_entries = len(step.tables[self.group_id].blocks)
             plan.need = len(plan.shared)
         else:
-            num_entries = self.plan_start(step, plan, is_alone)
+            num_entries = self.plan_start(step, plan)
             # A window of 1 after the external tokens reads none of them.
             if (
                 step.num_external
@@ -132,13 +139,13 @@ class BlockGroup:
             ):
                 plan.num_external = max(0, self.count_table_blocks(step.num_before) - num_entries)
                 num_entries += plan.num_external
-        num_blocks = self.count_table_blocks(step.num_scheduled, step.num_lookahead, step.num_encoder_tokens)
-        plan.num_new = max(0, num_blocks - num_entries)
+        plan.num_new = max(0, self.count_entries(step) - num_entries)
         plan.need += plan.num_external + plan.num_new
 
-    def plan_start(self, step: Step, plan: GroupPlan, is_alone: bool) -> int:
+    def plan_start(self, step: Step, plan: GroupPlan) -> int:
         """Plan the entries that a new table starts with, and return their number."""
         hits = step.prefix_blocks[self.group_id]
+        is_alone = step.is_alone
         if self.forgets:
             plan.num_nulls = self.count_skipped_tokens(step.num_before) // self.block_size
         for position in range(plan.num_nulls, len(hits)):
@@ -153,7 +160,7 @@ class BlockGroup:
         """Prepare a table for the blocks to append; return the entries appended so far. See `MambaGroup`."""
         return NO_BLOCKS
 
-    def count_sequence(self, step: Step, num_tokens: int, num_most: int, is_alone: bool) -> int:
+    def count_sequence(self, step: Step, num_tokens: int, num_most: int) -> int:
         """Count the free blocks that a request needs until all its `num_tokens` tokens have slots.
 
         Args:
@@ -162,7 +169,7 @@ class BlockGroup:
         if step.tables is not None:
             return max(0, num_most - len(step.tables[self.group_id].blocks))
         plan = GroupPlan()
-        num_entries = self.plan_start(step, plan, is_alone)
+        num_entries = self.plan_start(step, plan)
         return plan.need + max(0, num_most - num_entries)
 
     def count_surplus(self, table: BlockTable, num_tokens: int) -> int:
@@ -214,17 +221,6 @@ class EqualGroups:
         self.margin: int = 0
         if drops_hits and not first.is_state:
             self.margin = unit if self.is_partial else first.block_size
-
-    def find(
-        self, hashes: list[BlockHash], max_num_tokens: int, drops: bool
-    ) -> tuple[list[list[KVCacheBlock]], int]:
-        """Return the blocks of the longest prefix, one list per group, and the number of its tokens.
-
-        Args:
-            hashes: at the pool's `hash_block_size`.
-            drops: find the last block of the hit, and drop it.
-        """
-        return self.first.find(self, hashes, max_num_tokens, drops)
 
     def align(self, num_blocks: int) -> int:
         """Return the largest number of blocks, up to this one, whose end is aligned."""
@@ -346,10 +342,8 @@ class ChunkedLocalGroup(BlockGroup):
 class CrossAttentionGroup(BlockGroup):
     """Blocks for the encoder's tokens, taken at once and kept until the request ends. See `BlockGroup`."""
 
-    def count_table_blocks(
-        self, num_tokens: int, num_lookahead_tokens: int = 0, num_encoder_tokens: int = 0
-    ) -> int:
-        return -(-num_encoder_tokens // self.block_size)
+    def count_entries(self, step: Step) -> int:
+        return self.count_table_blocks(step.num_encoder_tokens)
 
     def is_quiet(self, table: BlockTable, step: Step, caches: bool) -> bool:
         return True  # a step without encoder tokens
@@ -362,9 +356,7 @@ class EncoderOnlyGroup(CrossAttentionGroup):
         super().__init__(spec, pool, group_id)
         self.reads_whole_sequence = True
 
-    def count_table_blocks(
-        self, num_tokens: int, num_lookahead_tokens: int = 0, num_encoder_tokens: int = 0
-    ) -> int:
+    def count_table_blocks(self, num_tokens: int) -> int:
         return 0
 
 
@@ -388,10 +380,8 @@ class StateGroup(BlockGroup):
 class SingleStateGroup(StateGroup):
     """A state that no request can hit, in one block, and the states after draft tokens."""
 
-    def count_table_blocks(
-        self, num_tokens: int, num_lookahead_tokens: int = 0, num_encoder_tokens: int = 0
-    ) -> int:
-        return super().count_table_blocks(num_tokens, num_lookahead_tokens) + self.num_speculative_blocks
+    def count_table_blocks(self, num_tokens: int) -> int:
+        return super().count_table_blocks(num_tokens) + self.num_speculative_blocks
 
 
 # ---- the prefix that all groups have ----------------------------------------------------------------
@@ -462,7 +452,7 @@ class PrefixLookup:
             return [[] for _ in range(self._num_groups)], 0, 0
         if self._num_groups == 1:
             part = parts[0]
-            blocks, num_tokens = part.find(hashes, max_num_tokens, part.drops_hits)
+            blocks, num_tokens = part.first.find(part, hashes, max_num_tokens, part.drops_hits)
             return blocks, num_tokens, 0
         return self._find_common(hashes, max_num_tokens)
 
@@ -485,7 +475,7 @@ class PrefixLookup:
                     continue
                 drops = part.drops_hits and not has_dropped[index]
                 limit = min(num_current + part.margin, num_most) if drops else num_current
-                blocks, num_found = part.find(hashes, limit, drops)
+                blocks, num_found = part.first.find(part, hashes, limit, drops)
                 if drops:
                     has_dropped[index] = True
                 elif num_found < num_current:
@@ -520,7 +510,7 @@ class PrefixLookup:
         lengths = [0] * self._num_groups
         for part in self._parts:
             limit = min(max_num_tokens + part.margin, self._find_most(hashes, max_num_tokens))
-            blocks, num_tokens = part.find(hashes, limit, part.drops_hits)
+            blocks, num_tokens = part.first.find(part, hashes, limit, part.drops_hits)
             for group_id, listed in zip(part.group_ids, blocks, strict=True):
                 found[group_id] = listed
                 lengths[group_id] = num_tokens

@@ -173,6 +173,7 @@ class Step:
         num_sequence: tokens of the whole request, if all of them must fit now; else 0.
         num_left: blocks to leave free for running requests.
         num_reserved: further blocks to leave free, except by the whole sequence.
+        is_alone: plan as if no other request held blocks: none is shared, and all hits are free.
         caches: whether the full blocks of known tokens are cached at once.
         junction: see `CachedPrefix`; for a request without blocks.
         prefill_end: tokens at which a state may be saved in the middle of the step: see
@@ -210,6 +211,7 @@ class Step:
         self.num_sequence: i64 = 0
         self.num_left: i64 = 0
         self.num_reserved: i64 = 0
+        self.is_alone: bool = False
         self.caches: bool = True
         self.junction: i64 = 0
         self.prefill_end: i64 = 0

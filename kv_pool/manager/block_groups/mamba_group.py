@@ -37,14 +37,12 @@ class MambaGroup(StateGroup):
         self.counts_most_states: bool = False
         self.has_rules: bool = False
 
-    def count_table_blocks(
-        self, num_tokens: int, num_lookahead_tokens: int = 0, num_encoder_tokens: int = 0
-    ) -> int:
+    def count_entries(self, step: Step) -> int:
         """As in `BlockGroup`, without the speculative blocks.
 
         A state after lookahead tokens would take the place of the state after the accepted ones.
         """
-        return -(-num_tokens // self.block_size)
+        return self.count_table_blocks(step.num_scheduled)
 
     def find(
         self, together: EqualGroups, hashes: list[BlockHash], max_num_tokens: int, drops: bool
@@ -122,19 +120,17 @@ class MambaGroup(StateGroup):
             return position if table.blocks[entry].is_null else 0
         return position
 
-    def plan(self, step: Step, plan: GroupPlan, is_alone: bool) -> None:
-        self._plan_until(step, plan, step.num_scheduled, is_alone)
+    def plan(self, step: Step, plan: GroupPlan) -> None:
+        self._plan_until(step, plan, step.num_scheduled)
 
-    def count_sequence(self, step: Step, num_tokens: int, num_most: int, is_alone: bool) -> int:
+    def count_sequence(self, step: Step, num_tokens: int, num_most: int) -> int:
         if not self.has_rules:
-            return super().count_sequence(step, num_tokens, num_most, is_alone)
+            return super().count_sequence(step, num_tokens, num_most)
         plan = GroupPlan()
-        self._plan_until(step, plan, num_tokens, is_alone, is_sequence=True)
+        self._plan_until(step, plan, num_tokens, is_sequence=True)
         return plan.need
 
-    def _plan_until(
-        self, step: Step, plan: GroupPlan, num_tokens: int, is_alone: bool, is_sequence: bool = False
-    ) -> None:
+    def _plan_until(self, step: Step, plan: GroupPlan, num_tokens: int, is_sequence: bool = False) -> None:
         """Plan the states of a step that ends after `num_tokens` tokens.
 
             before   null  read  draft  draft
@@ -154,7 +150,7 @@ class MambaGroup(StateGroup):
             has_copy = table.copy_position >= 0 and table.copy_position not in plan.shared
             plan.need = len(plan.shared) + has_copy
         else:
-            num_entries = self.plan_start(step, plan, is_alone)
+            num_entries = self.plan_start(step, plan)
             hits = step.prefix_blocks[self.group_id]
             has_copy = len(hits) > 0 and step.num_prefix % self.block_size > 0
             if step.num_external:

@@ -1,7 +1,10 @@
-"""`EngineManager`: a `KVCacheManager` behind the interface that vLLM's scheduler calls."""
+"""`EngineManager`: a `KVCacheManager` behind the interface that vLLM's scheduler calls.
+
+`KVCacheBlocks`: blocks of one request, by group, as the scheduler receives and passes them.
+"""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from mypy_extensions import mypyc_attr
 
@@ -13,12 +16,86 @@ from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import BlockId, BlockMove, GroupId, RequestId
 from kv_pool.manager.admission import count_full_sequence, count_surplus, plan_step
 from kv_pool.manager.allocating import allocate_step, cache_written, free_skipped_blocks
-from kv_pool.manager.applied_rules import AppliedRules, list_hashes
 from kv_pool.manager.block_groups.block_group import BlockGroup
 from kv_pool.manager.block_groups.block_table import BlockTable, Step
-from kv_pool.manager.engine.cache_blocks import KVCacheBlocks
 from kv_pool.manager.invalid_blocks import evict_invalid_blocks
 from kv_pool.manager.kv_cache_manager import KVCacheManager
+from kv_pool.manager.prefix_caching import PrefixCaching, list_hashes
+
+
+@mypyc_attr(allow_interpreted_subclasses=False)
+class KVCacheBlocks:
+    """The blocks of a look-up, of an allocation, or of a whole request.
+
+    Attributes:
+        blocks: one sequence per group, head first; they may be live block tables, so do not change them.
+
+    Contract: vLLM 0.33 `KVCacheBlocks`.
+    """
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, blocks: Any) -> None:
+        self.blocks: Any = blocks  # a tuple; Any, because callers also pass lists
+
+    def __repr__(self) -> str:
+        return f"KVCacheBlocks(blocks={self.blocks!r})"
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, KVCacheBlocks):
+            return NotImplemented
+        return cast(bool, self.blocks == other.blocks)
+
+    def __add__(self, other: "KVCacheBlocks") -> "KVCacheBlocks":
+        """Append the blocks of `other` to those of this object, group by group, in new lists."""
+        return KVCacheBlocks(
+            tuple([[*mine, *more] for mine, more in zip(self.blocks, other.blocks, strict=False)])
+        )
+
+    def get_block_ids(
+        self, allow_none: bool = False, *, group_ids: Sequence[GroupId] | None = None
+    ) -> tuple[list[BlockId], ...] | None:
+        """Return the ids of the blocks, one list per group.
+
+        Args:
+            allow_none: return None if all groups are empty.
+            group_ids: the groups to return; default: all.
+        """
+        groups: Any = self.blocks
+        if group_ids is not None:
+            groups = [groups[group_id] for group_id in group_ids]
+        if allow_none and all(len(group) == 0 for group in groups):
+            return None
+        return tuple([list_ids(group) for group in groups])
+
+    def get_unhashed_block_ids(self) -> list[BlockId]:
+        """Return the ids of the blocks without a hash; for a single group."""
+        (group,) = self.blocks
+        return [block.block_id for block in group if block.block_hash is None]
+
+    def get_unhashed_block_ids_all_groups(self) -> list[list[BlockId]]:
+        """Return the ids of the blocks without a hash by group, without null blocks."""
+        return [
+            [block.block_id for block in group if block.block_hash is None and not block.is_null]
+            for group in self.blocks
+        ]
+
+    def new_empty(self) -> "KVCacheBlocks":
+        """Return an object with as many groups and no blocks."""
+        return KVCacheBlocks(tuple([() for _ in self.blocks]))
+
+
+def list_ids(blocks: Any) -> list[BlockId]:
+    """Return the ids of the blocks of one group."""
+    if isinstance(blocks, list):
+        ids: list[BlockId] = []
+        for block in blocks:
+            if isinstance(block, KVCacheBlock):
+                ids.append(block.block_id)
+            else:
+                ids.append(block.block_id)  # an engine's tests pass objects of their own
+        return ids
+    return [block.block_id for block in blocks]
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -35,7 +112,7 @@ class EngineManager:
 
     Attributes:
         request_options: applies the options of clients to their requests; None until `set_request_options`.
-        rules, groups: what the manager looks up and caches, and its groups.
+        caching, groups: what the manager looks up and caches, and its groups.
         zeroed_groups: the groups whose new blocks are listed for the worker.
         empty_kv_cache_blocks: the result for no blocks; one object, so that a decode step creates none.
 
@@ -60,7 +137,7 @@ class EngineManager:
         if manager.prefix_rules is None:
             raise InvalidArgumentError("an EngineManager needs a manager with prefix_rules")
         self.manager: KVCacheManager = manager
-        self.rules: AppliedRules = manager._rules
+        self.caching: PrefixCaching = manager.caching
         self.groups: list[BlockGroup] = manager._groups
         self.block_pool: BlockPoolCore = manager.block_pool
         self.num_kv_cache_groups: int = len(manager.groups)
@@ -73,9 +150,8 @@ class EngineManager:
         self._waiting_statuses: tuple[Any, ...] = tuple(waiting_statuses)
         self.zeroed_groups: list[GroupId] = list(zeroed_groups)
         self._zeroed_ids: dict[GroupId, list[BlockId]] = {group_id: [] for group_id in zeroed_groups}
-        self._offers_states: bool = any(group.reads_before_writes for group in self.groups)
-        manager.caching.offers_states = self._offers_states
-        manager.caching.allows_missing_hashes = True
+        self.caching.offers_states = self.caching.has_states
+        self.caching.allows_missing_hashes = True
         manager.discounts_states = True
         self._copy_type: Callable[[BlockId, BlockId], Any] = copy_type
         self.request_options: Any = None
@@ -116,7 +192,7 @@ class EngineManager:
         if not self.enable_caching or request.skip_reading_prefix_cache:
             return self.empty_kv_cache_blocks, 0, 0
         limit: int = request.num_tokens - 1 if max_cache_hit_length is None else max_cache_hit_length
-        blocks, num_tokens, junction = self.rules.find_prefix(request, limit)
+        blocks, num_tokens, junction = self.caching.find_prefix(request, limit)
         if num_tokens == 0:
             return self.empty_kv_cache_blocks, 0, junction
         if self.block_pool.enable_kv_cache_events:
@@ -138,10 +214,10 @@ class EngineManager:
         With full attention and states, the prefix is that of full attention; the last value is True if a
         group has a shorter one.
         """
-        full = self.rules.lookup.full
-        if full is not None and self.rules.has_states and self.prefix_cache_lookup_enabled(request):
+        full = self.caching.lookup.full
+        if full is not None and self.caching.has_states and self.prefix_cache_lookup_enabled(request):
             limit: int = request.num_tokens - 1 if max_cache_hit_length is None else max_cache_hit_length
-            found, lengths = self.rules.lookup.find_by_group(list_hashes(request), limit)
+            found, lengths = self.caching.lookup.find_by_group(list_hashes(request), limit)
             num_full = lengths[full.group_ids[0]]
             if max(lengths) == num_full:
                 return self.create_kv_cache_blocks(tuple(found)), num_full, 0, min(lengths) < num_full
@@ -274,7 +350,7 @@ class EngineManager:
         step.num_encoder_tokens = num_encoder_tokens
         if full_sequence_must_fit:
             step.num_sequence = request.num_tokens
-        step.prefill_end = self.rules.find_prefill_end(request)
+        step.prefill_end = self.caching.find_prefill_end(request)
         step.caches = not delay_cache_blocks
         added = allocate_step(manager, request, step)
         if added is None:
@@ -324,7 +400,7 @@ class EngineManager:
         if tables is None:
             step.prefix_blocks = new_computed_blocks
         step.num_encoder_tokens = num_encoder_tokens
-        if self.rules.interval == 0:
+        if self.caching.interval == 0:
             step.prefill_end = prefill_end
         if apply_admission_cap:
             need = count_full_sequence(self.manager, step, num_tokens_main_model, num_lookahead=num_lookahead)
@@ -467,7 +543,7 @@ class EngineManager:
     def take_boundary_state_offloads(self) -> dict[RequestId, list[tuple[int, BlockId, int]]]:
         """Return the states at boundaries since the last call: request -> (group, block, tokens)."""
         taken: dict[RequestId, list[tuple[int, BlockId, int]]] = {}
-        caching = self.manager.caching
+        caching = self.caching
         if caching.state_offers:
             offers = sorted(caching.state_offers, key=lambda offer: offer[1])
             caching.state_offers = []
@@ -481,7 +557,7 @@ class EngineManager:
         Only those that no later token has overwritten. A second call returns [].
         """
         request_id: RequestId = request.request_id
-        tables: list[BlockTable] = self.manager._tables.get(request_id, []) if self._offers_states else []
+        tables: list[BlockTable] = self.manager._tables.get(request_id, [])
         finished: list[tuple[int, BlockId, int]] = []
         for group, table in zip(self.groups, tables, strict=False):
             num_tokens = table.tail_tokens
