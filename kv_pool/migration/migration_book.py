@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final
 
@@ -38,8 +37,7 @@ class MigrationBook:
         self._name = name
         self._on_phase = on_phase
         self._lock = threading.Lock()
-        # A migration moves behind all others when it ends.
-        self._migrations: OrderedDict[TransferId, Migration] = OrderedDict()
+        self._migrations: dict[TransferId, Migration] = {}
 
     # ---- looking ---------------------------------------------------------------------------------
 
@@ -104,16 +102,21 @@ class MigrationBook:
                 _logger.exception("on_phase of node %s failed; the migration continues", self._name)
         migration.note_change()
         if is_ended:
-            self._forget_oldest(migration)
+            self._forget_oldest()
 
-    def _forget_oldest(self, ended: Migration) -> None:
-        """Forget the migrations before the last `MAX_ENDED` that ended, except those that hold blocks."""
+    def _forget_oldest(self) -> None:
+        """Forget the migrations before the last `MAX_ENDED` that ended, except those that hold blocks.
+
+        By the time of their end, not by their phase: one whose end is not reported yet is not forgotten.
+        """
         with self._lock:
-            if ended.transfer_id in self._migrations:
-                self._migrations.move_to_end(ended.transfer_id)
-            over = [one for one in self._migrations.values() if one.phase.is_ended and not one.is_holding()]
-            for one in over[:-MAX_ENDED]:
-                del self._migrations[one.transfer_id]
+            over = [
+                (one.ended_s, transfer_id)
+                for transfer_id, one in self._migrations.items()
+                if one.ended_s is not None and not one.is_holding()
+            ]
+            for _, transfer_id in sorted(over)[:-MAX_ENDED]:
+                del self._migrations[transfer_id]
 
 
 class Housekeeping:
