@@ -124,7 +124,7 @@ class Housekeeping:
 
     | task | when |
     |---|---|
-    | end or quarantine expired leases of this site's blocks | at each tick |
+    | end expired leases of this site's blocks | at each tick |
     | release quarantined blocks | once their reader reports that it no longer writes |
     | renew the lease at the source of a pull in phase READING | at once, then every third of a lease |
     | ask the source of a move in phase IN_DOUBT again | after 1/30 of a lease, then 1/15, and so on |
@@ -154,11 +154,11 @@ class Housekeeping:
         """Release quarantined blocks whose reader no longer writes."""
         with self._site.lock:
             unsettled = list(self._settings.unsettled)
-        for lease, reader in unsettled:
+        for hold, reader in unsettled:
             if reader.is_settled():
                 with self._site.lock:
-                    lease.release()
-                    self._settings.unsettled.remove((lease, reader))
+                    hold.release()
+                    self._settings.unsettled.remove((hold, reader))
 
     def _run(self) -> None:
         while not self._stopping.wait(min(_MAX_TICK_S, self._settings.lease_s / 10)):

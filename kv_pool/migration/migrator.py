@@ -367,7 +367,7 @@ class Migrator(Running):
         """Verify the invariants of `migration/invariants.py`. Raises CorruptedPoolError; changes nothing."""
         pulls = self._book.list_pulls()
         with self.site.lock:
-            unsettled = [lease for lease, _ in self._settings.unsettled]
+            unsettled = [hold for hold, _ in self._settings.unsettled]
             invariants.check(self.site, self._source, pulls, unsettled)
 
     # ---- calls of other nodes --------------------------------------------------------------------

@@ -38,7 +38,8 @@ from kv_pool.storage.block_layout import BlockLayout
 
 _LEAVING = "it is being moved to another node"
 _ARRIVING = "it is being received from another node"
-_RESERVED = "arriving from another node"
+RESERVED = "arriving from another node"
+"""The reason of the hold of each reservation."""
 _decoder = msgspec.msgpack.Decoder(SubjectState)
 
 
@@ -211,7 +212,7 @@ class PoolSite:
     def reserve(self, subject: Subject, offered: Sequence[OfferedBlock], state: bytes) -> Reservation:
         """Reserve one block for each offered block; a block that already has the content is touched instead.
 
-        A write lease on the missing blocks flushes their old content to the lower tiers.
+        Flush the pool's evicted blocks to the lower tiers before the missing blocks are written.
 
         Raises:
             OutOfBlocksError: too few blocks are free. Nothing has changed.
@@ -242,7 +243,7 @@ class PoolSite:
             touch_listed(self.pool, present)
             taken = iter(self.sequences.take(len(missing)))
             reservation.blocks = [next(taken) if block is None else block for block in found]
-            reservation.hold = self.pool.holds.adopt(reservation.blocks, _RESERVED)
+            reservation.hold = self.pool.holds.adopt(reservation.blocks, RESERVED)
         return reservation
 
     def insert(self, reservation: Reservation) -> None:
@@ -407,7 +408,7 @@ class PoolSite:
                 for sequence_id in reservation.sequence_ids:
                     self.sequences.frozen[sequence_id] = _ARRIVING
                 self._forget_holds([reservation.hold])
-                reservation.hold = self.pool.holds.adopt(reservation.blocks, _RESERVED)
+                reservation.hold = self.pool.holds.adopt(reservation.blocks, RESERVED)
             self._changing = None
 
     def _forget_holds(self, holds: list[Hold]) -> None:
@@ -527,6 +528,7 @@ class LocalMove:
         self._reservation = reservation
         new_ids = [block.block_id for block in reservation.blocks]
         moves = [BlockMove(old_ids[position], new_ids[position]) for position in reservation.missing]
+        target.pool.flush_evicted()
         source.storage.copy_to(target.storage, moves)
         # The old blocks may be reused as soon as this returns, by work on other streams.
         target.storage.synchronize()

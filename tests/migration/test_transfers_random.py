@@ -368,7 +368,7 @@ class World:
             if transfers is not None:
                 invariants.check_source(transfers)
             else:
-                unsettled = [lease for lease, _ in self.quarantined]
+                unsettled = [hold for hold, _ in self.quarantined]
                 invariants.check_pulls(engine.site, pulls, unsettled)
 
     def finish(self):
