@@ -49,10 +49,6 @@ def check_source(source: SourceTransfers) -> None:
         if source.find_outcome(transfer_id) is not None:
             raise CorruptedPoolError(f"M4: transfer {transfer_id.hex()} has ended and still leases blocks")
         lease, selection = transfer.lease, transfer.selection
-        if lease is None:
-            if selection.blocks:
-                raise CorruptedPoolError(f"M1: transfer {transfer_id.hex()} has blocks but no lease")
-            continue
         if list(lease.blocks) != selection.blocks or lease.kind is not LeaseKind.READ:
             raise CorruptedPoolError(
                 f"M1: {lease!r} is not a read lease on the blocks of transfer {transfer_id.hex()}"

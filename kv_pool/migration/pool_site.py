@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 from weakref import ref
 
@@ -43,29 +42,25 @@ RESERVED = "arriving from another node"
 _decoder = msgspec.msgpack.Decoder(SubjectState)
 
 
-class _State(Enum):
-    """FREEZING -> FROZEN -> ENDING -> OVER. FREEZING and ENDING last as long as the pool is being changed."""
-
-    FREEZING = "freezing"
-    FROZEN = "frozen"
-    ENDING = "ending"
-    OVER = "over"
-
-
 @dataclass
 class _Departure:
     """A subject that is being moved away.
 
     Attributes:
         rows: the departing blocks, by sequence and group.
+        blocks: all blocks of each sequence.
         tables: the block tables of each sequence, detached while it is frozen; [] if this pool detaches none.
         holds: one for each sequence while it is frozen; it owns the references of detached tables.
+        is_changing: its sequences are being frozen, or it is ending: as long as the pool is being changed.
+        is_over: it has ended, but for its owner, who is being notified.
     """
 
     rows: dict[Any, Rows]
+    blocks: dict[Any, list[KVCacheBlock]]
     tables: dict[Any, list[BlockTable]]
     holds: list[Hold] = field(default_factory=list)
-    state: _State = _State.FREEZING
+    is_changing: bool = True
+    is_over: bool = False
 
 
 class PoolSite:
@@ -157,21 +152,19 @@ class PoolSite:
         self._check_whole()
         check_usable(self.sequences, rows)
         before = self._frozen.get(subject)
-        if before is not None and before.state is not _State.OVER:  # a subject without blocks, twice
+        if before is not None and not before.is_over:  # a subject without blocks, twice
             raise FrozenSequenceError("this subject, which has no blocks, is already being moved")
-        departure = _Departure(rows, {one: self.sequences.list_tables(one) for one in rows})
+        departure = _Departure(
+            rows,
+            {one: _list_blocks(self.sequences.list_rows(one)) for one in rows},
+            {one: self.sequences.list_tables(one) for one in rows},
+        )
         with self._change():
             self._frozen[subject] = departure
             for sequence_id, tables in departure.tables.items():
-                self.sequences.frozen[sequence_id] = _LEAVING
-                blocks = _list_blocks(self.sequences.list_rows(sequence_id))
-                if tables:
-                    self.sequences.detach(sequence_id, tables)
-                    hold = self.pool.holds.adopt(blocks, _describe_departure(sequence_id))
-                else:
-                    hold = self.pool.holds.open(blocks, _describe_departure(sequence_id))
-                departure.holds.append(hold)
-            departure.state = _State.FROZEN
+                if not tables:  # detached ones pass their references to the hold
+                    self.pool.add_references(departure.blocks[sequence_id], False)
+            self._hold_departure(departure)
         if isinstance(subject, SequenceSubject):
             try:
                 self._owner.suspend(self.sequences.as_id(subject.sequence_id))
@@ -182,7 +175,7 @@ class PoolSite:
     def thaw(self, subject: Subject) -> None:
         """Unfreeze a subject whose move has failed; it can be used as before.
 
-        No-op if it is not frozen: its `freeze` was interrupted.
+        No-op if it is not frozen: its `freeze` was interrupted at its start.
         """
         self._end(subject, None)
 
@@ -203,7 +196,7 @@ class PoolSite:
         return [
             sequence_id
             for departure in self._frozen.values()
-            if departure.state is not _State.OVER
+            if not departure.is_over
             for sequence_id in departure.rows
         ]
 
@@ -303,7 +296,7 @@ class PoolSite:
         departure = self._frozen.get(subject)
         if departure is None:
             return
-        if departure.state is not _State.OVER:
+        if not departure.is_over:
             self._end_departure(departure, is_leaving=target is not None)
         if isinstance(subject, SequenceSubject):
             sequence_id = self.sequences.as_id(subject.sequence_id)
@@ -317,11 +310,20 @@ class PoolSite:
                 raise
         del self._frozen[subject]
 
+    def _hold_departure(self, departure: _Departure) -> None:
+        """Freeze the sequences of a departure under holds, which get one reference to each block."""
+        for sequence_id, tables in departure.tables.items():
+            self.sequences.frozen[sequence_id] = _LEAVING
+            self.sequences.detach(sequence_id, tables)
+            reason = f"in sequence {sequence_id!r}, which is being moved to another node"
+            departure.holds.append(self.pool.holds.adopt(departure.blocks[sequence_id], reason))
+        departure.is_changing = False
+
     def _end_departure(self, departure: _Departure, is_leaving: bool) -> None:
         """Free the blocks of a departure, or make its sequences usable again."""
         sequences, holds = self.sequences, self.pool.holds
         with self._change():
-            departure.state = _State.ENDING
+            departure.is_changing = True
             for hold, tables in zip(departure.holds, departure.tables.values(), strict=True):
                 if tables:
                     holds.hand_over(hold)
@@ -332,7 +334,7 @@ class PoolSite:
                 if is_leaving or not sequences.attach(sequence_id, tables):
                     sequences.free(sequence_id, departure.rows[sequence_id])
             self._unfreeze(departure.rows)
-            departure.state = _State.OVER
+            departure.is_changing, departure.is_over = False, True
 
     def _join(self, reservation: Reservation) -> None:
         """Pass the references of a reservation to its sequences; free the blocks that join none."""
@@ -381,23 +383,15 @@ class PoolSite:
         self.pool.holds.check_whole()
 
     def begin_repair(self) -> None:
-        """Undo an interrupted change, before the pool counts its references again."""
-        for subject, departure in list(self._frozen.items()):
-            if departure.state is _State.FREEZING:
-                self._forget_holds(departure.holds)
-                for sequence_id, tables in departure.tables.items():
-                    self.sequences.attach(sequence_id, tables)
-                self._unfreeze(departure.rows)
-                del self._frozen[subject]
-            elif departure.state is _State.ENDING:
+        """Undo an interrupted change, before the pool counts its references again.
+
+        A subject that was being frozen, thawed or released is frozen: `thaw` or `release` is still to come.
+        """
+        for departure in self._frozen.values():
+            if departure.is_changing:
                 self._forget_holds(departure.holds)
                 departure.holds = []
-                for sequence_id, tables in departure.tables.items():
-                    self.sequences.frozen[sequence_id] = _LEAVING
-                    self.sequences.detach(sequence_id, tables)
-                    blocks = _list_blocks(departure.rows[sequence_id])
-                    departure.holds.append(self.pool.holds.adopt(blocks, _describe_departure(sequence_id)))
-                departure.state = _State.FROZEN
+                self._hold_departure(departure)
         reservation = self._changing
         if reservation is not None:
             for sequence_id, rows in reservation.joined:
@@ -487,10 +481,6 @@ def _list_holders(state: SubjectState, blocks: Sequence[object]) -> Sequence[Seq
 
 def _list_blocks(rows: Rows) -> list[KVCacheBlock]:
     return [block for row in rows for block in row if not block.is_null]
-
-
-def _describe_departure(sequence_id: Any) -> str:
-    return f"in sequence {sequence_id!r}, which is being moved to another node"
 
 
 class LocalMove:

@@ -43,10 +43,6 @@ def lease_other_blocks(bench):
     bench.transfers.list_prepared()[0].selection.blocks.reverse()
 
 
-def prepare_without_a_lease(bench):
-    bench.transfers.list_prepared()[0].lease = None
-
-
 def end_a_transfer_that_is_leased(bench):
     bench.transfers._broken_off[bench.pull.transfer_id] = Outcome(TransferState.CANCELLED)
 
@@ -89,7 +85,6 @@ def hold_less_than_has_arrived(bench):
 READING, IN_DOUBT, DONE = MigrationPhase.READING, MigrationPhase.IN_DOUBT, MigrationPhase.DONE
 DAMAGES = [
     (READING, lease_other_blocks, "M1"),
-    (READING, prepare_without_a_lease, "M1"),
     (READING, let_a_block_be_hit_that_is_written, "M2"),
     (READING, keep_reservation_at_the_end, "M3"),
     (IN_DOUBT, forget_the_reservation_of_a_pull_in_doubt, "M3"),
