@@ -492,7 +492,6 @@ class LocalMove:
         self.subject = subject
         self.target_name = target_name
         self._reservation: Reservation | None = None
-        self._is_undone = False
 
     def is_whole(self) -> bool:
         """Return False if a call of one of the pools was interrupted."""
@@ -532,9 +531,8 @@ class LocalMove:
         reservation = self._reservation
         if reservation is None:
             return
-        if reservation.is_ended and not self._is_undone:
+        if reservation.is_ended:
             self.source.release(self.subject, self.target_name)
         else:
-            self._is_undone = True
-            self.target.release_reservation(reservation)
             self.source.thaw(self.subject)
+            self.target.release_reservation(reservation)  # last: an ended one stands for an adopted subject
