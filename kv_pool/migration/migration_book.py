@@ -49,7 +49,7 @@ class MigrationBook:
     def list_all(self) -> list[Migration]:
         """Return all migrations, oldest first."""
         with self._lock:
-            return sorted(self._migrations.values(), key=lambda migration: migration.begun_s)
+            return list(self._migrations.values())
 
     def list_running(self) -> list[Migration]:
         """Return the migrations that have not ended, oldest first."""

