@@ -40,12 +40,16 @@ class TcpBackend(BulkBackend):
     after each piece that they are leased (M6); the reader receives them into its storage's memory. The bytes
     are neither encrypted nor authenticated; a migration compares checksums, which it gets over an encrypted
     connection.
+
+    Args:
+        connect_s: time limit for connecting to a peer.
     """
 
     name: ClassVar[str] = "tcp"
 
-    def __init__(self, storage: BlockStorage) -> None:
+    def __init__(self, storage: BlockStorage, connect_s: float = _CONNECT_S) -> None:
         super().__init__(storage)
+        self._connect_s = connect_s
         self._is_closed = False
 
     def describe(self) -> bytes:
@@ -56,7 +60,7 @@ class TcpBackend(BulkBackend):
             window = self._make_window(description)
         except MigrationError as error:
             raise PeerUnavailableError(f"{peer_name}: {error}") from error
-        return TcpReader(self.connect(peer_name, _CONNECT_S), self.storage, window, peer_name)
+        return TcpReader(self.connect(peer_name, self._connect_s), self.storage, window, peer_name)
 
     def make_sender(self, description: bytes) -> SendBlocks:
         return partial(self._send_blocks, self._make_window(description))
