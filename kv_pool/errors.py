@@ -171,15 +171,7 @@ class PeerAuthenticationError(PeerUnavailableError, PermissionError):
 
 
 class TransferFailedError(MigrationError):
-    """The bytes of blocks did not arrive, or arrived damaged.
-
-    Attributes:
-        is_settled: True if nothing writes to the target's blocks any more; otherwise they are quarantined.
-    """
-
-    def __init__(self, message: str, is_settled: bool = True) -> None:
-        super().__init__(message)
-        self.is_settled = is_settled
+    """The bytes of blocks did not arrive, or arrived damaged."""
 
 
 class StaleTransferError(MigrationError):

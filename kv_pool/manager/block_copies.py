@@ -77,10 +77,19 @@ class BlockCopies:
             needed = self._list_needed()
             self._pool.holds.drop_references(hold, [block for block in hold.blocks if block not in needed])
 
-    def take(self, keeps_blocks: bool) -> tuple[list[BlockMove], list[KVCacheBlock]]:
-        """Return the pending copies, and their held blocks in the order to free them.
+    def list_moves(self) -> list[BlockMove]:
+        """Return the pending copies; those of states come last, by group. Changes nothing.
 
-        Copies of states come last, by group.
+        Raises:
+            PoolInterruptedError: a call of the pool was interrupted.
+        """
+        self._pool.holds.check_whole()
+        return [
+            BlockMove(self._source_of[target].block_id, target.block_id) for target in self._list_targets()
+        ]
+
+    def take(self, keeps_blocks: bool) -> tuple[list[BlockMove], list[KVCacheBlock]]:
+        """Return the pending copies as `list_moves` does, and their held blocks in the order to free them.
 
         Args:
             keeps_blocks: whether the caller frees the blocks, after the copies; otherwise they are free now,
@@ -88,11 +97,10 @@ class BlockCopies:
         """
         if not self._holds:
             return [], []
-        moves: list[BlockMove] = []
+        moves = self.list_moves()
         order: dict[KVCacheBlock, None] = {}
-        for target in sorted(self._source_of, key=lambda target: self._group_of.get(target, -1)):
+        for target in self._list_targets():
             source = self._source_of[target]
-            moves.append(BlockMove(source.block_id, target.block_id))
             order[source] = None
             if target in self._group_of:
                 for block in (source, target):  # each block at its last use
@@ -112,6 +120,9 @@ class BlockCopies:
         """Let the hold contain the blocks of the pending copies, before references are counted again."""
         for hold in self._holds:
             hold.forget(self._list_needed())
+
+    def _list_targets(self) -> list[KVCacheBlock]:
+        return sorted(self._source_of, key=lambda target: self._group_of.get(target, -1))
 
     def _list_needed(self) -> dict[KVCacheBlock, None]:
         return dict.fromkeys([*self._source_of.values(), *self._group_of])

@@ -182,7 +182,7 @@ class BlockLeases:
                 tiers before this returns. A block that is being written cannot be leased again.
         Cost: O(blocks + leased blocks).
         Raises:
-            InvalidArgumentError: no blocks, or a deadline that has passed.
+            InvalidArgumentError: a deadline that has passed.
             InvalidBlockError: a block that does not meet the conditions above. In both cases nothing has
                 changed.
         """
@@ -191,10 +191,10 @@ class BlockLeases:
         check_type("holder", holder, str)
         check_type("kind", kind, LeaseKind)
         now = self._book.clock()
-        if not listed or not deadline > now:
+        if not deadline > now:
             raise InvalidArgumentError(
                 f"{holder} requests a lease on {len(listed)} blocks until {deadline}; it is {now} now. A "
-                "lease needs at least one block and a deadline in the future"
+                "lease needs a deadline in the future"
             )
         if len(set(listed)) != len(listed):
             raise InvalidBlockError(f"{holder} requests a lease that lists a block twice")

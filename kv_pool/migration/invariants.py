@@ -1,10 +1,10 @@
 """The numbered invariants of a node, each executable. They hold whenever the site's lock is free.
 
 M1  a prepared transfer holds its blocks by a read lease until the lease expires
-M2  blocks that a pull will read into are under its write lease, and not cached, until they are inserted
-M3  an ended pull has no reservation and no write lease; one in doubt has a reservation and no write lease
+M2  blocks that a pull will read into are not cached until they are inserted, nor are those in quarantine
+M3  an ended pull has no reservation; one in doubt has one
 M4  an acknowledged, cancelled or expired transfer is not prepared
-M5  every write lease belongs to a pull, or is in quarantine because its transfer may still write
+M5  every reservation belongs to a pull; a quarantine holds the blocks that its transfer may still write
 M6  a leased block keeps the id that was offered; it is not served in another generation
 M7  the hold of a pull's reservation is open, and holds the blocks of the reservation and no others
 M8  a pull that holds arrived blocks (`hold_s`) holds all of them by a read lease, and has no reservation
@@ -15,22 +15,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kv_pool.core import invariants
+from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.holds import Hold
 from kv_pool.errors import CorruptedPoolError, StaleTransferError
 from kv_pool.ids import BlockId, TransferId
 from kv_pool.manager.invariants import check_leases
-from kv_pool.manager.leases import Lease, LeaseKind, LeaseState
+from kv_pool.manager.leases import LeaseKind, LeaseState
 from kv_pool.migration.messages import MigrationPhase
-from kv_pool.migration.pool_site import PoolSite
+from kv_pool.migration.pool_site import RESERVED, PoolSite
 from kv_pool.migration.source import SourceTransfers
 from kv_pool.migration.target import Pull
 
 
-def check(site: PoolSite, source: SourceTransfers, pulls: Sequence[Pull], unsettled: Sequence[Lease]) -> None:
+def check(site: PoolSite, source: SourceTransfers, pulls: Sequence[Pull], unsettled: Sequence[Hold]) -> None:
     """Verify M1 to M8, and the invariants of the leases and the pool. Called with the site's lock. O(blocks).
 
     Args:
         pulls: at least all running pulls.
-        unsettled: write leases of failed pulls whose bytes may still arrive.
+        unsettled: holds of failed pulls whose bytes may still arrive.
     Raises:
         CorruptedPoolError: names the first invariant that fails. Nothing has changed.
     """
@@ -47,10 +49,6 @@ def check_source(source: SourceTransfers) -> None:
         if source.find_outcome(transfer_id) is not None:
             raise CorruptedPoolError(f"M4: transfer {transfer_id.hex()} has ended and still leases blocks")
         lease, selection = transfer.lease, transfer.selection
-        if lease is None:
-            if selection.blocks:
-                raise CorruptedPoolError(f"M1: transfer {transfer_id.hex()} has blocks but no lease")
-            continue
         if list(lease.blocks) != selection.blocks or lease.kind is not LeaseKind.READ:
             raise CorruptedPoolError(
                 f"M1: {lease!r} is not a read lease on the blocks of transfer {transfer_id.hex()}"
@@ -77,40 +75,40 @@ def _is_served(source: SourceTransfers, transfer_id: TransferId, block_id: Block
     return True
 
 
-def check_pulls(site: PoolSite, pulls: Sequence[Pull], unsettled: Sequence[Lease]) -> None:
+def check_pulls(site: PoolSite, pulls: Sequence[Pull], unsettled: Sequence[Hold]) -> None:
     """Verify M2, M3, M5, M7 and M8."""
-    written: list[Lease] = list(unsettled)
+    reserved: list[Hold] = []
     for pull in pulls:
-        reservation, lease = pull.reservation, pull.lease
-        name = f"pull {pull.transfer_id.hex()} ({pull.status.phase.value})"
-        if pull.status.phase.is_ended and (reservation is not None or lease is not None):
-            raise CorruptedPoolError(f"M3: {name} has a reservation or a write lease")
-        if pull.status.phase is MigrationPhase.IN_DOUBT and (reservation is None or lease is not None):
-            raise CorruptedPoolError(f"M3: {name} has no reservation, or has a write lease")
-        if reservation is not None and (
-            reservation.is_ended or set(reservation.get_hold().blocks) != set(reservation.blocks)
-        ):
-            raise CorruptedPoolError(f"M7: {reservation.hold!r} does not hold the blocks reserved by {name}")
-        held = pull.held
+        reservation, phase, held = pull.reservation, pull.status.phase, pull.held
+        name = f"pull {pull.transfer_id.hex()} ({phase.value})"
+        if reservation is None and phase is MigrationPhase.IN_DOUBT:
+            raise CorruptedPoolError(f"M3: {name} has no reservation")
         if held is not None and (
             reservation is not None
             or held.kind is not LeaseKind.READ
             or len(held.blocks) != len(pull.new_ids)
         ):
             raise CorruptedPoolError(f"M8: {held!r} is not a read lease on the blocks that arrived by {name}")
-        if lease is None:
+        if reservation is None:
             continue
-        written.append(lease)
-        missing = (
-            [] if reservation is None else [reservation.blocks[position] for position in reservation.missing]
-        )
-        if list(lease.blocks) != missing or lease.kind is not LeaseKind.WRITE:
-            raise CorruptedPoolError(
-                f"M2: {lease!r} is not a write lease on the blocks that {name} reads into"
-            )
-        for block in missing:
-            if block.block_hash is not None:
-                raise CorruptedPoolError(f"M2: {name} reads into block {block.block_id}, which is cached")
-    for lease in site.leases.list_leases():
-        if lease.kind is LeaseKind.WRITE and lease not in written:
-            raise CorruptedPoolError(f"M5: {lease!r} belongs to no pull and is not in quarantine")
+        if phase.is_ended:
+            raise CorruptedPoolError(f"M3: {name} has a reservation")
+        hold = reservation.get_hold()
+        if reservation.is_ended or set(hold.blocks) != set(reservation.blocks):
+            raise CorruptedPoolError(f"M7: {hold!r} does not hold the blocks reserved by {name}")
+        reserved.append(hold)
+        if not pull.is_inserted:
+            _check_uncached([reservation.blocks[position] for position in reservation.missing], name)
+    for hold in site.pool.holds.list_holds():
+        if hold.reason == RESERVED and hold not in reserved:
+            raise CorruptedPoolError(f"M5: {hold!r} belongs to no pull")
+    for hold in unsettled:
+        if hold.is_released:
+            raise CorruptedPoolError(f"M5: {hold!r} is in quarantine and has ended")
+        _check_uncached(hold.blocks, repr(hold))
+
+
+def _check_uncached(blocks: Sequence[KVCacheBlock], name: str) -> None:
+    for block in blocks:
+        if block.block_hash is not None:
+            raise CorruptedPoolError(f"M2: {name} may write to block {block.block_id}, which is cached")

@@ -23,9 +23,9 @@ from kv_pool.storage.block_storage import BlockStorage
 
 
 class _TableState(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """A block table as positions in the offer, -1 for the null block."""
+    """A block table: for each of its blocks whether it is null; the others are offered in this order."""
 
-    places: list[int]
+    nulls: list[bool]
     num_cached_blocks: int
     num_null_blocks: int
     is_forked: bool
@@ -103,18 +103,16 @@ class ManagerSequences(Sequences):
         self.manager.evict_blocks(block_ids)
 
     def describe(self, sequence_ids: list[RequestId]) -> list[_TableState]:
-        states: list[_TableState] = []
-        num_blocks = 0
-        for sequence_id in sequence_ids:
-            for table in self.list_tables(sequence_id):
-                places = []
-                for block in table.blocks:
-                    places.append(-1 if block.is_null else num_blocks)
-                    num_blocks += not block.is_null
-                states.append(
-                    _TableState(places, table.num_cached_blocks, table.num_null_blocks, table.is_forked)
-                )
-        return states
+        return [
+            _TableState(
+                [block.is_null for block in table.blocks],
+                table.num_cached_blocks,
+                table.num_null_blocks,
+                table.is_forked,
+            )
+            for sequence_id in sequence_ids
+            for table in self.list_tables(sequence_id)
+        ]
 
     # ---- coming ----------------------------------------------------------------------------------
 
@@ -137,10 +135,10 @@ class ManagerSequences(Sequences):
         self._check_absent(sequence_ids[0])
         tables = details or []
         # One table for each group; each offered block is in exactly one of them.
-        places = sorted(place for table in tables for place in table.places if place >= 0)
-        if len(tables) != len(self.manager.groups) or places != list(range(num_blocks)):
+        num_listed = sum(not is_null for table in tables for is_null in table.nulls)
+        if len(tables) != len(self.manager.groups) or num_listed != num_blocks:
             raise InvalidArgumentError(
-                f"the source's request has {len(tables)} tables with {len(places)} blocks; this manager has "
+                f"the source's request has {len(tables)} tables with {num_listed} blocks; this manager has "
                 f"{len(self.manager.groups)} groups, and {num_blocks} blocks were offered"
             )
 
@@ -156,9 +154,10 @@ class ManagerSequences(Sequences):
     ) -> tuple[Callable[[], object], list[list[KVCacheBlock]]]:
         self._check_absent(sequence_id)
         tables = []
+        arriving = iter(blocks)
         for state in details:
             table = BlockTable()
-            table.blocks = [self.pool.null_block if place < 0 else blocks[place] for place in state.places]
+            table.blocks = [self.pool.null_block if is_null else next(arriving) for is_null in state.nulls]
             table.num_cached_blocks = state.num_cached_blocks
             table.num_null_blocks = state.num_null_blocks
             table.is_forked = state.is_forked

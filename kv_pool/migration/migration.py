@@ -25,7 +25,7 @@ class Migration(ABC):
     Attributes:
         transfer_id: 16 bytes, the same at both nodes; `migration_id` is its hex form, 32 digits.
         peer: the name of the other node.
-        begun_s: when it was made, by `time.monotonic()`.
+        begun_s, ended_s: when it was made, and when its end was reported, by `time.monotonic()`; None before.
         status: updated in place; `get_status` returns copies.
         error: the error that it failed with or is in doubt for; None otherwise.
         old_ids: the blocks' ids at the source, in the order of the subject; known there once they are leased.
@@ -64,7 +64,7 @@ class Migration(ABC):
         self.new_ids: list[BlockId] = []
         self._on_change = on_change
         self.begun_s = time.monotonic()
-        self._elapsed_s: float | None = None
+        self.ended_s: float | None = None
         self._doubted_s = 0.0  # when it was first in doubt
         self._changed = threading.Condition()
 
@@ -91,8 +91,8 @@ class Migration(ABC):
     def get_status(self) -> MigrationStatus:
         """Return a copy of the current status."""
         status = copy(self.status)
-        elapsed_s = time.monotonic() - self.begun_s if self._elapsed_s is None else self._elapsed_s
-        status.elapsed_s = elapsed_s
+        ended_s = time.monotonic() if self.ended_s is None else self.ended_s
+        status.elapsed_s = elapsed_s = ended_s - self.begun_s
         status.bytes_per_s = status.num_bytes / elapsed_s if elapsed_s > 0 else 0.0
         return status
 
@@ -125,8 +125,8 @@ class Migration(ABC):
     def note_change(self) -> None:
         """Wake the waiting threads. Called by the migrator."""
         with self._changed:
-            if self.phase.is_ended and self._elapsed_s is None:
-                self._elapsed_s = time.monotonic() - self.begun_s
+            if self.phase.is_ended and self.ended_s is None:
+                self.ended_s = time.monotonic()
             if self.phase is MigrationPhase.IN_DOUBT and not self._doubted_s:
                 self._doubted_s = time.monotonic()
             self._changed.notify_all()

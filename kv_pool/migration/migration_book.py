@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final
 
@@ -38,8 +37,7 @@ class MigrationBook:
         self._name = name
         self._on_phase = on_phase
         self._lock = threading.Lock()
-        # A migration moves behind all others when it ends.
-        self._migrations: OrderedDict[TransferId, Migration] = OrderedDict()
+        self._migrations: dict[TransferId, Migration] = {}
 
     # ---- looking ---------------------------------------------------------------------------------
 
@@ -51,7 +49,7 @@ class MigrationBook:
     def list_all(self) -> list[Migration]:
         """Return all migrations, oldest first."""
         with self._lock:
-            return sorted(self._migrations.values(), key=lambda migration: migration.begun_s)
+            return list(self._migrations.values())
 
     def list_running(self) -> list[Migration]:
         """Return the migrations that have not ended, oldest first."""
@@ -104,16 +102,21 @@ class MigrationBook:
                 _logger.exception("on_phase of node %s failed; the migration continues", self._name)
         migration.note_change()
         if is_ended:
-            self._forget_oldest(migration)
+            self._forget_oldest()
 
-    def _forget_oldest(self, ended: Migration) -> None:
-        """Forget the migrations before the last `MAX_ENDED` that ended, except those that hold blocks."""
+    def _forget_oldest(self) -> None:
+        """Forget the migrations before the last `MAX_ENDED` that ended, except those that hold blocks.
+
+        By the time of their end, not by their phase: one whose end is not reported yet is not forgotten.
+        """
         with self._lock:
-            if ended.transfer_id in self._migrations:
-                self._migrations.move_to_end(ended.transfer_id)
-            over = [one for one in self._migrations.values() if one.phase.is_ended and not one.is_holding()]
-            for one in over[:-MAX_ENDED]:
-                del self._migrations[one.transfer_id]
+            over = [
+                (one.ended_s, transfer_id)
+                for transfer_id, one in self._migrations.items()
+                if one.ended_s is not None and not one.is_holding()
+            ]
+            for _, transfer_id in sorted(over)[:-MAX_ENDED]:
+                del self._migrations[transfer_id]
 
 
 class Housekeeping:
@@ -121,7 +124,7 @@ class Housekeeping:
 
     | task | when |
     |---|---|
-    | end or quarantine expired leases of this site's blocks | at each tick |
+    | end expired leases of this site's blocks | at each tick |
     | release quarantined blocks | once their reader reports that it no longer writes |
     | renew the lease at the source of a pull in phase READING | at once, then every third of a lease |
     | ask the source of a move in phase IN_DOUBT again | after 1/30 of a lease, then 1/15, and so on |
@@ -151,11 +154,11 @@ class Housekeeping:
         """Release quarantined blocks whose reader no longer writes."""
         with self._site.lock:
             unsettled = list(self._settings.unsettled)
-        for lease, reader in unsettled:
+        for hold, reader in unsettled:
             if reader.is_settled():
                 with self._site.lock:
-                    lease.release()
-                    self._settings.unsettled.remove((lease, reader))
+                    hold.release()
+                    self._settings.unsettled.remove((hold, reader))
 
     def _run(self) -> None:
         while not self._stopping.wait(min(_MAX_TICK_S, self._settings.lease_s / 10)):

@@ -365,9 +365,9 @@ class Migrator(Running):
 
     def check_invariants(self) -> None:
         """Verify the invariants of `migration/invariants.py`. Raises CorruptedPoolError; changes nothing."""
-        pulls = self._book.list_pulls()
         with self.site.lock:
-            unsettled = [lease for lease, _ in self._settings.unsettled]
+            pulls = self._book.list_pulls()  # with the lock: one that starts meanwhile has a reservation
+            unsettled = [hold for hold, _ in self._settings.unsettled]
             invariants.check(self.site, self._source, pulls, unsettled)
 
     # ---- calls of other nodes --------------------------------------------------------------------

@@ -124,13 +124,9 @@ class Push(OutgoingMigration):
         num_failures = 0
         while True:
             with self._changed:
-                if self.phase is MigrationPhase.ACKNOWLEDGING:
-                    self._changed.wait_for(lambda: self.phase.is_ended, _ADOPTION_S)
-                else:
-                    self._changed.wait_for(
-                        lambda: self.phase.is_ended or self.phase is MigrationPhase.ACKNOWLEDGING,
-                        self._poll_s,
-                    )
+                if not self.phase.is_ended:
+                    is_acknowledged = self.phase is MigrationPhase.ACKNOWLEDGING
+                    self._changed.wait(_ADOPTION_S if is_acknowledged else self._poll_s)
             if self.phase.is_ended:
                 return
             is_acknowledged = self.phase is MigrationPhase.ACKNOWLEDGING

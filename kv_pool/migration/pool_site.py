@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 from weakref import ref
 
@@ -38,17 +37,9 @@ from kv_pool.storage.block_layout import BlockLayout
 
 _LEAVING = "it is being moved to another node"
 _ARRIVING = "it is being received from another node"
-_RESERVED = "arriving from another node"
+RESERVED = "arriving from another node"
+"""The reason of the hold of each reservation."""
 _decoder = msgspec.msgpack.Decoder(SubjectState)
-
-
-class _State(Enum):
-    """FREEZING -> FROZEN -> ENDING -> OVER. FREEZING and ENDING last as long as the pool is being changed."""
-
-    FREEZING = "freezing"
-    FROZEN = "frozen"
-    ENDING = "ending"
-    OVER = "over"
 
 
 @dataclass
@@ -57,14 +48,19 @@ class _Departure:
 
     Attributes:
         rows: the departing blocks, by sequence and group.
+        blocks: all blocks of each sequence.
         tables: the block tables of each sequence, detached while it is frozen; [] if this pool detaches none.
         holds: one for each sequence while it is frozen; it owns the references of detached tables.
+        is_changing: its sequences are being frozen, or it is ending: as long as the pool is being changed.
+        is_over: it has ended, but for its owner, who is being notified.
     """
 
     rows: dict[Any, Rows]
+    blocks: dict[Any, list[KVCacheBlock]]
     tables: dict[Any, list[BlockTable]]
     holds: list[Hold] = field(default_factory=list)
-    state: _State = _State.FREEZING
+    is_changing: bool = True
+    is_over: bool = False
 
 
 class PoolSite:
@@ -156,21 +152,19 @@ class PoolSite:
         self._check_whole()
         check_usable(self.sequences, rows)
         before = self._frozen.get(subject)
-        if before is not None and before.state is not _State.OVER:  # a subject without blocks, twice
+        if before is not None and not before.is_over:  # a subject without blocks, twice
             raise FrozenSequenceError("this subject, which has no blocks, is already being moved")
-        departure = _Departure(rows, {one: self.sequences.list_tables(one) for one in rows})
+        departure = _Departure(
+            rows,
+            {one: _list_blocks(self.sequences.list_rows(one)) for one in rows},
+            {one: self.sequences.list_tables(one) for one in rows},
+        )
         with self._change():
             self._frozen[subject] = departure
             for sequence_id, tables in departure.tables.items():
-                self.sequences.frozen[sequence_id] = _LEAVING
-                blocks = _list_blocks(self.sequences.list_rows(sequence_id))
-                if tables:
-                    self.sequences.detach(sequence_id, tables)
-                    hold = self.pool.holds.adopt(blocks, _describe_departure(sequence_id))
-                else:
-                    hold = self.pool.holds.open(blocks, _describe_departure(sequence_id))
-                departure.holds.append(hold)
-            departure.state = _State.FROZEN
+                if not tables:  # detached ones pass their references to the hold
+                    self.pool.add_references(departure.blocks[sequence_id], False)
+            self._hold_departure(departure)
         if isinstance(subject, SequenceSubject):
             try:
                 self._owner.suspend(self.sequences.as_id(subject.sequence_id))
@@ -181,7 +175,7 @@ class PoolSite:
     def thaw(self, subject: Subject) -> None:
         """Unfreeze a subject whose move has failed; it can be used as before.
 
-        No-op if it is not frozen: its `freeze` was interrupted.
+        No-op if it is not frozen: its `freeze` was interrupted at its start.
         """
         self._end(subject, None)
 
@@ -202,7 +196,7 @@ class PoolSite:
         return [
             sequence_id
             for departure in self._frozen.values()
-            if departure.state is not _State.OVER
+            if not departure.is_over
             for sequence_id in departure.rows
         ]
 
@@ -211,7 +205,7 @@ class PoolSite:
     def reserve(self, subject: Subject, offered: Sequence[OfferedBlock], state: bytes) -> Reservation:
         """Reserve one block for each offered block; a block that already has the content is touched instead.
 
-        A write lease on the missing blocks flushes their old content to the lower tiers.
+        Flush the pool's evicted blocks to the lower tiers before the missing blocks are written.
 
         Raises:
             OutOfBlocksError: too few blocks are free. Nothing has changed.
@@ -242,7 +236,7 @@ class PoolSite:
             touch_listed(self.pool, present)
             taken = iter(self.sequences.take(len(missing)))
             reservation.blocks = [next(taken) if block is None else block for block in found]
-            reservation.hold = self.pool.holds.adopt(reservation.blocks, _RESERVED)
+            reservation.hold = self.pool.holds.adopt(reservation.blocks, RESERVED)
         return reservation
 
     def insert(self, reservation: Reservation) -> None:
@@ -302,7 +296,7 @@ class PoolSite:
         departure = self._frozen.get(subject)
         if departure is None:
             return
-        if departure.state is not _State.OVER:
+        if not departure.is_over:
             self._end_departure(departure, is_leaving=target is not None)
         if isinstance(subject, SequenceSubject):
             sequence_id = self.sequences.as_id(subject.sequence_id)
@@ -316,11 +310,20 @@ class PoolSite:
                 raise
         del self._frozen[subject]
 
+    def _hold_departure(self, departure: _Departure) -> None:
+        """Freeze the sequences of a departure under holds, which get one reference to each block."""
+        for sequence_id, tables in departure.tables.items():
+            self.sequences.frozen[sequence_id] = _LEAVING
+            self.sequences.detach(sequence_id, tables)
+            reason = f"in sequence {sequence_id!r}, which is being moved to another node"
+            departure.holds.append(self.pool.holds.adopt(departure.blocks[sequence_id], reason))
+        departure.is_changing = False
+
     def _end_departure(self, departure: _Departure, is_leaving: bool) -> None:
         """Free the blocks of a departure, or make its sequences usable again."""
         sequences, holds = self.sequences, self.pool.holds
         with self._change():
-            departure.state = _State.ENDING
+            departure.is_changing = True
             for hold, tables in zip(departure.holds, departure.tables.values(), strict=True):
                 if tables:
                     holds.hand_over(hold)
@@ -331,7 +334,7 @@ class PoolSite:
                 if is_leaving or not sequences.attach(sequence_id, tables):
                     sequences.free(sequence_id, departure.rows[sequence_id])
             self._unfreeze(departure.rows)
-            departure.state = _State.OVER
+            departure.is_changing, departure.is_over = False, True
 
     def _join(self, reservation: Reservation) -> None:
         """Pass the references of a reservation to its sequences; free the blocks that join none."""
@@ -380,23 +383,15 @@ class PoolSite:
         self.pool.holds.check_whole()
 
     def begin_repair(self) -> None:
-        """Undo an interrupted change, before the pool counts its references again."""
-        for subject, departure in list(self._frozen.items()):
-            if departure.state is _State.FREEZING:
-                self._forget_holds(departure.holds)
-                for sequence_id, tables in departure.tables.items():
-                    self.sequences.attach(sequence_id, tables)
-                self._unfreeze(departure.rows)
-                del self._frozen[subject]
-            elif departure.state is _State.ENDING:
+        """Undo an interrupted change, before the pool counts its references again.
+
+        A subject that was being frozen, thawed or released is frozen: `thaw` or `release` is still to come.
+        """
+        for departure in self._frozen.values():
+            if departure.is_changing:
                 self._forget_holds(departure.holds)
                 departure.holds = []
-                for sequence_id, tables in departure.tables.items():
-                    self.sequences.frozen[sequence_id] = _LEAVING
-                    self.sequences.detach(sequence_id, tables)
-                    blocks = _list_blocks(departure.rows[sequence_id])
-                    departure.holds.append(self.pool.holds.adopt(blocks, _describe_departure(sequence_id)))
-                departure.state = _State.FROZEN
+                self._hold_departure(departure)
         reservation = self._changing
         if reservation is not None:
             for sequence_id, rows in reservation.joined:
@@ -407,7 +402,7 @@ class PoolSite:
                 for sequence_id in reservation.sequence_ids:
                     self.sequences.frozen[sequence_id] = _ARRIVING
                 self._forget_holds([reservation.hold])
-                reservation.hold = self.pool.holds.adopt(reservation.blocks, _RESERVED)
+                reservation.hold = self.pool.holds.adopt(reservation.blocks, RESERVED)
             self._changing = None
 
     def _forget_holds(self, holds: list[Hold]) -> None:
@@ -488,10 +483,6 @@ def _list_blocks(rows: Rows) -> list[KVCacheBlock]:
     return [block for row in rows for block in row if not block.is_null]
 
 
-def _describe_departure(sequence_id: Any) -> str:
-    return f"in sequence {sequence_id!r}, which is being moved to another node"
-
-
 class LocalMove:
     """A move of blocks between two pools of this process. The caller holds both locks."""
 
@@ -501,7 +492,6 @@ class LocalMove:
         self.subject = subject
         self.target_name = target_name
         self._reservation: Reservation | None = None
-        self._is_undone = False
 
     def is_whole(self) -> bool:
         """Return False if a call of one of the pools was interrupted."""
@@ -527,6 +517,7 @@ class LocalMove:
         self._reservation = reservation
         new_ids = [block.block_id for block in reservation.blocks]
         moves = [BlockMove(old_ids[position], new_ids[position]) for position in reservation.missing]
+        target.pool.flush_evicted()
         source.storage.copy_to(target.storage, moves)
         # The old blocks may be reused as soon as this returns, by work on other streams.
         target.storage.synchronize()
@@ -540,9 +531,8 @@ class LocalMove:
         reservation = self._reservation
         if reservation is None:
             return
-        if reservation.is_ended and not self._is_undone:
+        if reservation.is_ended:
             self.source.release(self.subject, self.target_name)
         else:
-            self._is_undone = True
-            self.target.release_reservation(reservation)
             self.source.thaw(self.subject)
+            self.target.release_reservation(reservation)  # last: an ended one stands for an adopted subject

@@ -154,7 +154,7 @@ class SequenceOwner(Protocol[Id]):
         return None
 
     def resume(self, sequence_id: Id, /) -> object:
-        """Continue with the sequence; its move has failed."""
+        """Continue with the sequence; its move has failed, perhaps during `suspend` or before."""
         return None
 
     def on_departed(self, sequence_id: Id, target: NodeName, /) -> object:

@@ -56,18 +56,15 @@ class Transfer:
     """A prepared transfer. Only `SourceTransfers` changes it.
 
     Attributes:
-        lease: None if the subject has no blocks.
         is_offered: False while `prepare` runs, and if it was interrupted: the transfer then ends unused.
         outcome: set when the transfer starts to end; if that is interrupted, a later call completes it.
         positions: block id -> position in the offer.
-        deadline: of the lease, by the source's clock.
     """
 
     message: messages.PrepareTransfer
     selection: Selection
-    lease: Lease | None
+    lease: Lease
     positions: dict[BlockId, int]
-    deadline: float
     is_offered: bool = False
     outcome: Outcome | None = None
 
@@ -159,7 +156,7 @@ class SourceTransfers:
             transfer = self._find(message.transfer_id)
             if self._has_invalid_content(transfer):
                 raise self._make_invalid(message.transfer_id)
-            self._extend(transfer)
+            transfer.lease.extend(self._clock() + self._lease_s)
         return messages.Acknowledged()
 
     def acknowledge(self, message: messages.AcknowledgeTransfer) -> messages.Acknowledged:
@@ -297,26 +294,22 @@ class SourceTransfers:
                     f"{describe_subject(known.message.subject)} to node {known.message.target!r}; choose "
                     "another id"
                 )
-            self._extend(known)
+            known.lease.extend(self._clock() + self._lease_s)
             return known, False
         self._check_not_over(message.transfer_id)
         site = self._site
         selection = site.select(message.subject, message.is_move)
-        deadline = self._clock() + self._lease_s
-        lease = None
-        if selection.blocks:
-            holder = f"transfer {message.transfer_id.hex()} to {message.target}"
-            lease = site.leases.acquire(selection.blocks, deadline, holder, LeaseKind.READ)
+        holder = f"transfer {message.transfer_id.hex()} to {message.target}"
+        lease = site.leases.acquire(selection.blocks, self._clock() + self._lease_s, holder, LeaseKind.READ)
         positions = {offered.block_id: position for position, offered in enumerate(selection.offered)}
-        transfer = Transfer(message, selection, lease, positions, deadline)
+        transfer = Transfer(message, selection, lease, positions)
         self._prepared[message.transfer_id] = transfer
         try:
             if message.is_move:
                 site.freeze(message.subject, selection.rows)
         except Exception:
             del self._prepared[message.transfer_id]
-            if lease is not None:
-                lease.release()
+            lease.release()
             raise
         transfer.is_offered = True
         return transfer, True
@@ -344,16 +337,9 @@ class SourceTransfers:
             )
 
     def _is_overdue(self, transfer: Transfer) -> bool:
+        lease, is_interrupted = transfer.lease, transfer.outcome is not None
         # Another caller of the leases' expire() may have ended the lease already.
-        is_taken_back = transfer.lease is not None and transfer.lease.state is not LeaseState.ACTIVE
-        is_interrupted = transfer.outcome is not None
-        return is_interrupted or is_taken_back or transfer.deadline <= self._clock()
-
-    def _extend(self, transfer: Transfer) -> None:
-        deadline = self._clock() + self._lease_s
-        if transfer.lease is not None:
-            transfer.lease.extend(deadline)
-        transfer.deadline = deadline
+        return is_interrupted or lease.state is not LeaseState.ACTIVE or lease.deadline <= self._clock()
 
     def _end(self, transfer: Transfer, outcome: Outcome) -> None:
         """End a prepared transfer; it may be called again with the same outcome."""
@@ -364,7 +350,7 @@ class SourceTransfers:
         elif message.is_move:
             self._site.thaw(message.subject)
         self._remember(message.transfer_id, outcome)
-        if transfer.lease is not None and transfer.lease.state is LeaseState.ACTIVE:
+        if transfer.lease.state is LeaseState.ACTIVE:
             transfer.lease.release()
         del self._prepared[message.transfer_id]
 

@@ -2,7 +2,7 @@
 
             the source                                  the target
                 |  <-------------- PrepareTransfer ---------  |  PREPARING
-    M1  lease   |  --------------- Offer ------------------>  |  reserve, under a write lease         M2
+    M1  lease   |  --------------- Offer ------------------>  |  reserve                              M2
                 |  <============== bytes, in batches =======  |  READING
     checksums   |  <-------------- AskChecksums ------------  |  verify
                 |                                             |  INSERTING: the blocks can be hit
@@ -20,6 +20,7 @@ import time
 from contextlib import suppress
 from typing import ClassVar
 
+from kv_pool.core.holds import Hold
 from kv_pool.errors import (
     InvalidContentError,
     MigrationCancelledError,
@@ -40,7 +41,8 @@ class Pull(Migration):
     """A migration at its target. One thread calls `run`, then `resolve` as long as the migration is in doubt.
 
     Attributes:
-        reservation, lease: the reservation and its write lease, or None. Guarded by the site's lock.
+        reservation: of the blocks, or None. Guarded by the site's lock.
+        is_inserted: the blocks of the reservation were verified and are cached.
         held: the read lease that keeps the arrived blocks for `hold_s`, or None; it ends at its deadline or
             by `release`. Guarded by the site's lock.
     """
@@ -50,7 +52,6 @@ class Pull(Migration):
     def __init__(self, settings: PullSettings, wanted: messages.PullSubject, hold_s: float = 0.0) -> None:
         super().__init__(wanted, wanted.source, settings.on_change)
         self.reservation: Reservation | None = None
-        self.lease: Lease | None = None
         self.held: Lease | None = None
         self._hold_s = hold_s
         self._settings = settings
@@ -61,7 +62,7 @@ class Pull(Migration):
         self._incarnation = ""  # of the source
         self._reads: VerifiedReads | None = None
         self._may_be_leased = False
-        self._is_inserted = False
+        self.is_inserted = False
         # Held while the pull ends: by the thread that resolves it, or by a caller of `assume_source_gone`.
         self._ending = threading.Lock()
 
@@ -72,15 +73,12 @@ class Pull(Migration):
         return not self.phase.is_ended and self._calls.stop(error)
 
     def renew(self) -> None:
-        """Renew the read lease at the source and the write lease here.
+        """Renew the lease at the source.
 
         A missing answer is ignored: a later renewal may succeed, otherwise the source's lease expires.
         """
         if self.phase is not MigrationPhase.READING:
             return
-        with self._site.lock:
-            if self.lease is not None and self.lease.state is LeaseState.ACTIVE:
-                self.lease.extend(self._settings.clock() + self._settings.lease_s)
         try:
             self._calls.call(messages.RenewLease(self.transfer_id), messages.Acknowledged)
         except StaleTransferError as error:
@@ -168,22 +166,10 @@ class Pull(Migration):
         return reads, offer
 
     def _reserve(self, offer: messages.Offer) -> Reservation:
-        """M2: reserve one block for each offered block; put those to be written under a write lease."""
-        site = self._site
-        with site.lock:
-            reservation = self.reservation = site.reserve(self.subject, offer.blocks, offer.state)
-            try:
-                if reservation.missing:
-                    self.lease = site.leases.acquire(
-                        [reservation.blocks[position] for position in reservation.missing],
-                        self._settings.clock() + self._settings.lease_s,
-                        f"transfer {self.transfer_id.hex()} from {self.peer}",
-                        LeaseKind.WRITE,
-                    )
-            except Exception:
-                self.reservation = None
-                site.release_reservation(reservation)
-                raise
+        """M2: reserve one block for each offered block, and flush what those to be written have."""
+        with self._site.lock:
+            self.reservation = reservation = self._site.reserve(self.subject, offer.blocks, offer.state)
+            self._site.pool.flush_evicted()
         num_present = len(reservation.blocks) - len(reservation.missing)
         self.status.num_present_blocks = self.status.num_done_blocks = num_present
         return reservation
@@ -194,10 +180,8 @@ class Pull(Migration):
         self._calls.check_wanted()
         reads.return_reader()
         with self._site.lock:
-            # A cached block is never under a write lease; the reservation's reference keeps it.
-            self._release_lease()
             self._site.insert(reservation)
-            self._is_inserted = True
+            self.is_inserted = True
 
     def _acknowledge(self) -> None:
         """M4: acknowledge, then adopt: a move once the source has confirmed, a copy unless it is invalid."""
@@ -272,7 +256,7 @@ class Pull(Migration):
 
     def _release_reservation(self, reservation: Reservation, error: Exception) -> None:
         """Drop the reservation; inserted blocks stay cached, unless invalid. Called with the lock."""
-        if isinstance(error, InvalidContentError):
+        if self.is_inserted and isinstance(error, InvalidContentError):
             wrong = [reservation.blocks[position].block_id for position in reservation.missing]
             self._site.sequences.evict_invalid(wrong)
         self._site.release_reservation(reservation)
@@ -284,15 +268,11 @@ class Pull(Migration):
             self._reads.close()
         with self._site.lock:
             reservation, self.reservation = self.reservation, None
-            if self._is_inserted and reservation is not None:
+            reader = None if self._reads is None else self._reads.reader
+            if reservation is not None:
+                if not self.is_inserted and reader is not None and not reader.is_settled():
+                    self._settings.unsettled.append((self._quarantine(reservation), reader))
                 self._release_reservation(reservation, error)
-            elif reservation is not None:
-                reader = None if self._reads is None else self._reads.reader
-                if self.lease is not None and reader is not None and not reader.is_settled():
-                    self._settings.unsettled.append((self.lease, reader))
-                    self.lease = None
-                self._release_lease()
-                self._site.release_reservation(reservation)
         if self._may_be_leased:
             # Once, ignoring errors: if this fails, the source's lease expires.
             with suppress(Exception):
@@ -305,11 +285,11 @@ class Pull(Migration):
 
     # ---- inside ----------------------------------------------------------------------------------
 
-    def _release_lease(self) -> None:
-        """Return the write lease, also from quarantine: no read is in progress. Called with the lock."""
-        if self.lease is not None:
-            self.lease.release()
-            self.lease = None
+    def _quarantine(self, reservation: Reservation) -> Hold:
+        """Hold the blocks to which a read of this pull may still write. Called with the lock."""
+        missing = [reservation.blocks[position] for position in reservation.missing]
+        reason = f"in quarantine: transfer {self.transfer_id.hex()} from {self.peer} may still write it"
+        return self._site.pool.holds.open(missing, reason)
 
     def _enter(self, phase: MigrationPhase) -> None:
         self.status.phase = phase

@@ -68,8 +68,8 @@ class BlockReader(ABC):
             deadline: a `time.monotonic()` time.
         Raises:
             TransferFailedError: not all bytes arrived by the deadline, or the connection broke. The content
-                of the local blocks is undefined; if the error's `is_settled` is False, they may still be
-                written until `is_settled()` returns True.
+                of the local blocks is undefined, and they may still be written until `is_settled()`
+                returns True.
             StaleTransferError: the transfer does not lease these blocks. Nothing more is written; `is_usable`
                 tells whether the reader can be used again.
         """

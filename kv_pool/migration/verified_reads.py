@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.holds import Hold
 from kv_pool.errors import InvalidArgumentError, MigrationError, PeerUnavailableError, TransferFailedError
 from kv_pool.ids import BlockId, NodeName
-from kv_pool.manager.leases import Lease
 from kv_pool.migration.messages import (
     AskChecksums,
     Checksums,
@@ -91,14 +91,14 @@ class PullSettings:
     Attributes:
         name: of the node.
         links: the connections to other nodes.
-        lease_s: duration of the write lease unless renewed, and time limit of one read.
+        lease_s: time limit of one read, and how long `wait` waits for a move in doubt.
         call_s: time limit of a call to another node.
         clock: monotonic time in seconds, the clock of the site's leases.
         limit: shared by all migrations to this node.
         askers: threads for calls to other nodes.
         on_change: called without any lock, with a migration that has entered a phase or finished a batch.
-        unsettled: write leases in quarantine, each with a reader that may still write to its blocks. Guarded
-            by the site's lock.
+        unsettled: holds on blocks in quarantine, each with a reader that may still write to them. Guarded by
+            the site's lock.
     """
 
     name: NodeName
@@ -110,7 +110,7 @@ class PullSettings:
     limit: RateLimit
     askers: Workers
     on_change: Callable[[Migration], object]
-    unsettled: list[tuple[Lease, BlockReader]]
+    unsettled: list[tuple[Hold, BlockReader]]
 
 
 class PeerCalls:

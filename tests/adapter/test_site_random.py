@@ -1,7 +1,7 @@
 """Random calls on two pools and migrations between them, aborted at any step, against a slow model.
 
 The model stores sequences as lists of the numbers written in their blocks. A migration runs step by step, as
-a migrator drives it, with leases on both sides.
+a migrator drives it, with leases at the source.
 """
 
 import itertools
@@ -15,7 +15,6 @@ from drawing import hash_of
 from kv_pool import (
     InvalidArgumentError,
     InvalidBlockError,
-    LeaseKind,
     LRUEviction,
     OutOfBlocksError,
     UnknownSequenceError,
@@ -61,11 +60,8 @@ class Moving:
         self.selection = selection
         if is_move:
             source.site.freeze(subject, selection.rows)
-        self.lease = None
-        if selection.blocks:
-            self.lease = source.site.leases.acquire(selection.blocks, FOREVER, "the target")
+        self.lease = source.site.leases.acquire(selection.blocks, FOREVER, "the target")
         self.reservation = None
-        self.write_lease = None
         self.has_departed = False
         self.numbers = [read_block(source.pool, block.block_id) for block in selection.blocks]
         self.holders = [NO_SEQUENCE] * len(selection.blocks)
@@ -79,9 +75,6 @@ class Moving:
     def reserve(self):
         target = self.target
         self.reservation = target.site.reserve(self.subject, self.selection.offered, self.selection.state)
-        missing = [self.reservation.blocks[at] for at in self.reservation.missing]
-        if missing:
-            self.write_lease = target.site.leases.acquire(missing, FOREVER, "the read", LeaseKind.WRITE)
 
     def read(self):
         moves = [
@@ -91,9 +84,6 @@ class Moving:
         self.source.pool.storage.copy_to(self.target.pool.storage, moves)
 
     def insert(self):
-        if self.write_lease is not None:
-            self.write_lease.release()
-            self.write_lease = None
         self.target.site.insert(self.reservation)
 
     def acknowledge(self):
@@ -103,7 +93,7 @@ class Moving:
             for holder, number in zip(self.holders, self.numbers, strict=True):
                 self.source.contents[holder].remove(number)
             forget_empty(self.source)
-        self.give_lease_back()
+        self.lease.release()
 
     def adopt(self):
         self.target.site.adopt(self.reservation)
@@ -118,18 +108,11 @@ class Moving:
             self.adopt()
             return
         if self.reservation is not None:
-            if self.write_lease is not None:
-                self.write_lease.release()
             self.target.site.release_reservation(self.reservation)
             self.reservation = None
         if self.is_move:
             self.source.site.thaw(self.subject)
-        self.give_lease_back()
-
-    def give_lease_back(self):
-        if self.lease is not None:
-            self.lease.release()
-            self.lease = None
+        self.lease.release()
 
     def go_on(self):
         self.steps.pop(0)()

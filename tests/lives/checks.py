@@ -9,7 +9,9 @@ import numpy as np
 from lives.router import check_router
 from lives.source_role import OVER
 
+from kv_pool.core.holds import Hold
 from kv_pool.manager.invariants import check_leases, check_manager
+from kv_pool.manager.leases import Lease
 from kv_pool.manager.retention.invariants import check_retention
 from kv_pool.migration import invariants as migration_invariants
 from kv_pool.storage.block_storage import BlockStorage
@@ -27,7 +29,7 @@ def check_node(node, movings):
     for writer in node.writers:
         writer.check()
     check_leases(node.leases)
-    leases = [*node.readers, *(writer.lease for writer in node.writers)]
+    leases = [*node.readers, *(writer.lease for writer in node.writers if isinstance(writer.lease, Lease))]
     if Counter(map(id, leases)) != Counter(map(id, node.leases.list_leases())):
         raise AssertionError(f"{node.name}: {node.leases.list_leases()} are leased, not {leases}")
     check_cached(node, node.device)
@@ -47,12 +49,10 @@ def check_node(node, movings):
 def check_migrations(node, movings):
     """Check M1 to M8, and that the source's leases match its table."""
     pulls = [moving.pull for moving in movings if moving.target is node] + node.holding
-    of_pulls = [pull.lease for pull in pulls]
-    others = [writer.lease for writer in node.writers if writer.lease not in of_pulls]
     source_role = node.source_role
     with node.site.lock:
         migration_invariants.check_source(source_role.transfers)
-        migration_invariants.check_pulls(node.site, pulls, others)
+        migration_invariants.check_pulls(node.site, pulls, list_quarantines(node))
     leased = {transfer.message.transfer_id for transfer in source_role.transfers.list_prepared()}
     assert leased == source_role.departures.keys(), f"{node.name} leases something else than it says"
     for transfer_id, departure in source_role.departures.items():
@@ -64,10 +64,15 @@ def check_migrations(node, movings):
     assert sorted(node.site.list_frozen()) == sorted(sequence.name for sequence in leaving)
 
 
+def list_quarantines(node):
+    return [writer.lease for writer in node.writers if isinstance(writer.lease, Hold)]
+
+
 def list_held(node, movings):
     """Return the held blocks, once for each hold."""
     blocks = [block for lease in node.leases.list_leases() for block in lease.blocks]
     blocks += [block for moving in movings if moving.target is node for block in moving.reserved]
+    blocks += [block for hold in list_quarantines(node) for block in hold.blocks]
     blocks += node.touched
     for departure in node.source_role.departures.values():
         blocks += departure.blocks if departure.sequence is not None else []

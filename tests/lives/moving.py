@@ -89,12 +89,14 @@ class Moving:
     def observe(self):
         """Bring the expectations up to date; at each change and after each turn."""
         pull, target = self.pull, self.target
-        if pull.lease is None and self.writer is not None:
+        reservation = pull.reservation
+        missing = [] if reservation is None else [reservation.blocks[at] for at in reservation.missing]
+        is_writing = bool(missing) and not pull.is_inserted
+        if self.writer is not None and not is_writing:
             target.writers.remove(self.writer)
             self.writer = None
-        elif pull.lease is not None and self.writer is None:
-            self.writer = Writer(target, pull.lease)
-        reservation = pull.reservation
+        elif self.writer is None and is_writing:
+            self.writer = Writer(target, SimpleNamespace(blocks=missing, state=None))
         if reservation is None:
             self.release_reserved()
         elif self.arriving is None:
@@ -140,6 +142,7 @@ class Moving:
 
     def note_unsettled(self, both):
         """The last bytes arrive after the pull has failed."""
+        self.writer.lease, _ = both
         self.target.write_late(self.writer)
         self.writer = None
 

@@ -79,7 +79,7 @@ class Reader:
         draw = 1.0 if self.link.world.is_calm else self.link.world.rng.random()
         if draw < 0.1:
             self.is_late = draw < 0.07
-            raise TransferFailedError("the connection broke", is_settled=not self.is_late)
+            raise TransferFailedError("the connection broke")
 
     def is_settled(self):
         return not self.is_late

@@ -6,10 +6,9 @@ import msgspec
 import pytest
 from migration.test_target import LOST, Bench
 
-from kv_pool import LeaseKind
 from kv_pool.errors import CorruptedPoolError
 from kv_pool.migration import invariants
-from kv_pool.migration.messages import AcknowledgeTransfer, MigrationPhase
+from kv_pool.migration.messages import AcknowledgeTransfer, MigrationPhase, OfferedBlock, PrefixSubject
 from kv_pool.migration.site import insert_keys
 from kv_pool.migration.source import Outcome, SourceTransfers, TransferState
 
@@ -36,16 +35,12 @@ def reach(phase, **options):
 def check(bench):
     invariants.check(bench.source.site, bench.transfers, [], [])
     nothing_leased = SourceTransfers(bench.target.site, "target", "target@0", 1.0, bench.clock)
-    unsettled = [lease for lease, _ in bench.unsettled]
+    unsettled = [hold for hold, _ in bench.unsettled]
     invariants.check(bench.target.site, nothing_leased, [bench.pull], unsettled)
 
 
 def lease_other_blocks(bench):
     bench.transfers.list_prepared()[0].selection.blocks.reverse()
-
-
-def prepare_without_a_lease(bench):
-    bench.transfers.list_prepared()[0].lease = None
 
 
 def end_a_transfer_that_is_leased(bench):
@@ -57,10 +52,6 @@ def offer_another_id(bench):
     offered[0] = msgspec.structs.replace(offered[0], block_id=offered[0].block_id + 7)
 
 
-def read_into_more_than_is_leased(bench):
-    bench.pull.reservation.missing.pop()
-
-
 def let_a_block_be_hit_that_is_written(bench):
     reservation = bench.pull.reservation
     insert_keys(bench.target.pool, reservation.blocks[0], reservation.offered[0], lambda group_id: 4)
@@ -70,18 +61,12 @@ def forget_the_reservation_of_a_pull_in_doubt(bench):
     bench.pull.reservation = None
 
 
-def go_on_writing_in_doubt(bench):
-    reservation = bench.pull.reservation
-    bench.pull.lease = bench.target.site.leases.acquire(reservation.blocks, 99.0, "late", LeaseKind.READ)
-
-
 def keep_reservation_at_the_end(bench):
     bench.pull.status.phase = MigrationPhase.FAILED
 
 
 def write_for_no_pull(bench):
-    blocks = bench.target.pool.get_new_blocks(1)
-    bench.target.site.leases.acquire(blocks, 99.0, "no pull", LeaseKind.WRITE)
+    bench.target.site.reserve(PrefixSubject(()), [OfferedBlock(1, 0)], b"")
 
 
 def release_the_hold_of_a_reservation(bench):
@@ -100,12 +85,9 @@ def hold_less_than_has_arrived(bench):
 READING, IN_DOUBT, DONE = MigrationPhase.READING, MigrationPhase.IN_DOUBT, MigrationPhase.DONE
 DAMAGES = [
     (READING, lease_other_blocks, "M1"),
-    (READING, prepare_without_a_lease, "M1"),
-    (READING, read_into_more_than_is_leased, "M2"),
     (READING, let_a_block_be_hit_that_is_written, "M2"),
     (READING, keep_reservation_at_the_end, "M3"),
     (IN_DOUBT, forget_the_reservation_of_a_pull_in_doubt, "M3"),
-    (IN_DOUBT, go_on_writing_in_doubt, "M3"),
     (READING, end_a_transfer_that_is_leased, "M4"),
     (READING, write_for_no_pull, "M5"),
     (READING, offer_another_id, "M6"),

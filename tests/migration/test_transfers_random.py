@@ -123,7 +123,7 @@ class LateReader:
         if draw < 0.06:
             self.unsettled = list(local_ids)
             world.late_readers.append(self)
-            raise TransferFailedError("cancelled while bytes are in flight", is_settled=False)
+            raise TransferFailedError("cancelled while bytes are in flight")
         if draw < 0.12:
             self.scribble(local_ids)
             raise TransferFailedError("broken off")
@@ -368,7 +368,7 @@ class World:
             if transfers is not None:
                 invariants.check_source(transfers)
             else:
-                unsettled = [lease for lease, _ in self.quarantined]
+                unsettled = [hold for hold, _ in self.quarantined]
                 invariants.check_pulls(engine.site, pulls, unsettled)
 
     def finish(self):

@@ -167,10 +167,14 @@ class PagedSequences(ControlledManager):
         """Prepare reserved slots for writing. Call after all reservations of a step, before the first write.
 
         Flushes evicted blocks to the lower tiers, and copies shared blocks to their replacements.
+
+        Raises:
+            CopyFailedError: no copy is lost: call it again before the first write.
         """
         if self.tiers is not None:
             self.tiers.flush()
-        self.storage.apply_moves(self.manager.take_block_copies())
+        self.storage.apply_moves(self.manager.copies.list_moves())
+        self.manager.take_block_copies()
 
     def get_slots(self, request: Request, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Return the current slots of the request's positions `[start, stop)`: (stop - start,), int64."""

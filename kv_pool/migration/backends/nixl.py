@@ -210,7 +210,7 @@ class NixlReader(BlockReader):
         sources = make_block_ids(remote_ids, self._there.num_blocks)
         targets = make_block_ids(local_ids, self._here.num_blocks)
         if not self._is_open:
-            raise TransferFailedError(f"the reader of {self._peer_name} was closed", self.is_settled())
+            raise TransferFailedError(f"the reader of {self._peer_name} was closed")
         if len(sources):
             self._read_blocks(sources, targets, deadline)
         return ReadCount(
@@ -235,7 +235,7 @@ class NixlReader(BlockReader):
     def _read_blocks(self, sources: IntArray, targets: IntArray, deadline: float) -> None:
         what = f"reading {len(sources)} blocks of {self._peer_name} by NIXL"
         if time.monotonic() >= deadline:
-            raise TransferFailedError(f"{what}: deadline passed before the start", self.is_settled())
+            raise TransferFailedError(f"{what}: deadline passed before the start")
         handle = None
         try:
             handle = self._agent.make_prepped_xfer(
@@ -252,10 +252,10 @@ class NixlReader(BlockReader):
                 self._backend.forget(self._agent_name)
             elif handle is not None:
                 self._under_way.append(handle)
-            raise TransferFailedError(f"{what}: {error}", self.is_settled()) from error
+            raise TransferFailedError(f"{what}: {error}") from error
         if state == "PROC":
             self._under_way.append(handle)
-            raise TransferFailedError(f"{what}: not done in time", is_settled=False)
+            raise TransferFailedError(f"{what}: not done in time")
         with suppress(*self._nixl.errors):
             handle.release()
         if state != "DONE":

@@ -47,13 +47,17 @@ def test_request_that_does_not_fit_is_not_admitted(started):
     generate(sequences, request, 10)
 
 
-def test_fork_shares_blocks_until_one_writes(started):
+def test_fork_shares_blocks_until_one_writes(started, monkeypatch):
     sequences, request = started
     child = make_request("child", [*request.all_token_ids[:23], 50])
     sequences.fork(request, child)
     ids, child_ids = (sequences.manager.get_block_ids(name) for name in ("r", "child"))
     assert ids == child_ids
     assert sequences.reserve(child, 1)
+    monkeypatch.setattr(sequences.storage, "_copy", break_off)
+    with pytest.raises(CopyFailedError, match="unplugged"):
+        sequences.begin_step()
+    monkeypatch.undo()  # the copies of the step are still to be made
     target = make_sequences(20)
     assert sequences.migrate(child, target)
     check_kv(target, child)
