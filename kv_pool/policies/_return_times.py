@@ -150,6 +150,8 @@ class ReturnTimes:
                 end = self.time if is_last else self.times[cohort + 1]
                 age = self.find_age(middle - (self.times[cohort] + end) / 2)
                 for kind, count in enumerate(self.counts[cohort]):
+                    if count == 0:
+                        continue
                     self.exposures[kind * NUM_AGES + age] += count * (seconds / 2 if is_last else seconds)
 
     def _merge(self, now: float) -> None:
@@ -170,6 +172,7 @@ class ReturnTimes:
     def update_values(self) -> None:
         """Compute `values`. O(classes * NUM_AGES ** 2)."""
         rates = [0.0] * NUM_AGES
+        shares = [0.0] * NUM_AGES  # of the blocks at the start of an age, those that return in it
         common = [0.0] * NUM_AGES
         for age in range(NUM_AGES):
             prior = self.prior_blocks * self.widths[age]
@@ -186,8 +189,9 @@ class ReturnTimes:
                 rates[age] = (self.num_returned[place] + common[age] * prior) / (
                     self.exposures[place] + prior
                 )
+                shares[age] = -expm1(-rates[age] * self.widths[age])
             for age in range(NUM_AGES):
-                self.values[kind * NUM_AGES + age] = self._find_value(rates, age)
+                self.values[kind * NUM_AGES + age] = self._find_value(rates, shares, age)
 
     def read_value(self, place: int, seconds: float) -> float:
         """Return the value of a class at an exact age, from those of the two nearest ages.
@@ -204,14 +208,13 @@ class ReturnTimes:
         share = min(abs(offset), 0.5)
         return value * exp(share * log(self.values[other] / value))
 
-    def _find_value(self, rates: list[float], age: int) -> float:
+    def _find_value(self, rates: list[float], shares: list[float], age: int) -> float:
         """Return the largest share that returns until some age, per block and time until then."""
         left, time, best = 1.0, 0.0, 0.0
         while age < NUM_AGES:
-            rate, width = rates[age], self.widths[age]
-            share = -expm1(-rate * width)
-            time += left * share / rate
-            left -= left * share
+            returned = left * shares[age]
+            time += returned / rates[age]
+            left -= returned
             best = max(best, (1.0 - left) / time)
             age += 1
         return best
