@@ -1,8 +1,9 @@
 """`ReturnTimes`: how soon freed blocks are used again, by class and age, and what keeping them is worth."""
 
-from bisect import bisect_right
 from math import exp, expm1, log
 from typing import Final
+
+from mypy_extensions import i64
 
 NUM_AGES: Final = 13
 NUM_COHORTS: Final = 48
@@ -59,8 +60,12 @@ class ReturnTimes:
         self.update_values()
 
     def find_age(self, seconds: float) -> int:
-        """Return the number of an age, 0 to NUM_AGES - 1. O(log NUM_AGES)."""
-        return max(0, bisect_right(self.bounds, seconds) - 1)
+        """Return the number of an age, 0 to NUM_AGES - 1. O(NUM_AGES)."""
+        bounds = self.bounds  # searched in C: a call of bisect costs more than the few steps
+        age: i64 = len(bounds) - 1
+        while age > 0 and seconds < bounds[age]:
+            age -= 1
+        return max(0, age)
 
     def enter(self, now: float, kind: int, num_blocks: int) -> int:
         """Handle freed blocks of a class. Return their stamp, above 0."""
@@ -72,7 +77,7 @@ class ReturnTimes:
         return self.num_entered
 
     def note_evicted(self, stamp: int, num_blocks: int) -> None:
-        """Handle the eviction of blocks. O(log NUM_COHORTS)."""
+        """Handle the eviction of blocks. O(NUM_COHORTS)."""
         self.evicted[self._find_cohort(stamp)] += num_blocks
 
     def count_recent(self, num_blocks: int) -> tuple[int, int]:
@@ -90,8 +95,12 @@ class ReturnTimes:
             num_evicted += self.evicted[place]
         return 0, num_evicted
 
-    def _find_cohort(self, stamp: int) -> int:
-        return max(0, bisect_right(self.starts, stamp - 1) - 1)
+    def _find_cohort(self, stamp: i64) -> i64:
+        starts = self.starts  # the last cohorts are asked for most
+        place: i64 = len(starts) - 1
+        while place > 0 and starts[place] >= stamp:
+            place -= 1
+        return place
 
     def leave(self, stamp: int, kind: int, num_blocks: int, is_evicted: bool = False) -> int:
         """Handle blocks that return or are forgotten. Return the number of blocks that entered after them.
@@ -108,10 +117,12 @@ class ReturnTimes:
             num_after += self.totals[other]
         return num_after
 
-    def note_return(self, kind: int, seconds: float, num_blocks: int) -> None:
-        """Handle the return of blocks of a class at an age."""
+    def note_return(self, kind: int, seconds: float, num_blocks: int) -> int:
+        """Handle the return of blocks of a class. Return the number of their age."""
+        age = self.find_age(seconds)
         if self.bounds:
-            self.num_returned[kind * NUM_AGES + self.find_age(seconds)] += num_blocks
+            self.num_returned[kind * NUM_AGES + age] += num_blocks
+        return age
 
     def _add_cohort(self, now: float) -> None:
         """Count the time since the last cohort for all blocks, and begin another."""
@@ -139,6 +150,8 @@ class ReturnTimes:
                 end = self.time if is_last else self.times[cohort + 1]
                 age = self.find_age(middle - (self.times[cohort] + end) / 2)
                 for kind, count in enumerate(self.counts[cohort]):
+                    if count == 0:
+                        continue
                     self.exposures[kind * NUM_AGES + age] += count * (seconds / 2 if is_last else seconds)
 
     def _merge(self, now: float) -> None:
@@ -159,6 +172,7 @@ class ReturnTimes:
     def update_values(self) -> None:
         """Compute `values`. O(classes * NUM_AGES ** 2)."""
         rates = [0.0] * NUM_AGES
+        shares = [0.0] * NUM_AGES  # of the blocks at the start of an age, those that return in it
         common = [0.0] * NUM_AGES
         for age in range(NUM_AGES):
             prior = self.prior_blocks * self.widths[age]
@@ -175,8 +189,9 @@ class ReturnTimes:
                 rates[age] = (self.num_returned[place] + common[age] * prior) / (
                     self.exposures[place] + prior
                 )
+                shares[age] = -expm1(-rates[age] * self.widths[age])
             for age in range(NUM_AGES):
-                self.values[kind * NUM_AGES + age] = self._find_value(rates, age)
+                self.values[kind * NUM_AGES + age] = self._find_value(rates, shares, age)
 
     def read_value(self, place: int, seconds: float) -> float:
         """Return the value of a class at an exact age, from those of the two nearest ages.
@@ -193,14 +208,13 @@ class ReturnTimes:
         share = min(abs(offset), 0.5)
         return value * exp(share * log(self.values[other] / value))
 
-    def _find_value(self, rates: list[float], age: int) -> float:
+    def _find_value(self, rates: list[float], shares: list[float], age: int) -> float:
         """Return the largest share that returns until some age, per block and time until then."""
         left, time, best = 1.0, 0.0, 0.0
         while age < NUM_AGES:
-            rate, width = rates[age], self.widths[age]
-            share = -expm1(-rate * width)
-            time += left * share / rate
-            left -= left * share
+            returned = left * shares[age]
+            time += returned / rates[age]
+            left -= returned
             best = max(best, (1.0 - left) / time)
             age += 1
         return best

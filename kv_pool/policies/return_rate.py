@@ -92,8 +92,8 @@ class ReturnRate(CachePolicy):
         gain = num_blocks * (int(is_hit) - int(distance <= self.capacity))
         self.gain += gain
         self.sum_lost -= gain
-        self.returns.note_return(kind, seconds, num_blocks)
-        return 1 + self.returns.find_age(seconds) * (NUM_CLASSES - 1) // NUM_AGES
+        age = self.returns.note_return(kind, seconds, num_blocks)
+        return 1 + age * (NUM_CLASSES - 1) // NUM_AGES
 
     def choose(self) -> int:
         if self.returns.num_entered >= self.next_update:

@@ -15,16 +15,19 @@ class WTinyLFU(CachePolicy):
     def start(self) -> None:
         self.counts, self.num_samples, self.is_full = bytearray(8 * self.capacity + 64), 0, False
 
-    def estimate(self, run: CachedRun, change: int = 0) -> int:
+    def find_cells(self, run: CachedRun) -> list[int]:
         if run.tag is None or run.tag[0] is not run.key:
             key = int.from_bytes((run.key or b"")[-12:-4], "big") * 0x9E3779B97F4A7C15 % 2**64
             run.tag = (run.key, [((key >> shift) ^ key) % len(self.counts) for shift in (3, 17, 29, 41)])
-        for cell in run.tag[1] if change else ():
-            self.counts[cell] = min(self.counts[cell] + change, 15)
-        return min([int(self.counts[cell]) for cell in run.tag[1]])
+        cells: list[int] = run.tag[1]
+        return cells
+
+    def estimate(self, run: CachedRun) -> int:
+        return min([int(self.counts[cell]) for cell in self.find_cells(run)])
 
     def cached(self, run: CachedRun) -> None:
-        self.estimate(run, 1)
+        for cell in self.find_cells(run):
+            self.counts[cell] = min(self.counts[cell] + 1, 15)
         self.num_samples += 1
         if self.num_samples >= 10 * self.capacity:
             self.counts = self.counts.translate(bytes(count // 2 for count in range(256)))

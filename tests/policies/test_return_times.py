@@ -1,6 +1,7 @@
 """`ReturnTimes`: rates of return by class and age, and reuse distances, against slow models."""
 
 import random
+from math import exp
 
 import pytest
 
@@ -45,8 +46,9 @@ def test_values_are_the_best_share_for_the_time():
     returns = ReturnTimes(100, 1)
     returns.set_scale(1.0)
     rates = [rng.random() / width for width in returns.widths]
+    shares = [1 - exp(-rate * width) for rate, width in zip(rates, returns.widths, strict=True)]
     for age in range(NUM_AGES):
-        assert returns._find_value(rates, age) == pytest.approx(
+        assert returns._find_value(rates, shares, age) == pytest.approx(
             find_best(rates, returns.widths, age), rel=0.01
         )
 

@@ -372,10 +372,11 @@ class PlacedClaims(BandPolicy):
         """Replace the claims on those of these blocks that are in use; return the others."""
         free: list[KVCacheBlock] = []
         used: list[KVCacheBlock] = []
+        has_held = self.held.has_blocks
         for block in blocks:
             # A block that is held as pinned only is not in use.
             is_unused = block.next_free_block is not None or (
-                block.ref_cnt == 1 and self.held.contains(block)
+                has_held and block.ref_cnt == 1 and self.held.contains(block)
             )
             (free if is_unused else used).append(block)
         if used:
@@ -511,6 +512,8 @@ class PlacedClaims(BandPolicy):
 
     def release(self, blocks: list[KVCacheBlock]) -> None:
         """Drop the references that pins have to these blocks; free ones move to the default band's back."""
+        if not self.held.has_blocks:
+            return
         held = [block for block in blocks if self.held.contains(block)]
         if held:
             self._is_moving = True
