@@ -20,7 +20,7 @@ import time
 from contextlib import suppress
 from typing import ClassVar
 
-from kv_pool.core.holds import Hold
+from kv_pool.core.holds import Hold, HoldState
 from kv_pool.errors import (
     InvalidContentError,
     MigrationCancelledError,
@@ -289,7 +289,9 @@ class Pull(Migration):
         """Hold the blocks to which a read of this pull may still write. Called with the lock."""
         missing = [reservation.blocks[position] for position in reservation.missing]
         reason = f"in quarantine: transfer {self.transfer_id.hex()} from {self.peer} may still write it"
-        return self._site.pool.holds.open(missing, reason)
+        hold = self._site.pool.holds.open(missing, reason)
+        hold.state = HoldState.QUARANTINED
+        return hold
 
     def _enter(self, phase: MigrationPhase) -> None:
         self.status.phase = phase
