@@ -166,10 +166,9 @@ class Pull(Migration):
         return reads, offer
 
     def _reserve(self, offer: messages.Offer) -> Reservation:
-        """M2: reserve one block for each offered block, and flush what those to be written have."""
+        """M2: reserve one block for each offered block."""
         with self._site.lock:
             self.reservation = reservation = self._site.reserve(self.subject, offer.blocks, offer.state)
-            self._site.pool.flush_evicted()
         num_present = len(reservation.blocks) - len(reservation.missing)
         self.status.num_present_blocks = self.status.num_done_blocks = num_present
         return reservation
@@ -270,7 +269,7 @@ class Pull(Migration):
             reservation, self.reservation = self.reservation, None
             reader = None if self._reads is None else self._reads.reader
             if reservation is not None:
-                if not self.is_inserted and reader is not None and not reader.is_settled():
+                if reader is not None and not reader.is_settled():
                     self._settings.unsettled.append((self._quarantine(reservation), reader))
                 self._release_reservation(reservation, error)
         if self._may_be_leased:
