@@ -24,7 +24,8 @@ class HoldState(Enum):
 
     OPEN -> RELEASED                   release()
     OPEN -> EXPIRED                    expire() after the deadline
-    OPEN -> QUARANTINED -> RELEASED    expire() with is_quarantined_late, then release()
+    OPEN -> QUARANTINED -> RELEASED    expire() with is_quarantined_late, or a migration that fails while its
+                                       blocks may still be written; then release()
     """
 
     OPEN = "open"

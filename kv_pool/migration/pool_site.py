@@ -205,7 +205,7 @@ class PoolSite:
     def reserve(self, subject: Subject, offered: Sequence[OfferedBlock], state: bytes) -> Reservation:
         """Reserve one block for each offered block; a block that already has the content is touched instead.
 
-        Flush the pool's evicted blocks to the lower tiers before the missing blocks are written.
+        The old content of the missing blocks is flushed to the lower tiers.
 
         Raises:
             OutOfBlocksError: too few blocks are free. Nothing has changed.
@@ -235,6 +235,7 @@ class PoolSite:
                 self.sequences.frozen[sequence_id] = _ARRIVING
             touch_listed(self.pool, present)
             taken = iter(self.sequences.take(len(missing)))
+            self.pool.flush_evicted()
             reservation.blocks = [next(taken) if block is None else block for block in found]
             reservation.hold = self.pool.holds.adopt(reservation.blocks, RESERVED)
         return reservation
@@ -517,7 +518,6 @@ class LocalMove:
         self._reservation = reservation
         new_ids = [block.block_id for block in reservation.blocks]
         moves = [BlockMove(old_ids[position], new_ids[position]) for position in reservation.missing]
-        target.pool.flush_evicted()
         source.storage.copy_to(target.storage, moves)
         # The old blocks may be reused as soon as this returns, by work on other streams.
         target.storage.synchronize()

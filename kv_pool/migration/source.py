@@ -308,8 +308,9 @@ class SourceTransfers:
             if message.is_move:
                 site.freeze(message.subject, selection.rows)
         except Exception:
-            del self._prepared[message.transfer_id]
-            lease.release()
+            if not site.pool.is_changing:  # otherwise `expire` ends it after the repair
+                del self._prepared[message.transfer_id]
+                lease.release()
             raise
         transfer.is_offered = True
         return transfer, True

@@ -20,7 +20,7 @@ import time
 from contextlib import suppress
 from typing import ClassVar
 
-from kv_pool.core.holds import Hold
+from kv_pool.core.holds import Hold, HoldState
 from kv_pool.errors import (
     InvalidContentError,
     MigrationCancelledError,
@@ -166,10 +166,9 @@ class Pull(Migration):
         return reads, offer
 
     def _reserve(self, offer: messages.Offer) -> Reservation:
-        """M2: reserve one block for each offered block, and flush what those to be written have."""
+        """M2: reserve one block for each offered block."""
         with self._site.lock:
             self.reservation = reservation = self._site.reserve(self.subject, offer.blocks, offer.state)
-            self._site.pool.flush_evicted()
         num_present = len(reservation.blocks) - len(reservation.missing)
         self.status.num_present_blocks = self.status.num_done_blocks = num_present
         return reservation
@@ -270,7 +269,7 @@ class Pull(Migration):
             reservation, self.reservation = self.reservation, None
             reader = None if self._reads is None else self._reads.reader
             if reservation is not None:
-                if not self.is_inserted and reader is not None and not reader.is_settled():
+                if reader is not None and not reader.is_settled():
                     self._settings.unsettled.append((self._quarantine(reservation), reader))
                 self._release_reservation(reservation, error)
         if self._may_be_leased:
@@ -289,7 +288,9 @@ class Pull(Migration):
         """Hold the blocks to which a read of this pull may still write. Called with the lock."""
         missing = [reservation.blocks[position] for position in reservation.missing]
         reason = f"in quarantine: transfer {self.transfer_id.hex()} from {self.peer} may still write it"
-        return self._site.pool.holds.open(missing, reason)
+        hold = self._site.pool.holds.open(missing, reason)
+        hold.state = HoldState.QUARANTINED
+        return hold
 
     def _enter(self, phase: MigrationPhase) -> None:
         self.status.phase = phase

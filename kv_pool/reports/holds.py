@@ -24,7 +24,7 @@ class HoldSummary(msgspec.Struct, frozen=True):
             pinned blocks, since they became free.
         remaining_s: seconds until the deadline, negative if it has passed; None without a deadline.
         is_movable: compaction may change the ids of the blocks.
-        is_quarantined: the deadline has passed, but a late writer may still write to the blocks.
+        is_quarantined: a transfer to the blocks has failed or is overdue, but may still write to them.
         has_references: True if the hold keeps the blocks in use. False if they only keep their ids, for a
             reuse watcher or a pending read by a lower tier; they may be free.
     """

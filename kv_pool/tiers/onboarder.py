@@ -412,9 +412,8 @@ class TierOnboarder:
             plan = OnboardPlan(self, request, hit)
             if not plan.open(prefix, num_new, options):  # holds the keys, then takes the blocks
                 return None
-            if plan._apply(
-                num_to_cache
-            ):  # reads the bytes, attaches and caches the blocks, releases the keys
+            # Reads the bytes, attaches and caches the blocks, and releases the keys.
+            if plan._apply(num_to_cache):
                 break
             # The plan is aborted. Tiers have dropped what was unreadable or invalid: the next hit is shorter.
         request.num_computed_tokens = num_found

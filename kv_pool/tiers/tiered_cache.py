@@ -336,7 +336,7 @@ class TieredCache:
             moving = moving[: self._max_prefetch_blocks]
             self._store(moving)
             return len(moving)
-        return self._prefetcher.ask(owner, [key for key in keys if self.find_tier(key) != 0])
+        return self._prefetcher.ask(owner, (key for key in keys if self.find_tier(key) != 0))
 
     def cancel_prefetch(self, owner: RequestId) -> None:
         """Cancel the prefetch of this owner. No-op if there is none."""

@@ -11,9 +11,7 @@ from kv_pool import (
     PoolExhaustedError,
     UnknownDeviceError,
 )
-from kv_pool.core.block_keys import make_block_hash_with_group_id, make_external_block_hash
-from kv_pool.tiers.host_tier import HostTier
-from kv_pool.tiers.tiered_cache import TieredCache
+from kv_pool.core.block_keys import make_external_block_hash
 
 
 def make_pair(**options):
@@ -69,19 +67,6 @@ def test_cached_blocks_can_be_hit_on_both_devices():
     assert read(there, 8) == [16, 17, 18]
     check(here)
     check(there)
-
-
-def test_old_content_of_the_target_is_offloaded_first():
-    """The lower tiers were given the bytes that had just arrived, under the hash of the old ones."""
-    here, there = make_pair()
-    tiers = TieredCache(there.block_pool, there.storage, [HostTier(4, there.storage)])
-    there.cache_prefix(3, [hash_of(9)])
-    old = there.storage.read_block(there.blocks_of(3)[0])
-    there.free_sequence(3)
-    take(here, 1, 1)
-    here.migrate_blocks([*here.blocks_of(1), *here.blocks_of(2)], 1)
-    found = tiers.tiers[0].read([make_block_hash_with_group_id(hash_of(9), 0)])
-    assert found.storage.read_block(found.block_ids[0]) == old
 
 
 def test_events_report_blocks_cached_on_the_target():

@@ -57,6 +57,12 @@ def let_a_block_be_hit_that_is_written(bench):
     insert_keys(bench.target.pool, reservation.blocks[0], reservation.offered[0], lambda group_id: 4)
 
 
+def let_a_block_in_quarantine_be_hit(bench):
+    bench.unsettled.append((bench.pull.reservation.hold, None))
+    bench.pull.is_inserted = True
+    let_a_block_be_hit_that_is_written(bench)
+
+
 def forget_the_reservation_of_a_pull_in_doubt(bench):
     bench.pull.reservation = None
 
@@ -67,6 +73,12 @@ def keep_reservation_at_the_end(bench):
 
 def write_for_no_pull(bench):
     bench.target.site.reserve(PrefixSubject(()), [OfferedBlock(1, 0)], b"")
+
+
+def release_blocks_in_quarantine(bench):
+    hold = bench.target.pool.holds.open([], "in quarantine")
+    hold.release()
+    bench.unsettled.append((hold, None))
 
 
 def release_the_hold_of_a_reservation(bench):
@@ -86,10 +98,12 @@ READING, IN_DOUBT, DONE = MigrationPhase.READING, MigrationPhase.IN_DOUBT, Migra
 DAMAGES = [
     (READING, lease_other_blocks, "M1"),
     (READING, let_a_block_be_hit_that_is_written, "M2"),
+    (READING, let_a_block_in_quarantine_be_hit, "M2"),
     (READING, keep_reservation_at_the_end, "M3"),
     (IN_DOUBT, forget_the_reservation_of_a_pull_in_doubt, "M3"),
     (READING, end_a_transfer_that_is_leased, "M4"),
     (READING, write_for_no_pull, "M5"),
+    (READING, release_blocks_in_quarantine, "M5"),
     (READING, offer_another_id, "M6"),
     (READING, release_the_hold_of_a_reservation, "M7"),
     (IN_DOUBT, hold_part_of_a_reservation, "M7"),

@@ -1,3 +1,5 @@
+from unittest.mock import Mock
+
 import pytest
 from migration.made_nodes import Clock, MadeEngine, answer_as_source
 
@@ -120,6 +122,20 @@ def test_another_callers_expire_also_ends_the_transfer():
     bench.clock.now += LEASE_S
     bench.engine.site.leases.expire()  # as an offloading scheduler does in its step
     assert bench.answer("acknowledge") == "stale"
+    bench.transfers.expire()
+    assert bench.is_here()
+    bench.check()
+
+
+def test_a_move_whose_freezing_fails_ends_after_the_repair():
+    """Regression: its request stayed frozen, since no transfer was left that would thaw it."""
+    bench = SourceBench()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench.engine.site, "_hold_departure", Mock(side_effect=MemoryError()))
+        with pytest.raises(MemoryError):
+            bench.ask("prepare")
+    bench.engine.manager.repair()
+    bench.clock.now += LEASE_S
     bench.transfers.expire()
     assert bench.is_here()
     bench.check()

@@ -20,6 +20,7 @@ from kv_pool.migration.invariants import check_pulls
 from kv_pool.migration.messages import MigrationPhase, PrefixSubject, SequenceSubject
 from kv_pool.migration.source import SourceTransfers, make_incarnation
 from kv_pool.migration.transfer_backend import ReadCount
+from kv_pool.reports.holds import list_holds
 
 LEASE_S = 10.0
 LOST = PeerUnavailableError("lost")
@@ -197,6 +198,8 @@ def test_blocks_of_an_unsettled_reader_stay_in_quarantine():
     assert reader.is_closed
     assert len(bench.readers) == 1
     bench.check(at_source=True, at_target=False, num_free=12)
+    (reported,) = list_holds(bench.target.pool).holds
+    assert (reported.num_blocks, reported.is_quarantined) == (3, True)
     hold.release()
     bench.unsettled.clear()
     bench.check(at_source=True, at_target=False, num_free=15)
