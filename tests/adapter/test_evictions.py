@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from adapter.made_pool import check, make_storage, take
+from adapter.made_pool import check, make_scattered, make_storage, take
 
 from kv_pool import (
     BlockAllocationRequest,
@@ -11,6 +11,7 @@ from kv_pool import (
     Eviction,
     GPUKVPool,
     InvalidBlockError,
+    LRUEviction,
     PinLimitError,
     PinnedBlockError,
     PoolExhaustedError,
@@ -53,24 +54,13 @@ def test_pinned_sequences_and_hopeless_requests_evict_nothing():
 
 
 def test_blocks_move_before_a_sequence_is_evicted_for_a_run():
-    def make_scattered(**options):
-        pool = GPUKVPool(9, 4, placement="oldest", **options)
-        for sequence_id in (1, 2, 3, 4):
-            take(pool, sequence_id, 1)
-            take(pool, 9, 1, contiguous="no")
-        pool.free_sequence(9)
-        return pool
-
-    pool = make_scattered(on_moved=lambda relocation: None)
-    take(pool, 5, 4, contiguous="require")
-    assert pool.list_sequences() == [1, 2, 3, 4, 5]
-    pool = make_scattered()
-    take(pool, 5, 4, contiguous="require")
+    pool = make_scattered(eviction_policy=LRUEviction(), on_moved=lambda relocation: None)
+    take(pool, 6, 5, contiguous="require")
+    assert pool.list_sequences() == [1, 2, 3, 4, 5, 6]
+    pool = make_scattered(eviction_policy=LRUEviction())
+    take(pool, 6, 5, contiguous="require")
     assert 1 not in pool.list_sequences()
-    assert {eviction.for_sequence_id for eviction in pool.take_evictions()} == {5}
-    pool = make_scattered(eviction_policy=None)
-    with pytest.raises(PoolExhaustedError, match=r"no compaction \(ids change .* only with on_moved=\)"):
-        take(pool, 5, 4, contiguous="require")
+    assert {eviction.for_sequence_id for eviction in pool.take_evictions()} == {6}
 
 
 def test_watched_blocks_are_no_place_to_move_to():
