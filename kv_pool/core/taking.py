@@ -8,11 +8,11 @@ from typing import Any, Final, NoReturn
 
 from mypy_extensions import i32, i64
 
-from kv_pool.core.arguments import check_ours, raise_typed, refuse_interrupted
+from kv_pool.core.arguments import check_ours, raise_typed
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.evicting import evict, evict_all
 from kv_pool.core.pool_part import BlockObserver, PoolPart
-from kv_pool.core.pool_state import PoolState
+from kv_pool.core.pool_state import PoolState, check_whole
 from kv_pool.errors import CorruptedPoolError, InvalidArgumentError, InvalidBlockError, OutOfBlocksError
 
 MAX_REFERENCES: Final = 2**31 - 1
@@ -232,9 +232,6 @@ def notify_watchers_off_queue(pool: PoolState, listed: list[KVCacheBlock]) -> No
 
     During the calls the blocks are not in the queue, so that a watcher may use the pool. Afterwards they are
     at its front, even if a watcher raises.
-
-    Raises:
-        PoolInterruptedError: a call of a watcher was interrupted, and the watcher caught that.
     """
     was_changing = pool.is_changing
     pool.is_changing = True
@@ -257,14 +254,17 @@ def notify_watchers_off_queue(pool: PoolState, listed: list[KVCacheBlock]) -> No
             else:
                 part.rebuild_from(pool)
         pool.is_changing = was_changing or was_interrupted
-    if was_interrupted:
-        refuse_interrupted()
 
 
 def notify_watchers(pool: PoolState, blocks: list[KVCacheBlock]) -> None:
-    """Call the reuse watchers of these blocks, in order, and remove the watchers."""
+    """Call the reuse watchers of these blocks, in order, and remove the watchers.
+
+    Raises:
+        PoolInterruptedError: a watcher's call of the pool was interrupted, and the watcher caught that.
+    """
     for block in blocks:
         watcher = pool.reuse_watchers.get(block.block_id)
         if watcher is not None:
             del pool.reuse_watchers[block.block_id]
             watcher.on_reuse(block)
+            check_whole(pool)
