@@ -8,10 +8,11 @@ from typing import Any, NoReturn, cast, get_args
 from kv_pool.contiguous import compaction, plan
 from kv_pool.contiguous.compaction import CopyBlocks, Relocation
 from kv_pool.contiguous.run_pool import RunBlockPool
-from kv_pool.core.arguments import as_count, as_int, check_type, refuse_interrupted
+from kv_pool.core.arguments import as_count, as_int, check_type
 from kv_pool.core.block import KVCacheBlock, list_ids
 from kv_pool.core.freeing import free_listed
 from kv_pool.core.pool_core import BlockPoolCore
+from kv_pool.core.pool_state import check_whole
 from kv_pool.core.taking import take, take_listed
 from kv_pool.errors import InvalidArgumentError, PinLimitError, PoolExhaustedError, UnknownDeviceError
 from kv_pool.ids import BlockId, SequenceId
@@ -98,8 +99,7 @@ class Allocation:
             )
         if request.pinned:
             holdings.pins.check_room(request.num_blocks)
-        if pool.is_changing:
-            refuse_interrupted()
+        check_whole(pool)
         sequence, after = holdings.holders.get(sequence_id), None
         if sequence is not None:
             after = next(reversed(sequence.blocks))  # a hint, even if a callback frees it
@@ -113,6 +113,7 @@ class Allocation:
             found = self._find(request, after, reasons)
         if found is None:
             self._refuse(request, reasons)
+        check_whole(pool)  # `on_moved` may have caught an interrupt of its own call
         pool.is_changing = True
         if found:
             take_listed(pool, found)
@@ -249,6 +250,7 @@ class Allocation:
             block_ids = [block.block_id for block in holder.blocks]
             if self._on_evicted is not None and holders.get(holder.sequence_id) is holder:
                 self._on_evicted(holder.sequence_id, block_ids)
+            check_whole(pool)  # it, or the policy, may have caught an interrupt of its own call
             if holders.get(holder.sequence_id) is not holder or holdings.pins.is_any_pinned(holder.blocks):
                 continue
             blocks = list(holder.blocks)
@@ -299,7 +301,7 @@ class Allocation:
                 done.append(self.append(request, together, tried))
         except Exception:
             for request, blocks in reversed(list(zip(requests, done, strict=False))):
-                self._pool.holds.check_whole()
+                check_whole(self._pool)
                 holder = holdings.holders.get(request.sequence_id)
                 if holder is None or holder.blocks.keys().isdisjoint(blocks):
                     continue  # freed by `on_evicted`

@@ -288,8 +288,8 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
                 already evicted stay evicted.
             Any exception of `on_evicted`: sequences that it was called for before are evicted. Of a reuse
                 watcher: call `repair`. Of `on_moved`: the moves are complete.
-            PoolInterruptedError: an earlier call was interrupted: call `repair`. All calls that change the
-                pool raise it.
+            PoolInterruptedError: an earlier call was interrupted, or a callback's call was, and the callback
+                caught that: call `repair`. All calls that change the pool raise it.
         Cost: O(num_blocks), under pressure O(blocks of the pool).
         """
         started_ns = 0 if self._allocation_latency.number_call() % TIMED_EVERY else perf_counter_ns()
@@ -478,11 +478,14 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
         Args:
             priority: of the request; sequences of higher priority are excluded.
             sequence_id: the request's own sequence, also excluded.
+        Raises:
+            PoolInterruptedError: as `allocate`. The order of evictions may be incomplete.
         """
         num_blocks = as_count("num_blocks", num_blocks)
         priority = as_priority(priority)
         spared = () if sequence_id is None else (as_sequence_id("sequence_id", sequence_id),)
         with self.lock:
+            self.block_pool.holds.check_whole()
             chosen = self.holdings.choose_victims(priority, spared, num_blocks)
             victims = self.holdings.iter_candidates(priority, spared) if chosen is None else chosen
             return [victim.sequence_id for victim in victims]

@@ -117,7 +117,6 @@ def _move(
     on_moved: Callable[[Relocation], object] | None,
 ) -> Relocation:
     """Move blocks to the ids of free ones, which are evicted, as in `apply_moves`; no id is in two moves."""
-    pool.holds.check_whole()
     check_places(pool, list(chain.from_iterable(moves)))
     check_sources(pool, [source for source, _ in moves])
     _begin_moves(pool, find_targets(pool, [target for _, target in moves]))
@@ -199,6 +198,7 @@ def clear_run(
     Raises:
         Any exception of `copy`: see `apply_moves`.
     """
+    pool.holds.check_whole()
     clearance = plan.plan_clear_run(pool, num_blocks, avoids_retained=avoids_retained, max_moves=max_moves)
     if clearance is None:
         return None

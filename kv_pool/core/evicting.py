@@ -119,9 +119,7 @@ def drop_keys(pool: PoolState, block: KVCacheBlock, dropped: list[BlockHashWithG
         if cache.pop(key, block.block_id) is not None:
             dropped.append(key)
             pool.num_evictions += 1
-    block.key = None
-    block.num_key_tokens = -1
-    block._next_cached_id = -1
+    block.reset_hash()
 
 
 def announce_removed(pool: PoolState, keys: list[BlockHashWithGroupId]) -> None:

@@ -30,22 +30,15 @@ class BandPolicy(PoolPart):
         """Move the blocks that became free to their bands, with `BlockPool.place_in_band`.
 
         Called at the end of each call that frees blocks. Blocks that became free are then in the default
-        band, or at the front of the queue if they have no hash.
+        band, or at the front of the queue if they have no hash and are not freed by `unpin_blocks`.
 
         Args:
             freed: blocks that lost a reference, in the order of the call. Some may still be in use.
         """
         raise NotImplementedError
 
-    def place_unpinned(self, freed: list[KVCacheBlock]) -> None:
-        """Like `place`, for blocks of `unpin_blocks`: those without a hash are in the default band, too."""
-        self.place(freed)
-
     def note_freed(self, blocks: list[KVCacheBlock], keeps_all: bool) -> None:
-        if keeps_all:
-            self.place_unpinned(blocks)
-        else:
-            self.place(blocks)
+        self.place(blocks)
 
 
 class EvictionOrder:

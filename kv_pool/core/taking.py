@@ -12,7 +12,7 @@ from kv_pool.core.arguments import check_ours, raise_typed
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.evicting import evict, evict_all
 from kv_pool.core.pool_part import BlockObserver, PoolPart
-from kv_pool.core.pool_state import PoolState
+from kv_pool.core.pool_state import PoolState, check_whole
 from kv_pool.errors import CorruptedPoolError, InvalidArgumentError, InvalidBlockError, OutOfBlocksError
 
 MAX_REFERENCES: Final = 2**31 - 1
@@ -257,9 +257,14 @@ def notify_watchers_off_queue(pool: PoolState, listed: list[KVCacheBlock]) -> No
 
 
 def notify_watchers(pool: PoolState, blocks: list[KVCacheBlock]) -> None:
-    """Call the reuse watchers of these blocks, in order, and remove the watchers."""
+    """Call the reuse watchers of these blocks, in order, and remove the watchers.
+
+    Raises:
+        PoolInterruptedError: a watcher's call of the pool was interrupted, and the watcher caught that.
+    """
     for block in blocks:
         watcher = pool.reuse_watchers.get(block.block_id)
         if watcher is not None:
             del pool.reuse_watchers[block.block_id]
             watcher.on_reuse(block)
+            check_whole(pool)

@@ -21,18 +21,8 @@ from kv_pool import (
     BlockAllocationRequest,
     CopyFailedError,
     GPUKVPool,
-    InvalidArgumentError,
     PoolExhaustedError,
 )
-
-
-def test_a_sequence_grows_into_the_next_id():
-    pool = make()
-    take(pool, 1, 2)
-    assert take(pool, 2, 1) == [3]
-    assert take(pool, 2, 1) == [4]
-    assert take(pool, 2, 3) == [5, 6, 7]
-    assert draw(pool) == "1122222..."
 
 
 def test_a_free_run_is_taken():
@@ -135,12 +125,3 @@ def test_a_request_may_have_numpy_numbers():
     assert pool.blocks_of(7) == ids
     assert pool.num_pinned_blocks == 2
     assert pool.describe_sequences().sequences[0].priority == 1
-
-
-@pytest.mark.parametrize("contiguous", ["always", None, 1, ["no"]])
-@pytest.mark.parametrize("num_blocks", [1, 3])
-def test_an_unknown_contiguity_is_refused(num_blocks, contiguous):
-    pool = GPUKVPool(20, 16)
-    with pytest.raises(InvalidArgumentError, match="it is require, prefer or no"):
-        pool.allocate(BlockAllocationRequest(num_blocks, 1, contiguous=contiguous))
-    assert pool.get_free_blocks() == 20

@@ -1,7 +1,9 @@
 """Blocks of sequences: allocating, sharing, freeing, pinning; and refused calls."""
 
+from types import SimpleNamespace
+
 import pytest
-from adapter.made_pool import check, draw, make, make_storage, state, take
+from adapter.made_pool import check, draw, make, make_scattered, make_storage, state, take
 
 from kv_pool import (
     BlockAllocationRequest,
@@ -9,6 +11,7 @@ from kv_pool import (
     InvalidBlockError,
     InvalidTypeError,
     KVPoolError,
+    LRUEviction,
     PinLimitError,
     PoolExhaustedError,
     UnknownDeviceError,
@@ -42,6 +45,9 @@ def test_a_result_has_the_error():
     result = pool.try_allocate(BlockAllocationRequest(11, 1))
     assert (result.success, result.block_ids, result.allocated_memory) == (False, [], 0)
     assert isinstance(result.error, PoolExhaustedError)
+    assert str(result.error).startswith(
+        "asked for 11 blocks for sequence 1, 10 are free of 10. Tried: nothing else."
+    )
     with pytest.raises(InvalidArgumentError):
         pool.try_allocate(BlockAllocationRequest(-1, 1))
 
@@ -176,8 +182,9 @@ def test_a_double_free_changes_nothing():
         (BlockAllocationRequest(1, 1, priority=3), InvalidArgumentError),
         (BlockAllocationRequest(1, -1), InvalidArgumentError),
         (BlockAllocationRequest(2, 1, contiguous="maybe"), InvalidArgumentError),
+        (BlockAllocationRequest(1, 1, contiguous=["no"]), InvalidArgumentError),
         (BlockAllocationRequest(1, 1, device_id=5), UnknownDeviceError),
-        (BlockAllocationRequest(11, 1), PoolExhaustedError),
+        (BlockAllocationRequest(11, 1), MemoryError),
         (BlockAllocationRequest(3, 1, pinned=True), PinLimitError),
     ],
 )
@@ -189,14 +196,6 @@ def test_a_request_that_cannot_be_served_changes_nothing(request_, error):
         pool.allocate(request_)
     assert isinstance(caught.value, KVPoolError)
     assert state(pool) == before
-
-
-def test_a_refusal_is_a_memory_error():
-    pool = make()
-    with pytest.raises(
-        MemoryError, match=r"asked for 11 blocks for sequence 1, 10 are free of 10\. Tried: nothing"
-    ):
-        take(pool, 1, 11)
 
 
 @pytest.mark.parametrize(
@@ -237,6 +236,7 @@ CHANGING_CALLS = {
     "evict": lambda pool: pool.evict(1),
     "pin": lambda pool: pool.pin([1]),
     "unpin": lambda pool: pool.unpin([3]),
+    "list_victims": lambda pool: pool.list_victims(1),
     "note_access": lambda pool: pool.note_access(1),
     "defragment": lambda pool: pool.defragment(),
     "grow": lambda pool: pool.grow(1),
@@ -244,23 +244,30 @@ CHANGING_CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGING_CALLS)
-def test_an_interrupted_pool_refuses_changes_until_repaired(name):
-    """The clock raises as a signal handler would, after blocks were taken and before a sequence has them."""
+class InterruptingClock:
+    """A clock that can raise as a signal handler would, before a sequence has the blocks that were taken."""
 
-    def read_clock():
-        if is_interrupted:
+    is_due = False
+
+    def __call__(self):
+        if self.is_due:
             raise KeyboardInterrupt
         return 1.0
 
-    is_interrupted = False
-    pool = make(clock=read_clock)
+    def interrupt(self, pool):
+        self.is_due = True
+        with pytest.raises(KeyboardInterrupt):
+            take(pool, 99, 1)
+        self.is_due = False
+
+
+@pytest.mark.parametrize("name", CHANGING_CALLS)
+def test_an_interrupted_pool_refuses_changes_until_repaired(name):
+    clock = InterruptingClock()
+    pool = make(clock=clock)
     take(pool, 1, 3)
     pool.pin([3], 1)
-    is_interrupted = True
-    with pytest.raises(KeyboardInterrupt):
-        take(pool, 2, 2)
-    is_interrupted = False
+    clock.interrupt(pool)
     with pytest.raises(PoolInterruptedError, match="Call repair"):
         CHANGING_CALLS[name](pool)
     assert pool.blocks_of(1) == [1, 2, 3]
@@ -269,3 +276,28 @@ def test_an_interrupted_pool_refuses_changes_until_repaired(name):
     assert draw(pool) == "111......."
     assert pool.get_block_info(3).is_pinned
     assert take(pool, 2, 7) == [4, 5, 6, 7, 8, 9, 10]
+
+
+@pytest.mark.parametrize("callback", ["on_evicted", "rank", "on_moved", "on_reuse"])
+def test_an_interrupt_that_a_callback_catches_is_not_forgotten(callback):
+    """The call of the pool went on and cleared the mark, so that the block of the inner call was lost."""
+
+    def interrupt(*given):
+        clock.interrupt(pool)
+        return [1]
+
+    clock = InterruptingClock()
+    options, num_blocks = {
+        "on_evicted": ({"eviction_policy": LRUEviction(), "on_evicted": interrupt}, 6),
+        "rank": ({"eviction_policy": SimpleNamespace(rank=interrupt)}, 6),
+        "on_moved": ({"on_moved": interrupt}, 3),
+        "on_reuse": ({}, 4),
+    }[callback]
+    pool = make_scattered(clock=clock, **options)
+    if callback == "on_reuse":
+        for watcher in (interrupt, str):  # the inner call takes the second block
+            pool.block_pool.unpin_blocks(pool.block_pool.get_new_blocks(1), watcher)
+    with pytest.raises(PoolInterruptedError):
+        take(pool, 9, num_blocks)
+    pool.repair()
+    check(pool)

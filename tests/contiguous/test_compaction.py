@@ -9,10 +9,11 @@ from kv_pool import (
     InvalidBlockError,
 )
 from kv_pool.contiguous import invariants
-from kv_pool.contiguous.compaction import apply_moves, gather, pack, shrink
+from kv_pool.contiguous.compaction import apply_moves, clear_run, gather, pack, shrink
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core.evicting import find_own_hash
 from kv_pool.core.pool_state import ReuseWatcher
+from kv_pool.errors import PoolInterruptedError
 from kv_pool.ids import BlockMove
 from kv_pool.metrics.residency import KVCacheMetricsCollector
 
@@ -267,6 +268,13 @@ def test_gather_stops_at_the_goal_and_reports_moves():
     assert told == [relocation]
     assert len(relocation.moves) == 2
     assert pool.get_fragmentation_rate(2) == 0
+
+
+def test_no_run_of_an_interrupted_pool_is_cleared():
+    pool, engine = make_engine()
+    pool.is_changing = True
+    with pytest.raises(PoolInterruptedError):
+        clear_run(pool, 1, engine.copy, print)
 
 
 def test_a_pool_shrinks_after_its_top_is_drained():

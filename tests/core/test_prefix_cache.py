@@ -1,10 +1,13 @@
 """Several keys on one block: partial entries, promotion, copies, and their events."""
 
+from contextlib import suppress
+
 import pytest
 from drawing import GROUP, blocks, hash_of, ids, make_pool, make_request, state
 
 from kv_pool import (
     AllBlocksCleared,
+    BlockPool,
     BlockRemoved,
     BlockStored,
     InvalidArgumentError,
@@ -286,11 +289,14 @@ def test_dense_events_join_the_removals_of_one_call():
     assert removals == [(0, 3), (0, 1), (1, 2)]
 
 
-def test_an_interrupted_call_of_a_watcher_is_not_forgotten():
-    pool = make_pool("free: 3 | in use: 1* 2*")
+class Interrupted(BaseException):
+    pass
 
-    class Interrupted(BaseException):
-        pass
+
+@pytest.mark.parametrize("caught", [(), Interrupted], ids=["raised", "caught"])
+@pytest.mark.parametrize("call", [lambda pool: pool.get_new_blocks(2), BlockPool.reset_prefix_cache])
+def test_an_interrupted_call_of_a_watcher_is_not_forgotten(call, caught):
+    pool = make_pool("free: 3 | in use: 1* 2*")
 
     def interrupt(block):
         class Part(PoolPart):
@@ -298,11 +304,12 @@ def test_an_interrupted_call_of_a_watcher_is_not_forgotten():
                 raise Interrupted
 
         pool.parts.append(Part())
-        pool.get_new_blocks(1)
+        with suppress(caught):
+            pool.get_new_blocks(1)
 
     pool.unpin_blocks(blocks(pool, 1), interrupt)
     pool.free_blocks(blocks(pool, 2))
-    with pytest.raises(Interrupted):
-        pool.get_new_blocks(2)
+    with pytest.raises(PoolInterruptedError if caught else Interrupted):
+        call(pool)
     with pytest.raises(PoolInterruptedError):
         pool.get_new_blocks(1)

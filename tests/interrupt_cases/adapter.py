@@ -105,6 +105,7 @@ class Busy(Subject):
 CALLS = {
     "allocate": lambda pool: take(pool, 6, 3),
     "allocate, growing": lambda pool: take(pool, 1, 2),
+    "allocate, growing and pinned": lambda pool: take(pool, 1, 2, pinned=True),
     "allocate, pinned": lambda pool: take(pool, 6, 2, pinned=True),
     "allocate, all": lambda pool: take(pool, 6, pool.get_free_blocks(), contiguous="no"),
     "allocate_many": lambda pool: pool.allocate_many(

@@ -88,19 +88,21 @@ def test_a_policy_evicts_the_same_blocks_in_the_replay_and_live(trace, policy):
 
 
 @pytest.mark.parametrize("policy", ["s3fifo", "slru", "flat:sieve"])
-def test_a_policy_runs_in_a_pool_of_sequences(trace, policy):
-    pool = GPUKVPool(40, 8, policy=policy)
+def test_a_policy_chooses_the_blocks_of_sequences_unless_a_run_is_required(trace, policy):
+    pools = [GPUKVPool(40, 8, policy=policy, enable_kv_cache_events=True) for _ in range(2)]
     num_hits = 0
     for number, request in enumerate(read_requests(trace), 1):
         num_blocks = -(-request.num_tokens // 8)
-        shared = pool.claim_prefix(number, request.block_hashes)
+        for pool, contiguous in zip(pools, ("prefer", "no"), strict=True):
+            shared = pool.claim_prefix(number, request.block_hashes)
+            if num_blocks > len(shared):
+                pool.allocate(BlockAllocationRequest(num_blocks - len(shared), number, contiguous=contiguous))
+            pool.cache_prefix(number, request.block_hashes)
+            pool.free_sequence(number)
         num_hits += len(shared)
-        if num_blocks > len(shared):
-            pool.allocate(BlockAllocationRequest(num_blocks=num_blocks - len(shared), sequence_id=number))
-        pool.cache_prefix(number, request.block_hashes)
-        pool.free_sequence(number)
     assert num_hits > 20
     assert pool.block_pool.policy_host.failure is None
+    assert pools[0].take_events() == pool.take_events()
 
 
 def test_policies_that_cannot_run_are_refused(trace):
