@@ -32,6 +32,15 @@ def test_popleft_detects_a_wrong_counter():
     queue.num_free_blocks = 2
     with pytest.raises(AssertionError, match="out of sync"):
         queue.popleft()
+    queue.append(KVCacheBlock(0))  # the links are as before
+
+
+def test_popleft_detects_a_missing_link():
+    made, queue = make_queue(2)
+    made[0].next_free_block = None
+    with pytest.raises(RuntimeError, match="next_free_block=None"):
+        queue.popleft()
+    assert made[0].prev_free_block is queue.fake_free_list_head
 
 
 @pytest.mark.parametrize("n", [-1, 3])
