@@ -62,16 +62,20 @@ def test_earlier_batches_are_replayed_and_later_ones_live():
             assert subscriber.get_statistics().counts.num_lost == 0
 
 
-def test_live_frame_with_the_end_marker_is_unreadable():
-    """It used to count as a batch, and the next reconnection raised InvalidArgumentError."""
-    with WirePublisher() as publisher, subscribe(publisher) as subscriber:
-        read = len(join(subscriber, publisher))
-        with publisher.lock:
-            publisher.live.send_multipart([b"", b"\xff" * 8, publisher.buffer[-1][1]])
-        publisher.publish([])
-        items = read_until(subscriber, has(read))
-        assert sequences(items) == [read]
-        assert subscriber.get_statistics().num_unreadable == 1
+def test_malformed_messages_are_unreadable():
+    """The end marker counted as a live batch, and the next reconnection raised InvalidArgumentError."""
+    number, end, payload = bytes(8), b"\xff" * 8, msgspec.msgpack.encode([0.0, [], 0])
+    with KVEventSubscriber("tcp://127.0.0.1:9", "tcp://127.0.0.1:9") as subscriber:
+        for frames in ([b"", end, payload], [b"", number, b""], [b"", number[1:], payload], [b"", number]):
+            subscriber._take_live(frames)
+        for frames in (
+            [b"x", end, b""],
+            [b"", number[1:], payload],
+            [number, payload],
+            [b"", b"", b"", end, b""],
+        ):
+            subscriber._take_reply(frames)
+        assert subscriber.get_statistics().num_unreadable == 8
 
 
 def test_message_beyond_the_size_limit_is_not_received():
