@@ -87,8 +87,7 @@ class FreeKVCacheBlockQueue:
         if block is None or block is self.fake_free_list_tail:
             if self.num_free_blocks:
                 raise CorruptedPoolError(
-                    f"num_free_blocks is {self.num_free_blocks} but no block is linked: the counter is out "
-                    "of sync with the queue. Call repair()"
+                    f"num_free_blocks is {self.num_free_blocks} but no block is linked: it is out of sync"
                 )
             raise OutOfBlocksError("No free blocks available")
         self.remove(block)
