@@ -78,11 +78,20 @@ class FreeKVCacheBlockQueue:
 
         Raises:
             OutOfBlocksError: the queue is empty.
-            CorruptedPoolError: as `popleft_n`.
+            CorruptedPoolError: no block is linked, but `num_free_blocks` is not 0.
+            InvalidBlockError: the link after the first block is missing. In each case nothing has changed.
         """
-        if self.num_free_blocks == 0:
+        block = self.fake_free_list_head.next_free_block
+        while block is not None and block.ref_cnt == BAND_END:
+            block = block.next_free_block
+        if block is None or block is self.fake_free_list_tail:
+            if self.num_free_blocks:
+                raise CorruptedPoolError(
+                    f"num_free_blocks is {self.num_free_blocks} but no block is linked: it is out of sync"
+                )
             raise OutOfBlocksError("No free blocks available")
-        return self.popleft_n(1)[0]
+        self.remove(block)
+        return block
 
     def popleft_n(self, n: int) -> list[KVCacheBlock]:
         """Remove and return the `n` blocks that are next to be reused, in that order. O(n); 0 gives [].

@@ -96,14 +96,13 @@ class SampledStack:
         order += moved
         return ranks
 
-    def append(self, parent: SampledBlock | None, key: bytes, replica: i64) -> SampledBlock | None:
+    def append(self, parent: SampledBlock | None, key: bytes, replica: i64) -> SampledBlock:
         """Add a block behind `parent`, the deepest block of its access, as part of that access.
 
         Args:
             parent: None for an access of its own.
         Returns:
-            The deepest sampled block of the chain: the new one, or `parent` if the stack is full and the new
-            one would be the least recently used.
+            The new block, which is dropped at once if the stack is full and it is the least recently used.
         """
         order = self.order
         position: i64 = len(order)
@@ -118,8 +117,6 @@ class SampledStack:
         if len(order) > self.limit:
             del self.blocks[order[0].key]
             del order[0]
-            if position == 0:
-                return parent
         return block
 
     def is_open(self, block: SampledBlock, max_above: i64) -> bool:

@@ -96,7 +96,8 @@ class KVEventSubscriber(Closing):
         clock: a monotonic clock, in seconds.
 
     Raises:
-        EndpointError: an endpoint that cannot be connected to or bound. Nothing is left open.
+        EndpointError: an endpoint that cannot be connected to or bound. Nothing is left open. While
+            iterating: no file descriptors for a request, which a later iteration sends again.
         InvalidArgumentError: an invalid endpoint or key. Nothing is left open.
         EventStreamError: while iterating, two publishers send under the same topic and rank, or a second one
             sends although there is a replay endpoint, which is of one publisher.

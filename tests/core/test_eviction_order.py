@@ -98,7 +98,7 @@ def test_the_queue_neither_returns_nor_counts_markers():
     with pytest.raises(InvalidArgumentError):
         queue.popleft_n(1)
     queue.num_free_blocks = 1
-    with pytest.raises(CorruptedPoolError, match="num_free_blocks is 1 but fewer blocks are linked"):
+    with pytest.raises(CorruptedPoolError, match="num_free_blocks is 1 but no block is linked"):
         queue.popleft()
     with pytest.raises(CorruptedPoolError, match="num_free_blocks is 1 but fewer blocks are linked"):
         pool.get_new_blocks(1)

@@ -32,6 +32,15 @@ def test_popleft_detects_a_wrong_counter():
     queue.num_free_blocks = 2
     with pytest.raises(AssertionError, match="out of sync"):
         queue.popleft()
+    queue.append(KVCacheBlock(0))  # the links are as before
+
+
+def test_popleft_detects_a_missing_link():
+    made, queue = make_queue(2)
+    made[0].next_free_block = None
+    with pytest.raises(RuntimeError, match="next_free_block=None"):
+        queue.popleft()
+    assert made[0].prev_free_block is queue.fake_free_list_head
 
 
 @pytest.mark.parametrize("n", [-1, 3])
@@ -52,9 +61,7 @@ def test_popleft_n_past_the_tail_is_found(too_many):
 
 def test_remove_of_an_unlinked_block_changes_nothing():
     _, queue = make_queue(2)
-    with pytest.raises(RuntimeError, match="block 9 is not in the free queue"):
-        queue.remove(KVCacheBlock(9))
-    with pytest.raises(InvalidBlockError):
+    with pytest.raises(InvalidBlockError, match="block 9 is not in the free queue"):
         queue.remove(KVCacheBlock(9))
     assert order(queue) == [0, 1]
 

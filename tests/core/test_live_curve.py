@@ -1,6 +1,7 @@
 """The sample of a live curve: exact if it has all blocks, bounded, and sound in every state."""
 
 import random
+from math import ceil
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ from kv_pool import BlockPool, CorruptedPoolError, Request
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.core import invariants
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.live_curve import NUM_STEPS, ROW, STEPS_PER_CAPACITY, LiveCurve
+from kv_pool.core.live_curve import MAX_MULTIPLE, NUM_STEPS, ROW, STEPS_PER_CAPACITY, LiveCurve
 from kv_pool.core.sampled_stack import SampledBlock
 
 KINDS = {"plain": BlockPool, "runs": RunBlockPool}
@@ -124,8 +125,11 @@ def test_the_stack_is_sound_after_any_calls(seed):
             curve.note_cached(request, table, cached, start_at, 4, 0)
         elif kind < 0.98:
             curve.note_resized(rng.randint(2, 301))
+            limit = ceil(MAX_MULTIPLE * curve.capacity * curve.rate)
+            assert (curve.stack.limit, curve.looked_up_blocks, sum(curve.counts)) == (limit, 0, 0)
         else:
             curve.note_reset()
+            assert not curve.stack.blocks
         invariants.check_live_curve(pool)
     assert len(curve.stack.blocks) <= curve.stack.limit
     assert sum(curve.counts) <= curve.looked_up_blocks + 1e-6 or curve.rate < 1
