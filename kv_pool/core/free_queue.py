@@ -134,9 +134,15 @@ class FreeKVCacheBlockQueue:
         Raises:
             InvalidBlockError: a link of `block` is None, so it is in no queue. Nothing has changed.
         """
-        if block.prev_free_block is None or block.next_free_block is None:
+        before = block.prev_free_block
+        after = block.next_free_block
+        if before is None or after is None:
             raise InvalidBlockError(f"block {block.block_id} is not in the free queue: {block!r}")
-        self.remove_n([block])
+        before.next_free_block = after
+        after.prev_free_block = before
+        block.prev_free_block = None
+        block.next_free_block = None
+        self.num_free_blocks -= 1
 
     def remove_n(self, blocks: list[KVCacheBlock]) -> None:
         """Remove those of these blocks that are linked, from any position. O(len(blocks))."""
@@ -153,8 +159,20 @@ class FreeKVCacheBlockQueue:
         self.num_free_blocks -= num_removed
 
     def append(self, block: KVCacheBlock) -> None:
-        """Append `block`, to be reused last. O(1). Raises: as `append_n`."""
-        self.append_n([block])
+        """Append `block`, to be reused last. O(1).
+
+        Raises:
+            CorruptedPoolError: the tail sentinel is not linked. Nothing has changed.
+        """
+        tail = self.append_before
+        before = tail.prev_free_block
+        if before is None:
+            raise CorruptedPoolError("the tail of the free queue has no prev_free_block")
+        block.prev_free_block = before
+        block.next_free_block = tail
+        before.next_free_block = block
+        tail.prev_free_block = block
+        self.num_free_blocks += 1
 
     def append_n(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Append `blocks` in the given order; the last one is reused last. O(len(blocks)).

@@ -215,9 +215,10 @@ class PlaceHold(NamedTuple):
     reason: str
     get_blocks: Callable[[], dict[KVCacheBlock, float]]
 
-    def report(self, since: float) -> HoldReport:
-        """Return the report about a block that has been held since `since`."""
-        return HoldReport(self.reason, since, None, False, HoldState.OPEN, False)
+
+def report_place(places: PlaceHold, since: float) -> HoldReport:
+    """Return the report about a block of a place hold, which has been held since `since`."""
+    return HoldReport(places.reason, since, None, False, HoldState.OPEN, False)
 
 
 class BlockHolds:
@@ -311,7 +312,7 @@ class BlockHolds:
         for places in self._places:
             since = places.get_blocks().get(block)
             if since is not None:
-                reports.append(places.report(since))
+                reports.append(report_place(places, since))
         return reports
 
     def expire(self) -> list[Hold]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from kv_pool.core.block import KVCacheBlock
-from kv_pool.core.holds import HoldReport, HoldState
+from kv_pool.core.holds import HoldReport, HoldState, report_place
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import InvalidBlockError
 from kv_pool.ids import BlockId
@@ -56,7 +56,7 @@ def list_holds(pool: BlockPoolCore) -> HoldList:
     for places in book.list_place_holds():
         since_of = places.get_blocks()
         if since_of:
-            summaries.append(_summarize(places.report(min(since_of.values())), list(since_of), now))
+            summaries.append(_summarize(report_place(places, min(since_of.values())), list(since_of), now))
     return HoldList(summaries)
 
 
