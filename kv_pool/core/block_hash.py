@@ -29,8 +29,6 @@ HASH_ALGORITHMS = tuple(_DEFAULT_SEEDS)
 MAX_EXTRA_KEYS_DEPTH = 32
 """The deepest nesting of containers in extra keys; CBOR encoders recurse and can crash on more."""
 
-_FLAT_TYPES = (str, int, float, bytes, bytearray, type(None))
-
 _random_roots: list[BlockHash] = []
 
 
@@ -230,7 +228,7 @@ def _check_depth(container: Any, num_levels: int) -> None:
 
         parts = (container.value,) if isinstance(container, CBORTag) else ()
     for part in parts:
-        if not isinstance(part, _FLAT_TYPES):
+        if part is not None and not isinstance(part, (str, int, float, bytes, bytearray)):
             _check_depth(part, num_levels - 1)
 
 

@@ -19,7 +19,6 @@ do not, so `sha256_cbor` has it only for an adapter with a `version`.
 """
 
 import hashlib
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -123,6 +122,8 @@ class ExtraKeysWalk:
         self._open: list[tuple[int, int, Any]] = []
         """Those of them that end after the start of the last block: (offset, end, identifier)."""
         self._regions: list[tuple[int, str]] = read_salt_regions(request)
+        self._num_regions_passed: int = 0
+        """Number of salt regions that start before the last block."""
 
     def find(self, start: int, end: int) -> ExtraKeys | None:
         """Return the extra keys of the block that holds tokens `[start, end)`, or None.
@@ -153,9 +154,14 @@ class ExtraKeysWalk:
         salt = request.cache_salt
         if start == 0 and salt:
             keys.append(("cache_salt", salt))
-        if self._regions:
-            inside = slice(bisect_left(self._regions, (start,)), bisect_left(self._regions, (end,)))
-            keys += [("salt_region", salt, first - start) for first, salt in self._regions[inside]]
+        for number in range(self._num_regions_passed, len(self._regions)):
+            first, salt = self._regions[number]
+            if first >= end:
+                break
+            if first < start:
+                self._num_regions_passed += 1
+            else:
+                keys.append(("salt_region", salt, first - start))
         if getattr(request, "prompt_embeds", None) is not None:
             keys.append(("prompt_embeds", _digest_embeds(request, start, end)))
         return tuple(keys) if keys else None

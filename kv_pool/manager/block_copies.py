@@ -67,12 +67,10 @@ class BlockCopies:
 
     def drop(self, blocks: list[KVCacheBlock]) -> None:
         """Drop the copies into blocks of this list that have no other holder."""
-        is_any = False
-        for block in blocks:
-            if block.ref_cnt == 1 and block in self._source_of:
-                del self._source_of[block]
-                is_any = True
-        if is_any:
+        dropped = [block for block in blocks if block.ref_cnt == 1 and block in self._source_of]
+        for block in dropped:
+            del self._source_of[block]
+        if dropped:
             hold = self._holds[0]
             needed = self._list_needed()
             self._pool.holds.drop_references(hold, [block for block in hold.blocks if block not in needed])
@@ -84,9 +82,8 @@ class BlockCopies:
             PoolInterruptedError: a call of the pool was interrupted.
         """
         self._pool.holds.check_whole()
-        return [
-            BlockMove(self._source_of[target].block_id, target.block_id) for target in self._list_targets()
-        ]
+        targets = sorted(self._source_of, key=lambda target: self._group_of.get(target, -1))
+        return [BlockMove(self._source_of[target].block_id, target.block_id) for target in targets]
 
     def take(self, keeps_blocks: bool) -> tuple[list[BlockMove], list[KVCacheBlock]]:
         """Return the pending copies as `list_moves` does, and their held blocks in the order to free them.
@@ -99,8 +96,9 @@ class BlockCopies:
             return [], []
         moves = self.list_moves()
         order: dict[KVCacheBlock, None] = {}
-        for target in self._list_targets():
-            source = self._source_of[target]
+        for move in moves:
+            source = self._pool.blocks[move.source]
+            target = self._pool.blocks[move.target]
             order[source] = None
             if target in self._group_of:
                 for block in (source, target):  # each block at its last use
@@ -120,9 +118,6 @@ class BlockCopies:
         """Let the hold contain the blocks of the pending copies, before references are counted again."""
         for hold in self._holds:
             hold.forget(self._list_needed())
-
-    def _list_targets(self) -> list[KVCacheBlock]:
-        return sorted(self._source_of, key=lambda target: self._group_of.get(target, -1))
 
     def _list_needed(self) -> dict[KVCacheBlock, None]:
         return dict.fromkeys([*self._source_of.values(), *self._group_of])

@@ -113,13 +113,12 @@ class PrefixRules:
 def check_rules(rules: PrefixRules, specs: tuple[KVCacheSpec, ...], alignment: int) -> None:
     """Raise InvalidArgumentError if the rules do not fit the groups."""
     interval = rules.retention_interval
-    if interval:
-        if not any(isinstance(spec, (SlidingWindowSpec, MambaSpec)) for spec in specs):
-            raise InvalidArgumentError(
-                f"retention_interval is {interval}, but no group is a SlidingWindowSpec or a MambaSpec; set "
-                "it to 0"
-            )
-        check_interval(interval, alignment)
+    if interval and not any(isinstance(spec, (SlidingWindowSpec, MambaSpec)) for spec in specs):
+        raise InvalidArgumentError(
+            f"retention_interval is {interval}, but no group is a SlidingWindowSpec or a MambaSpec; set it "
+            "to 0"
+        )
+    check_interval(interval, alignment)
     named = {*rules.eagle_groups}
     for together in rules.lookup_groups or ():
         named.update(together)

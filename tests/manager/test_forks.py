@@ -191,16 +191,16 @@ def test_a_fork_with_other_content_in_its_first_block_is_refused(tokens, options
 def test_a_fork_counts_the_blocks_for_the_states_of_its_drafts():
     """They were taken, but not counted: the call raised in the middle."""
     groups = (FullAttentionSpec(block_size=4), MambaSpec(block_size=4, num_speculative_blocks=2))
-    for num_free in range(5):
+    for num_free in range(6):
         manager = KVCacheManager(BlockPool(6 + num_free, True, 4), groups=groups)
         parent, child = make_request("p", range(16)), make_request("c", range(16))
         assert manager.allocate_slots(parent, 6) is not None
         parent.num_computed_tokens = child.num_computed_tokens = 6
         manager.fork(parent, child)
         assert manager.get_num_free_blocks() == num_free
-        fits = num_free == 4  # the last blocks of both groups, and two states
-        assert (manager.can_allocate(child, 1) is AllocStatus.OK) == fits
-        assert (manager.allocate_slots(child, 1) is not None) == fits
+        fits = num_free == 5  # the last blocks of both groups, two states, and a block for the drafts
+        assert (manager.can_allocate(child, 1, num_lookahead_tokens=2) is AllocStatus.OK) == fits
+        assert (manager.allocate_slots(child, 1, num_lookahead_tokens=2) is not None) == fits
 
 
 def test_blocks_that_a_watcher_takes_are_missing_loudly():
