@@ -63,8 +63,7 @@ def run_sweep(
         reports[number] = found
         return f"{found.num_blocks:,} blocks: token hit rate {found.token_hit_rate:.1%}"
 
-    jobs: dict[int, Callable[[], ReplayReport | InfiniteCache]]
-    jobs = {-1: partial(count_infinite_hits, settings)}
+    jobs: dict[int, Callable[[], ReplayReport | InfiniteCache]] = {-1: partial(count_infinite_hits, settings)}
     jobs.update(enumerate(partial(run_replay, point, report_share) for point in points))
     with WorkerProcesses(min(num_processes, len(points))) as workers:
         try:

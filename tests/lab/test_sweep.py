@@ -74,8 +74,8 @@ def test_too_small_capacity_stops_the_sweep(tmp_path):
 
 
 def test_sweep_ends_when_the_infinite_cache_cannot_be_counted(settings, monkeypatch):
-    """It used to run all its replays before."""
-    has_ended = Event()
+    """It used to run all its replays before. Those that have not started are cancelled."""
+    has_ended, started = Event(), []
 
     class Workers(ThreadPoolExecutor):
         def __exit__(self, *error):
@@ -83,10 +83,13 @@ def test_sweep_ends_when_the_infinite_cache_cannot_be_counted(settings, monkeypa
             super().__exit__(*error)
 
     monkeypatch.setattr("kv_pool.lab.sweep.WorkerProcesses", Workers)
-    monkeypatch.setattr("kv_pool.lab.sweep.run_replay", lambda *_: has_ended.wait(60))
+    monkeypatch.setattr(
+        "kv_pool.lab.sweep.run_replay", lambda *call: started.append(call) or has_ended.wait(60)
+    )
     monkeypatch.setattr("kv_pool.lab.sweep.count_infinite_hits", divmod)
     with pytest.raises(TypeError, match="divmod"):
         run_sweep(settings, [20, 6, 60], 2)
+    assert len(started) < 3
 
 
 def test_sweep_of_an_unguarded_script_names_the_cause(settings, tmp_path):
