@@ -10,16 +10,18 @@ from kv_pool.version import __version__
 
 def main() -> None:
     """Run a sub-command. An error of the library is one line on stderr and exit status 2."""
-    try:
-        import rich  # noqa: F401
-        import typer  # noqa: F401
-    except ImportError:
-        sys.exit(f"kv-pool needs typer and rich: {describe_install('cli')}")
-    from kv_pool.cli.console import end_for_closed_output, prepare_streams, print_error, print_note
     from kv_pool.cli.signals import EndedBySignal, defer_signals, end_on_signals, exit_at_once
-    from kv_pool.cli.sub_commands import COMMANDS, make_command
 
     end_on_signals()
+    with defer_signals():  # what is raised in an import may be printed and lost
+        try:
+            import rich  # noqa: F401
+            import typer  # noqa: F401
+        except ImportError:
+            sys.exit(f"kv-pool needs typer and rich: {describe_install('cli')}")
+        from kv_pool.cli.console import end_for_closed_output, prepare_streams, print_error, print_note
+        from kv_pool.cli.sub_commands import COMMANDS, make_command
+
     prepare_streams()
     note = _explain_sources()
     if note:
@@ -28,7 +30,7 @@ def main() -> None:
         try:
             # Import only the named command; help and completion need all of them.
             named = [name for name in sys.argv[1:2] if name in COMMANDS]
-            with defer_signals():  # what is raised in an import may be printed and lost
+            with defer_signals():
                 command = make_command(__version__, named or COMMANDS)
             command()
         finally:

@@ -8,7 +8,8 @@ from kv_pool.cli.console import show_progress
 from kv_pool.cli.setting_options import takes
 from kv_pool.lab.pictures.hit_rates import draw_plan
 from kv_pool.lab.plan.make_plan import plan_capacity
-from kv_pool.lab.plan.plan_report import PRICE_FORMAT, PlanGoal, parse_prices, parse_share, report_plan
+from kv_pool.lab.plan.plan_report import PRICE_FORMAT, PlanGoal, parse_prices, parse_share
+from kv_pool.lab.plan.plan_words import report_plan
 from kv_pool.lab.settings import CLOCKS, TIERS_PANEL, ReplaySettings
 from kv_pool.option import setting
 from kv_pool.quantities import parse_memory

@@ -11,7 +11,7 @@ from kv_pool.lab.plan.make_plan import plan_capacity as plan_capacity
 from kv_pool.lab.plan.plan_report import PlanGoal as PlanGoal
 from kv_pool.lab.plan.plan_report import Prices as Prices
 from kv_pool.lab.plan.plan_report import CapacityPlan as CapacityPlan
-from kv_pool.lab.plan.plan_report import describe_plan as describe_plan
+from kv_pool.lab.plan.plan_words import describe_plan as describe_plan
 from kv_pool.lab.compare.compare import compare_policies as compare_policies
 from kv_pool.lab.compare.comparison import CompareSettings as CompareSettings
 from kv_pool.lab.compare.comparison import ComparedTrace as ComparedTrace

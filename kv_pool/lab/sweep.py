@@ -1,6 +1,6 @@
 """`run_sweep`: replays a trace at many capacities in parallel; `count_infinite_hits`: their upper bound."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -32,7 +32,8 @@ def run_sweep(
         host_tiers: in blocks; each replaces `settings.host_tier`, for every capacity. The reports of one
             capacity are adjacent. None uses the value of the settings.
         disk_tiers: the same for `settings.disk_tier`, for every capacity and host tier.
-        on_progress: called in this thread: when a replay is complete, and a few times per second meanwhile.
+        on_progress: called in this thread: when a replay is complete, or the hits of an infinite cache are
+            counted, and a few times per second meanwhile.
     Raises:
         InvalidArgumentError: there are no capacities, or a replay refuses a setting.
         TraceError: as in `run_replay`.
@@ -51,24 +52,29 @@ def run_sweep(
         raise InvalidArgumentError("a sweep needs at least one capacity")
     points[-1].check()  # before processes start; each replay checks its own point
     reports: dict[int, ReplayReport] = {}
+    infinite_cache = InfiniteCache()
 
-    def note(number: int, replay: "Future[ReplayReport]") -> str:
-        found = reports[number] = replay.result()
+    def note(number: int, job: "Future[ReplayReport | InfiniteCache]") -> str:
+        nonlocal infinite_cache
+        found = job.result()
+        if isinstance(found, InfiniteCache):
+            infinite_cache = found
+            return f"an infinite cache: token hit rate {found.token_hit_rate:.1%}"
+        reports[number] = found
         return f"{found.num_blocks:,} blocks: token hit rate {found.token_hit_rate:.1%}"
 
-    replays = {number: partial(run_replay, point, report_share) for number, point in enumerate(points)}
+    jobs: dict[int, Callable[[], ReplayReport | InfiniteCache]] = {-1: partial(count_infinite_hits, settings)}
+    jobs.update(enumerate(partial(run_replay, point, report_share) for point in points))
     with WorkerProcesses(min(num_processes, len(points))) as workers:
-        ceiling = workers.submit(count_infinite_hits, settings)
         try:
-            run_jobs(workers, replays, note, on_progress)
-            infinite_cache = ceiling.result()
+            run_jobs(workers, jobs, note, on_progress)
         except WorkerLostError as error:
             raise WorkerLostError(
                 f"a process of the sweep ended after {len(reports)} of {len(points)} replays: {error}"
             ) from error
     for report in reports.values():
         report.infinite_cache = infinite_cache
-    return [reports[number] for number in replays]
+    return [reports[number] for number in range(len(points))]
 
 
 def count_infinite_hits(settings: ReplaySettings) -> InfiniteCache:

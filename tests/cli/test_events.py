@@ -125,10 +125,10 @@ def test_mirror_shows_each_publisher_of_a_bound_endpoint():
             table.take(endpoint, ReceivedBatch(0, DecodedBatch(1.0, [store], 0), source=source))
             console = Console(file=io.StringIO(), width=200)
             print_parts(table.lay_out(), console)
-    rows = [line.split("│")[1:5:3] for line in console.file.getvalue().splitlines() if "in group" in line]
+    rows = [line.split("│")[1:7] for line in console.file.getvalue().splitlines() if "in group" in line]
     assert [[cell.strip() for cell in row] for row in rows] == [
-        [f"{endpoint} kv@a rank 0", "1 in group 0 GPU"],
-        [f"{endpoint} kv@b rank 1", "2 in group 0 GPU"],
+        [f"{endpoint} kv@a rank 0", "not connected", "0", "1 in group 0 GPU", "1", "1"],
+        [f"{endpoint} kv@b rank 1", "not connected", "0", "2 in group 0 GPU", "1", "2"],
     ]
 
 

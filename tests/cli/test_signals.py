@@ -143,6 +143,23 @@ def has_handler(pid):
     return bool(caught >> (signal.SIGTERM - 1) & 1)
 
 
+INTERRUPTED_IMPORT = """
+import os, signal, sys
+class Finder:
+    def find_spec(name, *_):
+        if name == "typer":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder)
+from kv_pool.cli.main import main
+main()
+"""
+
+
+def test_ctrl_c_while_a_command_is_imported_prints_no_traceback():
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED_IMPORT, "info"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_a_signal_ends_a_watch(folder, name):
     with (

@@ -3,7 +3,9 @@
 import random
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from threading import Event
 
 import msgspec
 import pytest
@@ -44,7 +46,7 @@ def test_sweep_equals_single_replays_in_order(settings, num_processes):
         run_replay(ReplaySettings(settings.trace, capacity, trace_block_size=8)) for capacity in capacities
     ]
     assert [without_times(report) for report in reports] == [without_times(report) for report in singles]
-    assert {text[:6] for text, _ in finished} >= {"1 of 3", "2 of 3", "3 of 3"}
+    assert {text[:6] for text, _ in finished} >= {"1 of 4", "2 of 4", "3 of 4", "4 of 4"}
     assert all(0 <= share <= 1 for _, share in finished)
     assert finished[-1][1] == 1.0
     assert reports[1].tokens_hit < reports[0].tokens_hit < reports[2].tokens_hit
@@ -69,6 +71,25 @@ def test_too_small_capacity_stops_the_sweep(tmp_path):
     path = write_trace(tmp_path / "trace.jsonl", [{"token_ids": list(range(40))}])
     with pytest.raises(InvalidArgumentError, match="the pool has 2 blocks of 16 tokens"):
         run_sweep(ReplaySettings(str(path), 1), [2, 3], 1)
+
+
+def test_sweep_ends_when_the_infinite_cache_cannot_be_counted(settings, monkeypatch):
+    """It used to run all its replays before. Those that have not started are cancelled."""
+    has_ended, started = Event(), []
+
+    class Workers(ThreadPoolExecutor):
+        def __exit__(self, *error):
+            has_ended.set()
+            super().__exit__(*error)
+
+    monkeypatch.setattr("kv_pool.lab.sweep.WorkerProcesses", Workers)
+    monkeypatch.setattr(
+        "kv_pool.lab.sweep.run_replay", lambda *call: started.append(call) or has_ended.wait(60)
+    )
+    monkeypatch.setattr("kv_pool.lab.sweep.count_infinite_hits", divmod)
+    with pytest.raises(TypeError, match="divmod"):
+        run_sweep(settings, [20, 6, 60], 2)
+    assert len(started) < 3
 
 
 def test_sweep_of_an_unguarded_script_names_the_cause(settings, tmp_path):

@@ -73,7 +73,6 @@ class _Planner:
 
     def __post_init__(self) -> None:
         self._trace = self.settings.open_trace()
-        self._block_size = self._trace.pool_block_size
         self._curve = self._read(self._trace)
         self._checks: list[PlanCheck] = []
 
@@ -100,7 +99,7 @@ class _Planner:
             goal=goal.name,
             target_hit_rate=goal.target_hit_rate,
             prices=prices,
-            block_size=self._block_size,
+            block_size=self._curve.block_size,
             block_bytes=curve.block_bytes,
             clock=self.settings.clock,
             requests=curve.requests,
@@ -182,12 +181,12 @@ class _Planner:
         """Return the block sizes and the best of them, after a replay of it."""
         tokens_per_id = self._trace.block_size
         usable = {size for size in block_sizes if tokens_per_id is None or size % tokens_per_id == 0}
-        if not usable - {self._block_size}:
+        if not usable - {self._curve.block_size}:
             return [], None
         memory_bytes = self._curve.measure_pool(num_blocks)
         found: list[PlanBlockSize] = []
-        curves: dict[int, PlanCurve] = {self._block_size: self._curve}
-        for size in sorted(usable | {self._block_size}):
+        curves: dict[int, PlanCurve] = {self._curve.block_size: self._curve}
+        for size in sorted(usable | {self._curve.block_size}):
             if memory_bytes < 2 * self.model.count_block_bytes(size):
                 continue
             if size not in curves:
@@ -197,7 +196,7 @@ class _Planner:
             refuses = capacity < curve.largest_request
             found.append(PlanBlockSize(size, capacity, curve.find_rate(capacity), refuses))
         best = max(found, key=lambda one: (not one.refuses, one.token_hit_rate, one.block_size))
-        if best.block_size != self._block_size:
+        if best.block_size != self._curve.block_size:
             self._replay(f"pool, blocks of {best.block_size}", curves[best.block_size], best.num_blocks)
         return found, best.block_size
 

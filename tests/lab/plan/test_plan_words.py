@@ -10,7 +10,8 @@ from msgspec.structs import replace
 
 from kv_pool.lab.pictures.hit_rates import draw_plan
 from kv_pool.lab.plan.make_plan import plan_capacity
-from kv_pool.lab.plan.plan_report import PlanGoal, Prices, describe_plan, format_bytes, report_plan
+from kv_pool.lab.plan.plan_report import PlanGoal, Prices
+from kv_pool.lab.plan.plan_words import describe_plan, format_bytes, report_plan
 from kv_pool.lab.settings import EngineRates
 from kv_pool.lab.tables import ReportTable
 
