@@ -76,6 +76,23 @@ def run(schedule, deciding, *others, num_steps):
         operation = decisions.send(answers[0])
 
 
+def record(schedule, side, num_steps):
+    """Return what a side answers to the operations of a schedule, as an object for JSON."""
+    operations, answers, digests = [], [], []
+    for operation, (answer,) in run(schedule, side, num_steps=num_steps):
+        # The schedule goes on changing its block tables, so what it decided is written down at once.
+        operations.append(json.loads(json.dumps(operation)))
+        answers.append(answer)
+        digests.append(digest(side.picture()))
+    return {
+        "options": schedule.options,
+        "operations": operations,
+        "answers": answers,
+        "digests": digests,
+        "end": side.picture(),
+    }
+
+
 def find_differences(theirs, ours, path=""):
     """Return the differences of two pictures, one line each."""
     if theirs == ours:

@@ -78,15 +78,10 @@ class SlowTiers(SlowGroups):
             counts["tokens_hit"] += self.block_size
 
     def take_all(self, num_blocks):
-        taken = [self.queue.pop(0) for _ in range(num_blocks)]
-        gone = [self.content_of[block] for block in taken if block in self.content_of]
+        gone = [self.content_of[block] for block in self.queue[:num_blocks] if block in self.content_of]
         if gone:
             self.store(0, gone)
-        for block in taken:
-            if block in self.content_of:
-                self.counts["evictions"] += 1
-                self.holders.remove((self.content_of.pop(block), block))
-        return taken
+        return super().take_all(num_blocks)
 
     def cache(self, tables, ids, num_cached, end):
         num_before = len(self.holders)
@@ -95,16 +90,6 @@ class SlowTiers(SlowGroups):
             new = [content for content, _ in self.holders[num_before:]]
             for _, contents in groupby(new, key=lambda content: content[0]):
                 self.store(0, list(contents))
-
-    def extend(self, tables, num_places, end):
-        """Allocate blocks for all groups up to `end` tokens."""
-        num_after = -(-end // self.block_size)
-        for group, table in enumerate(tables):
-            new = range(num_places[group], num_after)
-            if self.groups[group][0] == "mamba":
-                new = new[-1:]
-            table.update(zip(new, self.take_all(len(new)), strict=True))
-            num_places[group] = max(num_places[group], num_after)
 
     def read(self, contents):
         for content in contents:
@@ -146,9 +131,5 @@ class SlowTiers(SlowGroups):
                 is_first = False
             self.cache(tables, ids, num_cached, end)
             num_computed = end
-            in_use = sum(len(table) for table in tables)
-            self.counts["peak_blocks_in_use"] = max(self.counts["peak_blocks_in_use"], in_use)
-        self.counts["blocks_hit"] += num_hits
-        self.counts["tokens_hit"] += num_hits * self.block_size
-        for table in tables:
-            self.free([table[position] for position in sorted(table, reverse=True)])
+            self.note_use(tables)
+        self.finish(tables, num_hits)

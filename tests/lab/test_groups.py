@@ -91,16 +91,37 @@ class SlowGroups:
                 return length, found
         raise AssertionError("an empty prefix is always a hit")
 
-    def take(self):
-        block = self.queue.pop(0)
-        if block in self.content_of:
-            self.counts["evictions"] += 1
-            self.holders.remove((self.content_of.pop(block), block))
-        return block
+    def take_all(self, num_blocks):
+        taken = [self.queue.pop(0) for _ in range(num_blocks)]
+        for block in taken:
+            if block in self.content_of:
+                self.counts["evictions"] += 1
+                self.holders.remove((self.content_of.pop(block), block))
+        return taken
 
     def free(self, blocks):
         self.queue = [block for block in blocks if block not in self.content_of] + self.queue
         self.queue += [block for block in blocks if block in self.content_of]
+
+    def extend(self, tables, num_places, end):
+        """Allocate blocks for all groups up to `end` tokens."""
+        num_after = -(-end // self.block_size)
+        for group, table in enumerate(tables):
+            new = range(num_places[group], num_after)
+            if self.groups[group][0] == "mamba":
+                new = new[-1:]
+            table.update(zip(new, self.take_all(len(new)), strict=True))
+            num_places[group] = max(num_places[group], num_after)
+
+    def note_use(self, tables):
+        in_use = sum(len(table) for table in tables)
+        self.counts["peak_blocks_in_use"] = max(self.counts["peak_blocks_in_use"], in_use)
+
+    def finish(self, tables, num_hits):
+        self.counts["blocks_hit"] += num_hits
+        self.counts["tokens_hit"] += num_hits * self.block_size
+        for table in tables:
+            self.free([table[position] for position in sorted(table, reverse=True)])
 
     def run(self, traced):
         length, ids = traced["input_length"], traced["hash_ids"]
@@ -119,21 +140,11 @@ class SlowGroups:
                 self.free(
                     [table.pop(position) for position in sorted(table, reverse=True) if position < unneeded]
                 )
-            num_after = -(-end // self.block_size)
-            for group, table in enumerate(tables):
-                new = range(num_places[group], num_after)
-                if self.groups[group][0] == "mamba":
-                    new = new[-1:]
-                table.update({position: self.take() for position in new})
-                num_places[group] = num_after
+            self.extend(tables, num_places, end)
             self.cache(tables, ids, num_cached, end)
             num_computed = end
-            in_use = sum(len(table) for table in tables)
-            self.counts["peak_blocks_in_use"] = max(self.counts["peak_blocks_in_use"], in_use)
-        self.counts["blocks_hit"] += num_hits
-        self.counts["tokens_hit"] += num_hits * self.block_size
-        for table in tables:
-            self.free([table[position] for position in sorted(table, reverse=True)])
+            self.note_use(tables)
+        self.finish(tables, num_hits)
 
     def find_end_of_step(self, start, length):
         end = length if self.chunk_tokens is None else min(length, start + self.chunk_tokens)

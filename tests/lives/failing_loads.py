@@ -439,22 +439,19 @@ class FailingLife:
         if not self.running or not self.engine.can_swap:
             return
         request = self.rng.choice(self.running)
-        plan = self.engine.swapper.swap_out(request)
-        if plan is not None:
-            self.running.remove(request)
-            self.plans.append((request, plan))
-            if self.rng.random() < 0.6:
-                self.close_plan()
+        self.open_plan(request, self.engine.swapper.swap_out(request), self.running)
 
     def swap_in(self):
         if self.swapped:
             request = self.rng.choice(self.swapped)
-            plan = self.engine.swapper.swap_in(request)
-            if plan is not None:
-                self.swapped.remove(request)
-                self.plans.append((request, plan))
-                if self.rng.random() < 0.6:
-                    self.close_plan()
+            self.open_plan(request, self.engine.swapper.swap_in(request), self.swapped)
+
+    def open_plan(self, request, plan, requests):
+        if plan is not None:
+            requests.remove(request)
+            self.plans.append((request, plan))
+            if self.rng.random() < 0.6:
+                self.close_plan()
 
     def onboard(self):
         for request in self.waiting if self.engine.has_tiers else ():

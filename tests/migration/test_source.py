@@ -1,5 +1,3 @@
-from unittest.mock import Mock
-
 import pytest
 from migration.made_nodes import Clock, MadeEngine, answer_as_source
 
@@ -130,8 +128,12 @@ def test_another_callers_expire_also_ends_the_transfer():
 def test_a_move_whose_freezing_fails_ends_after_the_repair():
     """Regression: its request stayed frozen, since no transfer was left that would thaw it."""
     bench = SourceBench()
+
+    def fail(*_):
+        raise MemoryError
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bench.engine.site, "_hold_departure", Mock(side_effect=MemoryError()))
+        patch.setattr(bench.engine.site, "_hold_departure", fail)
         with pytest.raises(MemoryError):
             bench.ask("prepare")
     bench.engine.manager.repair()

@@ -17,7 +17,7 @@ import sys
 
 import vllm
 from core import vllm_classes
-from core.plain_operations import digest, run
+from core.plain_operations import record
 from core.pool_operations import PoolSide
 from core.pool_schedule import PoolSchedule
 
@@ -25,23 +25,6 @@ from kv_pool.integrations.vllm.releases import find_release
 
 NUM_STEPS = 200
 FIRST_SEED = 5000
-
-
-def record(schedule):
-    side = PoolSide(vllm_classes, schedule.options)
-    operations, answers, digests = [], [], []
-    for operation, (answer,) in run(schedule, side, num_steps=NUM_STEPS):
-        # The schedule goes on changing its block tables, so what it decided is written down at once.
-        operations.append(json.loads(json.dumps(operation)))
-        answers.append(answer)
-        digests.append(digest(side.picture()))
-    return {
-        "options": schedule.options,
-        "operations": operations,
-        "answers": answers,
-        "digests": digests,
-        "end": side.picture(),
-    }
 
 
 def make_lines(num_pools):
@@ -56,7 +39,9 @@ def make_lines(num_pools):
     }
     release = find_release(vllm.__version__)
     for seed in range(FIRST_SEED, FIRST_SEED + num_pools):
-        yield {"subject": "pool", "seed": seed, **record(PoolSchedule(seed, release))}
+        schedule = PoolSchedule(seed, release)
+        side = PoolSide(vllm_classes, schedule.options)
+        yield {"subject": "pool", "seed": seed, **record(schedule, side, NUM_STEPS)}
 
 
 def main(path, num_pools):

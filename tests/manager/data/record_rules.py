@@ -14,7 +14,7 @@ import platform
 import sys
 
 import vllm
-from core.plain_operations import digest, run
+from core.plain_operations import record
 from manager.manager_schedule import KINDS, ManagerSchedule
 from manager.rule_options import NEWEST
 from manager.vllm_manager import RELEASE, VllmManagerSide
@@ -23,22 +23,6 @@ NUM_STEPS = 120
 # Fewer for an older release: what differs are states.
 SEEDS_OF_KIND = {"full + mamba": range(5000, 5100 if RELEASE == NEWEST else 5040)}
 SEEDS = range(5000, 5016 if RELEASE == NEWEST else 5003)
-
-
-def record(schedule):
-    side = VllmManagerSide(None, schedule.options)
-    operations, answers, digests = [], [], []
-    for operation, (answer,) in run(schedule, side, num_steps=NUM_STEPS):
-        operations.append(json.loads(json.dumps(operation)))
-        answers.append(answer)
-        digests.append(digest(side.picture()))
-    return {
-        "options": schedule.options,
-        "operations": operations,
-        "answers": answers,
-        "digests": digests,
-        "end": side.picture(),
-    }
 
 
 def make_lines():
@@ -52,7 +36,9 @@ def make_lines():
     }
     for kind in KINDS:
         for seed in SEEDS_OF_KIND.get(kind, SEEDS):
-            yield {"kind": kind, "seed": seed, **record(ManagerSchedule(kind, seed, True, RELEASE))}
+            schedule = ManagerSchedule(kind, seed, True, RELEASE)
+            side = VllmManagerSide(None, schedule.options)
+            yield {"kind": kind, "seed": seed, **record(schedule, side, NUM_STEPS)}
 
 
 def main(path):
