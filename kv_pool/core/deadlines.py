@@ -1,5 +1,6 @@
 """`Deadlines`: a queue of timers, earliest first; `read_clock`: the default clock of a pool."""
 
+from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from time import monotonic
 from typing import Final
@@ -8,6 +9,9 @@ from mypy_extensions import mypyc_attr
 
 NEVER: Final = float("inf")
 _FEW: Final = 64
+
+read_clock: Final[Callable[[], float]] = monotonic
+"""The system's monotonic clock, in seconds."""
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -61,8 +65,3 @@ class Deadlines:
                 return item
             heappop(entries)
         return None
-
-
-def read_clock() -> float:
-    """Return the system's monotonic clock, in seconds."""
-    return monotonic()

@@ -86,8 +86,7 @@ class BlockPoolCore(PoolState):
                 if not isinstance(block, KVCacheBlock):
                     block = cache.get_one_block(BlockHashWithGroupId(key))
                     if block is None:
-                        for part in self.parts:
-                            part.note_missed(key)
+                        note_missed(self, key)
                         return None
                 found.append(block)
             if found:
@@ -140,8 +139,7 @@ class BlockPoolCore(PoolState):
                 key = BlockHashWithGroupId(block_hash + suffix)
                 block = cache.get_one_block(key)
                 if block is None:
-                    for part in self.parts:
-                        part.note_missed(key)
+                    note_missed(self, key)
                     break
                 found.append(block)
                 next_id = block._next_cached_id
@@ -797,3 +795,11 @@ class BlockPoolCore(PoolState):
         if num_allocatable == 0:
             return 0
         return 1.0 - self.free_block_queue.num_free_blocks / num_allocatable
+
+
+def note_missed(pool: PoolState, key: Any) -> None:
+    """Tell the parts, which must not call the pool, of a lookup whose first missing block has this key."""
+    pool.is_changing = True
+    for part in pool.parts:
+        part.note_missed(key)
+    pool.is_changing = False

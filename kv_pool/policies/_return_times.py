@@ -71,8 +71,9 @@ class ReturnTimes:
         """Handle freed blocks of a class. Return their stamp, above 0."""
         if not self.starts or self.num_entered - self.starts[-1] >= self.cohort_blocks:
             self._add_cohort(now)
-        self.totals[-1] += num_blocks
-        self.counts[-1][kind] += num_blocks
+        counts = self.counts[-1]
+        counts[kind] = counts[kind] + num_blocks  # an addition in place would be Python's
+        self.totals[-1] = self.totals[-1] + num_blocks
         self.num_entered += num_blocks
         return self.num_entered
 
@@ -110,11 +111,14 @@ class ReturnTimes:
         place = self._find_cohort(stamp)
         if is_evicted:
             self.evicted[place] -= num_blocks
-        self.totals[place] -= num_blocks
-        self.counts[place][kind] -= num_blocks
-        num_after = self.totals[place] // 2
-        for other in range(place + 1, len(self.totals)):
-            num_after += self.totals[other]
+        totals = self.totals
+        counts = self.counts[place]
+        counts[kind] = counts[kind] - num_blocks
+        num_after = totals[place] - num_blocks
+        totals[place] = num_after
+        num_after //= 2
+        for other in range(place + 1, len(totals)):
+            num_after += totals[other]
         return num_after
 
     def note_return(self, kind: int, seconds: float, num_blocks: int) -> int:
@@ -156,17 +160,23 @@ class ReturnTimes:
 
     def _merge(self, now: float) -> None:
         """Merge the two neighbouring cohorts that are shortest for their age; not the last ones."""
-        best, place = 2.0, 0
-        for cohort in range(len(self.starts) - 3):
-            entered = self.num_entered - self.starts[cohort]
-            ratio = (self.starts[cohort + 2] - self.starts[cohort]) / entered
+        best = 2.0
+        starts = self.starts
+        place: i64 = 0
+        cohort: i64 = 0
+        while cohort < len(starts) - 3:
+            entered = self.num_entered - starts[cohort]
+            ratio = (starts[cohort + 2] - starts[cohort]) / entered
             if ratio < best:
-                best, place = ratio, cohort
+                best = ratio
+                place = cohort
+            cohort += 1
         after = place + 1
         self.totals[place] += self.totals[after]
         self.evicted[place] += self.evicted[after]
-        for kind in range(self.num_classes):
-            self.counts[place][kind] += self.counts[after][kind]
+        counts = self.counts[place]
+        for kind, count in enumerate(self.counts[after]):
+            counts[kind] = counts[kind] + count
         del self.starts[after], self.times[after], self.totals[after], self.counts[after], self.evicted[after]
 
     def update_values(self) -> None:

@@ -1,9 +1,11 @@
 """`GDSF`: greedy dual by the cost to recompute a block."""
 
+from typing import Final
+
 from kv_pool.core.cache_policy import CachedRun, CachePolicy
 
-NUM_QUEUES = 1000
-STEPS = 4  # queues per unit of value
+NUM_QUEUES: Final = 1000
+STEPS: Final = 4  # queues per unit of value
 
 
 class GDSF(CachePolicy):

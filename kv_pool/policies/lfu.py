@@ -1,8 +1,10 @@
 """`LFU`: least frequently used, with dynamic ageing."""
 
+from typing import Final
+
 from kv_pool.core.cache_policy import CachedRun, CachePolicy
 
-NUM_QUEUES = 4096
+NUM_QUEUES: Final = 4096
 
 
 class LFU(CachePolicy):

@@ -1,9 +1,11 @@
 """`MQ`: queues by frequency, with a lifetime in each."""
 
+from typing import Final
+
 from kv_pool.core.cache_policy import STAY, CachedRun, CachePolicy, Ghosts
 
-NUM_QUEUES = 8
-LIFETIME = 10_000
+NUM_QUEUES: Final = 8
+LIFETIME: Final = 10_000
 
 
 class MQ(CachePolicy):

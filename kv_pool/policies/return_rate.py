@@ -1,13 +1,15 @@
 """`ReturnRate`: evict what is worth least per block and time, by learned return times."""
 
+from typing import Final
+
 from kv_pool.core.cache_policy import CachedRun, CachePolicy
 from kv_pool.policies._evicted_runs import EvictedRuns
 from kv_pool.policies._return_times import NUM_AGES, ReturnTimes
 
-NUM_CLASSES = 8
-LOSS_SHARE = 0.0007  # hits that may be lost against LRU, of the blocks freed
-LEAST_RISK = 0.2  # assumed share of early evictions that cost a hit
-DECAY = 0.989  # of the counts for the risk, per update: half in 64 updates, which are 4 capacities
+NUM_CLASSES: Final = 8
+LOSS_SHARE: Final = 0.0007  # hits that may be lost against LRU, of the blocks freed
+LEAST_RISK: Final = 0.2  # assumed share of early evictions that cost a hit
+DECAY: Final = 0.989  # of the counts for the risk, per update: half in 64 updates, which are 4 capacities
 
 
 class ReturnRate(CachePolicy):
@@ -47,8 +49,12 @@ class ReturnRate(CachePolicy):
         self.cut_key: object = None
 
     def read_time(self) -> float:
+        """Return the time with that of the freed blocks."""
+        return self.add_freed(self.clock())
+
+    def add_freed(self, seconds: float) -> float:
         """Return the seconds, and a microsecond for each freed block: time passes without a clock, too."""
-        return self.clock() + 1e-6 * self.returns.num_entered
+        return seconds + 1e-6 * self.returns.num_entered
 
     def cached(self, run: CachedRun) -> None:
         run.value = self.read_time()
@@ -66,8 +72,9 @@ class ReturnRate(CachePolicy):
             self.returns.leave(run.stamp, run.count, run.num_blocks)
         elif run.queue is None:
             self.find_evicted(run)
-        run.stamp = self.returns.enter(self.read_time(), run.count, run.num_blocks)
-        run.value = self.read_time()
+        now = self.clock()
+        run.stamp = self.returns.enter(self.add_freed(now), run.count, run.num_blocks)
+        run.value = self.add_freed(now)
         return run.count * NUM_AGES
 
     def find_evicted(self, run: CachedRun) -> None:

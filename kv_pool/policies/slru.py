@@ -1,8 +1,10 @@
 """`SLRU`: segmented least recently used."""
 
+from typing import Final
+
 from kv_pool.core.cache_policy import STAY, CachedRun, CachePolicy
 
-NUM_SEGMENTS = 4
+NUM_SEGMENTS: Final = 4
 
 
 class SLRU(CachePolicy):

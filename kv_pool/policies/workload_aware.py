@@ -1,11 +1,11 @@
 """`WorkloadAware`: evict what is least likely to be reused, by category."""
 
 from math import pow as power
-from typing import Any
+from typing import Any, Final
 
 from kv_pool.core.cache_policy import CachedRun, CachePolicy
 
-NUM_CATEGORIES = 32
+NUM_CATEGORIES: Final = 32
 
 
 class WorkloadAware(CachePolicy):
@@ -26,14 +26,15 @@ class WorkloadAware(CachePolicy):
     def hit(self, run: CachedRun) -> None:
         if run.queue is not None and run.value > 0:
             counts = self.counts[run.queue.index]
-            counts[1] += 1
-            counts[2] += self.clock() - run.value
+            counts[1] = counts[1] + 1.0
+            counts[2] = counts[2] + (self.clock() - run.value)
 
     def freed(self, run: CachedRun) -> int:
         category = run.hints.get("category") if run.hints is not None else run.num_hits > 0
         index = self.indices.setdefault(category, len(self.indices) % NUM_CATEGORIES)
         run.value = self.clock()
-        self.counts[index][0] += 1
+        counts = self.counts[index]
+        counts[0] = counts[0] + 1.0
         return index
 
     def choose(self) -> int:

@@ -170,10 +170,11 @@ def cut_by_number(blocks: list[KVCacheBlock]) -> list[list[KVCacheBlock]]:
     number: i32 = 0
     start: i64 = 0
     for index, block in enumerate(blocks):
-        if index > 0 and block.retention_id != number:
-            stretches.append(blocks[start:index])
-            start = index
-        number = block.retention_id
+        if block.retention_id != number:
+            if index > 0:
+                stretches.append(blocks[start:index])
+                start = index
+            number = block.retention_id
     if start > 0:
         stretches.append(blocks[start:])
     elif blocks:
@@ -182,8 +183,11 @@ def cut_by_number(blocks: list[KVCacheBlock]) -> list[list[KVCacheBlock]]:
 
 
 def list_cached(blocks: list[KVCacheBlock]) -> list[KVCacheBlock]:
-    """Return the blocks with content."""
-    return [block for block in blocks if block.key is not None]
+    """Return the blocks with content; the same list if all have it. Usually all but the last have."""
+    for index, block in enumerate(blocks):
+        if block.key is None:
+            return blocks[:index] + [other for other in blocks[index:] if other.key is not None]
+    return blocks
 
 
 Change = tuple[list[KVCacheBlock], tuple[Claim, ...]]
@@ -249,18 +253,19 @@ class PlacedClaims(BandPolicy):
         previous: KVCacheBlock | None = None
         for index, block in enumerate(freed):
             retention_id = block.retention_id
-            is_claimed = retention_id > 0 and block.next_free_block is not None and block.key is not None
-            if first >= 0 and not (
-                is_claimed and retention_id == last_id and block.prev_free_block is previous
-            ):
+            if first >= 0:
+                if retention_id == last_id and block.prev_free_block is previous and block.key is not None:
+                    previous = block
+                    continue
                 self._place_stretch(freed[first:index])
                 first = -1
-            if is_claimed:
-                if first < 0:
-                    first = index
-                    last_id = retention_id
+            if retention_id == 0 or block.next_free_block is None:
+                continue
+            if retention_id > 0 and block.key is not None:
+                first = index
+                last_id = retention_id
                 previous = block
-            elif retention_id != 0 and block.next_free_block is not None:
+            else:
                 self._put([block], None)
         if first >= 0:
             self._place_stretch(freed[first:])
@@ -287,7 +292,7 @@ class PlacedClaims(BandPolicy):
 
     def note_removed(self, blocks: list[KVCacheBlock]) -> None:
         """Remove the claims on blocks that the pool no longer has."""
-        self._put(blocks, None)
+        self._remove_claims(blocks)
 
     def list_spans(self) -> list[HoldSpan]:
         """Return the held blocks by the start and the end of their pins, to a tenth of a second."""
@@ -342,12 +347,12 @@ class PlacedClaims(BandPolicy):
 
     def drop_evicted(self) -> None:
         """Remove the claims on pinned blocks that were evicted without a call of the retention. O(pins)."""
-        self._put([block for block in self.pinned if not is_pin(self.get_claims(block))], None)
+        self._remove_claims([block for block in self.pinned if not is_pin(self.get_claims(block))])
 
     def forget(self, blocks: list[KVCacheBlock]) -> None:
         """Remove the claims on blocks that have lost their content; free ones are reused first."""
         emptied = [block for block in dict.fromkeys(blocks) if block.retention_id != 0 and block.key is None]
-        self._put(emptied, None)
+        self._remove_claims(emptied)
         self.release(emptied)
         free = [block for block in emptied if block.next_free_block is not None]
         if free:
@@ -362,7 +367,7 @@ class PlacedClaims(BandPolicy):
             if self.find(block) is record:
                 is_void = block.retention_id < 0 or block.key is None
                 (void if is_void else claimed).append(block)
-        self._put(void, None)
+        self._remove_claims(void)
         free = self._change_used(claimed, record.claims)
         if free:
             self._claim_free(free, left, record.freed_at, record, EXPIRED_BAND)
@@ -464,19 +469,22 @@ class PlacedClaims(BandPolicy):
             record.retention_id = len(self._records)
             self._records.append(record)
 
-    def _put(self, blocks: list[KVCacheBlock], record: Record | None) -> None:
-        """Replace the claims on distinct blocks, void or not, by those of a record; None removes them."""
-        new_id: i32 = 0 if record is None else record.retention_id
+    def _remove_claims(self, blocks: list[KVCacheBlock]) -> None:
+        """Remove the claims on distinct blocks, void or not."""
         for stretch in cut_by_number(blocks):
-            if stretch[0].retention_id == new_id:
-                continue
-            old = self.find(stretch[0])
-            for block in stretch:
+            self._put(stretch, None)
+
+    def _put(self, blocks: list[KVCacheBlock], record: Record | None) -> None:
+        """Replace the claims on distinct blocks of one number, void or not, by a record's; None: by none."""
+        new_id: i32 = 0 if record is None else record.retention_id
+        if blocks[0].retention_id != new_id:
+            old = self.find(blocks[0])
+            for block in blocks:
                 block.retention_id = new_id
             if record is not None:
-                record.num_blocks += len(stretch)
+                record.num_blocks += len(blocks)
             if old is not None:
-                old.num_blocks -= len(stretch)
+                old.num_blocks -= len(blocks)
                 if old.num_blocks == 0:
                     self._remove(old)
         if record is not None and record.strength == PINNED:
