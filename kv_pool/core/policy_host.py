@@ -134,31 +134,32 @@ class PolicyHost(PoolPart):
             return
         self._note_back(blocks)
         self._before = None
-        runs = self.table.runs
-        run: CachedRun | None = None  # the blocks from `first` to `last` are used, and perhaps the next one
-        listed = blocks
-        first: i64 = 0
-        last: i64 = 0  # 0: no run is open
-        for block in blocks:
-            if last > 0:
-                if last < len(listed) and listed[last] is block:
-                    last += 1
-                    continue
-                assert run is not None
-                self._note_use(run, first, last, is_access)
-                last = 0
-            number = block.run_id
+        start: i64 = 0
+        num_blocks: i64 = len(blocks)
+        while start < num_blocks:
+            block = blocks[start]
+            start += 1
+            number: i32 = block.run_id
             if number <= 0:
                 continue
-            run = runs[number]
+            run = self.table.runs[number]
             assert run is not None
             listed = run.blocks
-            first = 0 if listed and listed[0] is block else self.table.find_position(run, block)
-            if first >= 0:
-                last = first + 1
-        if last > 0:
-            assert run is not None
-            self._note_use(run, first, last, is_access)
+            first: i64 = 0 if listed and listed[0] is block else self.table.find_position(run, block)
+            if first < 0:
+                continue
+            last = first + 1
+            while start < num_blocks and last < len(listed) and listed[last] is blocks[start]:
+                last += 1
+                start += 1
+            part = run
+            if last < len(listed):
+                part = self.table.split(run, last)
+                if self.elsewhere and run.blocks[0] in self.elsewhere:
+                    self._set_parent(run, None)
+            if first > 0:
+                self.table.split(part, first)
+            self._note_use(part, is_access)
 
     def note_freed(self, blocks: list[KVCacheBlock], keeps_all: bool) -> None:
         """Place these blocks. After an unpin, those without a key are at the back, too."""
@@ -193,31 +194,18 @@ class PolicyHost(PoolPart):
 
     def place(self, freed: list[KVCacheBlock]) -> None:
         """Put the runs of the free blocks of the default band in this list into queues; split runs for it."""
+        index: i64 = 0
+        num_blocks: i64 = len(freed)
         runs = self.table.runs
         owner = self._owner
         elsewhere = self.elsewhere
         has_elsewhere = len(elsewhere) > 0
-        run: CachedRun | None = None  # its blocks from `first` on are free, and perhaps the one before them
-        listed = freed
-        number: i32 = 0
-        first: i64 = 0  # 0: no run is open
-        for index, block in enumerate(freed):
-            is_elsewhere = has_elsewhere and block in elsewhere
-            if first > 0:
-                assert run is not None
-                if block.ref_cnt == 0 and not is_elsewhere:
-                    if listed[first - 1] is block:
-                        if block.key is not None and block.run_id == number:
-                            first -= 1
-                            if first == 0:
-                                self._free(run, 0)
-                            continue
-                    elif block.key is None and not block.is_null and block.owner is owner:
-                        block.run_id = 0  # it was evicted while in use
-                        continue
-                self._free(run, first)
-                first = 0
-            if block.ref_cnt != 0 or block.is_null or block.owner is not owner or is_elsewhere:
+        while index < num_blocks:
+            block = freed[index]
+            index += 1
+            if block.ref_cnt != 0 or block.is_null or block.owner is not owner:
+                continue
+            if has_elsewhere and block in elsewhere:
                 continue
             number = block.run_id
             if block.key is None:
@@ -229,24 +217,37 @@ class PolicyHost(PoolPart):
             run = runs[number]
             assert run is not None
             if run.is_free:
-                continue  # listed twice, or freed as a whole
+                continue  # listed twice
             listed = run.blocks
-            if listed[-1] is not block:
-                if self._is_whole(freed, index, run):
-                    self._free(run, 0)
+            first: i64 = len(listed) - 1
+            if listed[first] is not block:
+                if self._is_whole(freed, index - 1, run):
+                    index += first
+                    self._free(run)
                     continue
                 self.table.trim(run)
-                if listed[-1] is not block:
+                first = len(listed) - 1
+                if listed[first] is not block:
                     own = self.table.isolate(run, block)
                     if own is not None:
-                        self._free(own, 0)
+                        self._free(own)
                     continue
-            first = len(listed) - 1
-            if first == 0:
-                self._free(run, 0)
-        if first > 0:
-            assert run is not None
-            self._free(run, first)
+            while first > 0 and index < num_blocks:
+                block = freed[index]
+                if block.ref_cnt != 0 or (has_elsewhere and block in elsewhere):
+                    break
+                if listed[first - 1] is block:
+                    if block.key is None or block.run_id != number:
+                        break
+                    first -= 1
+                elif block.key is not None or block.is_null or block.owner is not owner:
+                    break
+                else:
+                    block.run_id = 0  # it was evicted while in use
+                index += 1
+            if first > 0:
+                self.table.split(run, first)
+            self._free(run)
 
     def note_taken(self, blocks: list[KVCacheBlock]) -> None:
         if self.failure is None:
@@ -343,19 +344,12 @@ class PolicyHost(PoolPart):
                         self._cut(run, 1)
             block.run_id = 0
 
-    def _note_use(self, run: CachedRun, first: i64, last: i64, is_access: bool) -> None:
-        """Mark the blocks of a run from `first` to `last` as a run in use, and tell the policy of a hit.
+    def _note_use(self, run: CachedRun, is_access: bool) -> None:
+        """Mark a run as in use, and tell the policy of a hit.
 
         A request may continue one chain's blocks with the equal copy of another chain's: then the run that it
         hits before this one becomes the parent, since lookups find the latter behind it.
         """
-        if last < len(run.blocks):
-            whole = run
-            run = self.table.split(whole, last)
-            if self.elsewhere and whole.blocks[0] in self.elsewhere:
-                self._set_parent(whole, None)
-        if first > 0:
-            self.table.split(run, first)
         before = self._before
         if is_access and before is not None and run.parent is not before and self._follows(run, before):
             self._set_parent(run, before)
@@ -434,10 +428,8 @@ class PolicyHost(PoolPart):
                 parent = parent.parent
         self._call_cached(run)
 
-    def _free(self, run: CachedRun, first: i64) -> None:
-        """Put a run whose blocks from `first` on have become free into the queue that the policy names."""
-        if first > 0:
-            self.table.split(run, first)
+    def _free(self, run: CachedRun) -> None:
+        """Put a run whose blocks have become free into the queue that the policy names."""
         run.is_free = True
         run.is_open = False
         self.num_ordered += len(run.blocks)
@@ -454,7 +446,7 @@ class PolicyHost(PoolPart):
         num_tokens: i32 = self._owner().hash_block_size
         run = self.table.add([block], 0, num_tokens)
         self._call_cached(run)
-        self._free(run, 0)
+        self._free(run)
 
     def _call_cached(self, run: CachedRun) -> None:
         try:

@@ -71,9 +71,8 @@ class ReturnTimes:
         """Handle freed blocks of a class. Return their stamp, above 0."""
         if not self.starts or self.num_entered - self.starts[-1] >= self.cohort_blocks:
             self._add_cohort(now)
-        counts = self.counts[-1]
-        counts[kind] = counts[kind] + num_blocks  # an addition in place would be Python's
-        self.totals[-1] = self.totals[-1] + num_blocks
+        self.totals[-1] = self.totals[-1] + num_blocks  # compiled code adds in place as Python does
+        self.counts[-1][kind] = self.counts[-1][kind] + num_blocks
         self.num_entered += num_blocks
         return self.num_entered
 
@@ -111,14 +110,11 @@ class ReturnTimes:
         place = self._find_cohort(stamp)
         if is_evicted:
             self.evicted[place] -= num_blocks
-        totals = self.totals
-        counts = self.counts[place]
-        counts[kind] = counts[kind] - num_blocks
-        num_after = totals[place] - num_blocks
-        totals[place] = num_after
-        num_after //= 2
-        for other in range(place + 1, len(totals)):
-            num_after += totals[other]
+        self.totals[place] = self.totals[place] - num_blocks
+        self.counts[place][kind] = self.counts[place][kind] - num_blocks
+        num_after = self.totals[place] // 2
+        for other in range(place + 1, len(self.totals)):
+            num_after += self.totals[other]
         return num_after
 
     def note_return(self, kind: int, seconds: float, num_blocks: int) -> int:
@@ -160,23 +156,17 @@ class ReturnTimes:
 
     def _merge(self, now: float) -> None:
         """Merge the two neighbouring cohorts that are shortest for their age; not the last ones."""
-        best = 2.0
-        starts = self.starts
-        place: i64 = 0
-        cohort: i64 = 0
-        while cohort < len(starts) - 3:
-            entered = self.num_entered - starts[cohort]
-            ratio = (starts[cohort + 2] - starts[cohort]) / entered
+        best, place = 2.0, 0
+        for cohort in range(len(self.starts) - 3):
+            entered = self.num_entered - self.starts[cohort]
+            ratio = (self.starts[cohort + 2] - self.starts[cohort]) / entered
             if ratio < best:
-                best = ratio
-                place = cohort
-            cohort += 1
+                best, place = ratio, cohort
         after = place + 1
         self.totals[place] += self.totals[after]
         self.evicted[place] += self.evicted[after]
-        counts = self.counts[place]
-        for kind, count in enumerate(self.counts[after]):
-            counts[kind] = counts[kind] + count
+        for kind in range(self.num_classes):
+            self.counts[place][kind] += self.counts[after][kind]
         del self.starts[after], self.times[after], self.totals[after], self.counts[after], self.evicted[after]
 
     def update_values(self) -> None:

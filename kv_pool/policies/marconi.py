@@ -1,11 +1,9 @@
 """`Marconi`: recency and the computation that a block saves per byte."""
 
-from typing import Final
-
 from kv_pool.core.cache_policy import CachedRun, CachePolicy
 
-NUM_CLASSES: Final = 24
-WEIGHT: Final = 1.0
+NUM_CLASSES = 24
+WEIGHT = 1.0
 
 
 class Marconi(CachePolicy):

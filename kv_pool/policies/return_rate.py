@@ -49,12 +49,8 @@ class ReturnRate(CachePolicy):
         self.cut_key: object = None
 
     def read_time(self) -> float:
-        """Return the time with that of the freed blocks."""
-        return self.add_freed(self.clock())
-
-    def add_freed(self, seconds: float) -> float:
         """Return the seconds, and a microsecond for each freed block: time passes without a clock, too."""
-        return seconds + 1e-6 * self.returns.num_entered
+        return self.clock() + 1e-6 * self.returns.num_entered
 
     def cached(self, run: CachedRun) -> None:
         run.value = self.read_time()
@@ -72,9 +68,9 @@ class ReturnRate(CachePolicy):
             self.returns.leave(run.stamp, run.count, run.num_blocks)
         elif run.queue is None:
             self.find_evicted(run)
-        now = self.clock()
-        run.stamp = self.returns.enter(self.add_freed(now), run.count, run.num_blocks)
-        run.value = self.add_freed(now)
+        now = self.clock()  # once, for both times
+        run.stamp = self.returns.enter(now + 1e-6 * self.returns.num_entered, run.count, run.num_blocks)
+        run.value = now + 1e-6 * self.returns.num_entered
         return run.count * NUM_AGES
 
     def find_evicted(self, run: CachedRun) -> None:

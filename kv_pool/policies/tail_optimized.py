@@ -1,10 +1,8 @@
 """`TailOptimizedLRU`: evict first what a conversation can recompute within its latency budget."""
 
-from typing import Final
-
 from kv_pool.core.cache_policy import CachedRun, CachePolicy
 
-BUDGET_TOKENS: Final = 2048
+BUDGET_TOKENS = 2048
 
 
 class TailOptimizedLRU(CachePolicy):

@@ -1,10 +1,8 @@
 """`TTL`: keep what a tool call will come back for."""
 
-from typing import Final
-
 from kv_pool.core.cache_policy import CachedRun, CachePolicy
 
-NUM_CLASSES: Final = 16
+NUM_CLASSES = 16
 
 
 class TTL(CachePolicy):

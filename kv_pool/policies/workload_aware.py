@@ -33,8 +33,7 @@ class WorkloadAware(CachePolicy):
         category = run.hints.get("category") if run.hints is not None else run.num_hits > 0
         index = self.indices.setdefault(category, len(self.indices) % NUM_CATEGORIES)
         run.value = self.clock()
-        counts = self.counts[index]
-        counts[0] = counts[0] + 1.0
+        self.counts[index][0] = self.counts[index][0] + 1.0
         return index
 
     def choose(self) -> int:

@@ -170,11 +170,10 @@ def cut_by_number(blocks: list[KVCacheBlock]) -> list[list[KVCacheBlock]]:
     number: i32 = 0
     start: i64 = 0
     for index, block in enumerate(blocks):
-        if block.retention_id != number:
-            if index > 0:
-                stretches.append(blocks[start:index])
-                start = index
-            number = block.retention_id
+        if index > 0 and block.retention_id != number:
+            stretches.append(blocks[start:index])
+            start = index
+        number = block.retention_id
     if start > 0:
         stretches.append(blocks[start:])
     elif blocks:
@@ -259,13 +258,11 @@ class PlacedClaims(BandPolicy):
                     continue
                 self._place_stretch(freed[first:index])
                 first = -1
-            if retention_id == 0 or block.next_free_block is None:
-                continue
-            if retention_id > 0 and block.key is not None:
+            if retention_id > 0 and block.next_free_block is not None and block.key is not None:
                 first = index
                 last_id = retention_id
                 previous = block
-            else:
+            elif retention_id != 0 and block.next_free_block is not None:
                 self._put([block], None)
         if first >= 0:
             self._place_stretch(freed[first:])
