@@ -185,7 +185,8 @@ class InvalidContentError(StaleTransferError):
 class MigrationInDoubtError(MigrationError):
     """The blocks have arrived, but the source has not confirmed their release and may still use them.
 
-    The target keeps them unused until the source answers.
+    The target keeps them unused until the source answers. It also does so until its pool is repaired, if a
+    call of it was interrupted.
     """
 
 

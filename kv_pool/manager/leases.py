@@ -74,18 +74,14 @@ class Lease:
         """Release the lease: the transfer has ended and no longer accesses the blocks.
 
         A lease past its deadline can be released until `BlockLeases.expire` has ended it; a quarantined lease
-        can always be released.
+        can always be released. In a pool whose last call was interrupted, `repair` drops its references.
 
         Raises:
             StaleLeaseError: the lease has ended. Nothing has changed.
         """
         self._check_live()
-        leases = self.leases
-        leases._book.check_whole()
-        leases.block_pool.is_changing = True
-        leases._book.end(self.hold, HoldState.RELEASED)
-        leases._leases.pop(self.hold, None)
-        leases.block_pool.is_changing = False
+        self.hold.release()
+        self.leases._leases.pop(self.hold, None)
 
     def extend(self, deadline: float) -> None:
         """Set a new deadline, later or earlier, such as on a heartbeat. O(log leases).

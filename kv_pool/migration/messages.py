@@ -41,7 +41,8 @@ class MigrationPhase(StrEnum):
                     |-> FAILED, or CANCELLED by a caller
         source   WAITING -> READING -> DONE, FAILED or CANCELLED       a pull is READING at once
 
-    IN_DOUBT is a move whose blocks have arrived and whose source has not confirmed that it released them.
+    IN_DOUBT is a move whose blocks have arrived and whose source has not confirmed that it released them, or
+    whose target's pool was interrupted and has to be repaired.
     """
 
     WAITING = "waiting"

@@ -104,7 +104,8 @@ class Migration(ABC):
         Returns:
             The blocks' ids at the target, in the order of the subject.
         Raises:
-            MigrationInDoubtError: the source has not confirmed that it released a move; wait again later.
+            MigrationInDoubtError: the source has not confirmed that it released a move, or the target's pool
+                has to be repaired; wait again later.
             TimeoutError: the migration is still running.
             The error that the migration failed with.
         """

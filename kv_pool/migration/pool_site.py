@@ -278,12 +278,15 @@ class PoolSite:
         reservation.joined = []
 
     def release_reservation(self, reservation: Reservation) -> None:
-        """Drop the references of a reservation; the source keeps the subject. Inserted blocks stay cached."""
-        self._check_whole()
+        """Drop the references of a reservation; the source keeps the subject. Inserted blocks stay cached.
+
+        In a pool whose last call was interrupted, `repair` drops them.
+        """
+        if self._changing is reservation:
+            self.begin_repair()
         if not reservation.is_ended:
-            with self._change(reservation):
-                self._unfreeze(reservation.sequence_ids)
-                self.pool.holds.end(reservation.get_hold(), HoldState.RELEASED)
+            self._unfreeze(reservation.sequence_ids)
+            reservation.get_hold().release()
 
     def count_free_blocks(self) -> int:
         """Return the number of blocks that migrations could reserve now."""

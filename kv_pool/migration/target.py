@@ -62,6 +62,7 @@ class Pull(Migration):
         self._incarnation = ""  # of the source
         self._reads: VerifiedReads | None = None
         self._may_be_leased = False
+        self._is_confirmed = False  # the source has released the subject
         self.is_inserted = False
         # Held while the pull ends: by the thread that resolves it, or by a caller of `assume_source_gone`.
         self._ending = threading.Lock()
@@ -141,9 +142,12 @@ class Pull(Migration):
             self._acknowledge()
 
     def resolve(self) -> None:
-        """Repeat the acknowledgement of a move in doubt."""
+        """Repeat the acknowledgement of a move in doubt, or its adoption if the source has confirmed."""
         if self.phase is MigrationPhase.IN_DOUBT:
-            self._acknowledge()
+            if self._is_confirmed:
+                self._adopt()
+            else:
+                self._acknowledge()
 
     def _prepare(self) -> tuple[VerifiedReads, messages.Offer]:
         """M1: check layout compatibility, then ask the source for a lease on the blocks."""
@@ -192,23 +196,28 @@ class Pull(Migration):
             if self.is_move or isinstance(error, InvalidContentError):
                 self._refuse_to_adopt(error)
                 return
+        self._is_confirmed = True
         self._adopt()
 
     # ---- ends ------------------------------------------------------------------------------------
 
     def _adopt(self) -> None:
+        """Adopt, or fail; a move whose pool was interrupted is in doubt, since its source has no subject."""
         with self._ending:
             if self.phase.is_ended:
                 return
+            is_interrupted = False
             try:
                 with self._site.lock:
                     reservation = self._get_reservation()
-                    held = self._hold(reservation)
+                    held: Lease | None = None
                     try:
+                        held = self._hold(reservation)
                         self._site.adopt(reservation)
                     except Exception:
                         if held is not None:
                             held.release()
+                        is_interrupted = self._site.pool.is_changing
                         raise
                     self.held = held
                     self.new_ids = [block.block_id for block in reservation.blocks]
@@ -216,7 +225,13 @@ class Pull(Migration):
                     # Together: a pull in doubt has a reservation (M3).
                     self.reservation, self.status.phase = None, MigrationPhase.DONE
             except Exception as error:
-                self._end_as_failed(error)
+                if self.is_move and is_interrupted:
+                    self._stay_in_doubt(
+                        f"this node keeps {self.status.num_blocks} blocks of node {self.peer!r} reserved "
+                        f"until its pool is repaired, and then takes them over ({error})"
+                    )
+                else:
+                    self._end_as_failed(error)
                 return
             self._on_change(self)
 
@@ -236,14 +251,15 @@ class Pull(Migration):
             if isinstance(error, StaleTransferError):
                 self._end_as_failed(error)
                 return
-            self.set_error(
-                MigrationInDoubtError(
-                    f"node {self.peer!r} has not confirmed that it released "
-                    f"{self.status.num_blocks} blocks; this node keeps them reserved until it does ({error})"
-                )
+            self._stay_in_doubt(
+                f"node {self.peer!r} has not confirmed that it released {self.status.num_blocks} blocks; "
+                f"this node keeps them reserved until it does ({error})"
             )
-            # Reported each time, so that waiting callers see how long the doubt lasts.
-            self._enter(MigrationPhase.IN_DOUBT)
+
+    def _stay_in_doubt(self, why: str) -> None:
+        """Report the doubt each time, so that waiting callers see how long it lasts."""
+        self.set_error(MigrationInDoubtError(why))
+        self._enter(MigrationPhase.IN_DOUBT)
 
     def _end_as_failed(self, error: Exception) -> None:
         """Fail; inserted blocks stay cached, unless reported invalid."""
@@ -255,7 +271,8 @@ class Pull(Migration):
 
     def _release_reservation(self, reservation: Reservation, error: Exception) -> None:
         """Drop the reservation; inserted blocks stay cached, unless invalid. Called with the lock."""
-        if self.is_inserted and isinstance(error, InvalidContentError):
+        is_whole = not self._site.pool.is_changing  # otherwise `repair` empties the cache
+        if is_whole and self.is_inserted and isinstance(error, InvalidContentError):
             wrong = [reservation.blocks[position].block_id for position in reservation.missing]
             self._site.sequences.evict_invalid(wrong)
         self._site.release_reservation(reservation)

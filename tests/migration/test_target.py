@@ -1,5 +1,7 @@
 """A target with one fault at a time; `test_transfers_random.py` combines faults."""
 
+from unittest.mock import Mock
+
 import msgspec
 import pytest
 from migration.made_nodes import HASHER, Clock, MadeEngine, answer_as_source, make_pull
@@ -257,6 +259,37 @@ def test_a_renewal_detects_invalid_content():
     assert isinstance(bench.pull.error, InvalidContentError)
     assert bench.readers[0].is_closed
     bench.check(at_source=True, at_target=False, num_free=15)
+
+
+@pytest.mark.parametrize("is_move", [True, False], ids=["move", "copy"])
+@pytest.mark.parametrize("during", ["READING", "INSERTING", "ACKNOWLEDGING", "invalid", "joining"])
+def test_a_pull_whose_pool_is_interrupted_fails_or_is_adopted_after_the_repair(during, is_move):
+    """Regression: it never ended, its blocks stayed reserved, and the source of a move had released them."""
+
+    def interrupt():
+        bench.target.pool.is_changing = True
+        bench.read_trouble = [TransferFailedError("in flight")] if during == "READING" else []
+        bench.source.manager.report_invalid_blocks([2] if during == "invalid" else [])
+
+    bench = Bench(is_move, hold_s=5.0)
+    bench.at_phase = {MigrationPhase.__members__.get(during, MigrationPhase.ACKNOWLEDGING): interrupt}
+    with pytest.MonkeyPatch.context() as patch:
+        if during == "joining":
+            bench.at_phase = {}
+            join = Mock(side_effect=MemoryError()), [[]]
+            patch.setattr(bench.target.site.sequences, "make_join", lambda *_: join)
+        bench.pull.run()
+    is_kept = is_move and during in ("ACKNOWLEDGING", "joining")
+    if is_kept:
+        bench.trouble = {messages.AcknowledgeTransfer: [StaleTransferError("forgotten")]}
+        bench.pull.resolve()
+        with pytest.raises(MigrationInDoubtError, match="reserved until its pool is repaired"):
+            raise bench.pull.error
+    bench.target.manager.repair()
+    bench.pull.resolve()
+    assert bench.pull.phase is (MigrationPhase.DONE if is_kept else MigrationPhase.FAILED)
+    assert bench.target.site.sequences.frozen == {}
+    bench.check(not is_kept, is_kept, 12 if is_kept or during == "READING" else 15)
 
 
 # ---- in doubt ------------------------------------------------------------------------------------
