@@ -2,6 +2,7 @@
 
 import pytest
 from contiguous.slot_engine import CopyFailedError, SlotEngine, make_run_pool
+from damages import damages
 from drawing import blocks, cache, hash_of, ids, make_request, state
 
 from kv_pool import (
@@ -121,20 +122,16 @@ def forget_the_epoch(pool):
     pool.epoch -= 1
 
 
-@pytest.mark.parametrize(
-    ("damage", "broken"),
-    [
-        (change_a_reference, "C5"),
-        (change_the_order, "C5"),
-        (leave_the_block_list, "C6"),
-        (leave_a_watcher, "C6"),
-        (leave_secondary_keys, "C6"),
-        (lose_a_key, "C5|C7"),
-        (send_an_event, "C7"),
-        (move_another_block, "C8"),
-        (forget_the_epoch, "C8"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else value.__name__,
+@damages(
+    (change_a_reference, "C5"),
+    (change_the_order, "C5"),
+    (leave_the_block_list, "C6"),
+    (leave_a_watcher, "C6"),
+    (leave_secondary_keys, "C6"),
+    (lose_a_key, "C5|C7"),
+    (send_an_event, "C7"),
+    (move_another_block, "C8"),
+    (forget_the_epoch, "C8"),
 )
 def test_c5_to_c8_damage_after_a_move_is_detected(damage, broken):
     pool, engine = make_engine(enable_kv_cache_events=True)

@@ -2,6 +2,7 @@
 
 import pytest
 from contiguous.slot_engine import make_run_pool
+from damages import damages
 from drawing import blocks
 
 from kv_pool import CorruptedPoolError
@@ -63,22 +64,18 @@ def take_behind_the_chunks(pool):
     pool.run_index.buddies._changed.clear()
 
 
-@pytest.mark.parametrize(
-    ("damage", "broken"),
-    [
-        (lose_a_byte, "F1"),
-        (miss_a_free_block, "F1"),
-        (miss_a_block_in_use, "F1"),
-        (list_the_null_block, "F1"),
-        (let_the_front_be_younger, "F2"),
-        (see_the_future, "F3"),
-        (keep_a_block_of_the_default_band, "F3"),
-        (keep_nothing_of_a_higher_band, "F3"),
-        (merge_bands_behind_the_index, "F3"),
-        (forget_a_chunk, "F4"),
-        (take_behind_the_chunks, "F4"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else value.__name__,
+@damages(
+    (lose_a_byte, "F1"),
+    (miss_a_free_block, "F1"),
+    (miss_a_block_in_use, "F1"),
+    (list_the_null_block, "F1"),
+    (let_the_front_be_younger, "F2"),
+    (see_the_future, "F3"),
+    (keep_a_block_of_the_default_band, "F3"),
+    (keep_nothing_of_a_higher_band, "F3"),
+    (merge_bands_behind_the_index, "F3"),
+    (forget_a_chunk, "F4"),
+    (take_behind_the_chunks, "F4"),
 )
 def test_each_damage_is_detected(damage, broken):
     pool = make_run_pool(PICTURE)

@@ -2,6 +2,7 @@
 
 import pytest
 from core.policy_pool import make_manager, run, start
+from damages import damages
 from drawing import GROUP, blocks, hash_of, make_pool
 
 from kv_pool import CorruptedPoolError, KVCacheBlock
@@ -160,43 +161,39 @@ def carry_an_unmapped_secondary_key(pool):
     pool.cached_block_hashes_by_block[1] = {b"x": None}
 
 
-@pytest.mark.parametrize(
-    ("damage", "broken"),
-    [
-        (link_to_nowhere, "Q1"),
-        (leave_the_last_block_out, "Q1"),
-        (count_one_too_many, "Q1"),
-        (point_back_elsewhere, "Q2"),
-        (put_something_before_the_head, "Q2"),
-        (put_something_after_the_tail, "Q2"),
-        (reference_a_free_block, "Q3"),
-        (lose_a_reference, "Q3"),
-        (link_a_block_in_use, "Q3"),
-        (queue_a_stranger, "P1"),
-        (swap_two_blocks, "P3"),
-        (adopt_a_block, "P3"),
-        (flag_a_second_null_block, "P4"),
-        (hash_the_null_block, "P4"),
-        (go_below_zero, "P5"),
-        (forget_a_mapped_block, "P2"),
-        (carry_an_unmapped_hash, "P2"),
-        (keep_a_secondary_key_without_a_primary, "P6"),
-        (free_a_held_block, "P7"),
-        (hold_more_often_than_there_are_references, "P7"),
-        (hold_the_null_block, "P7"),
-        (hold_a_block_of_another_pool, "P7"),
-        (append_behind_the_default_band, "P8"),
-        (append_before_a_stranger, "P8"),
-        (lose_the_end_of_a_band, "P8"),
-        (forget_the_end_of_a_band, "P8"),
-        (mix_up_two_bands, "P8"),
-        (carry_an_unmapped_secondary_key, "P2"),
-        (leave_an_empty_entry, "H1"),
-        (map_under_a_wrong_id, "H1"),
-        (be_one_of_two_and_say_alone, "H2"),
-        (count_a_key_too_many, "H3"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else value.__name__,
+@damages(
+    (link_to_nowhere, "Q1"),
+    (leave_the_last_block_out, "Q1"),
+    (count_one_too_many, "Q1"),
+    (point_back_elsewhere, "Q2"),
+    (put_something_before_the_head, "Q2"),
+    (put_something_after_the_tail, "Q2"),
+    (reference_a_free_block, "Q3"),
+    (lose_a_reference, "Q3"),
+    (link_a_block_in_use, "Q3"),
+    (queue_a_stranger, "P1"),
+    (swap_two_blocks, "P3"),
+    (adopt_a_block, "P3"),
+    (flag_a_second_null_block, "P4"),
+    (hash_the_null_block, "P4"),
+    (go_below_zero, "P5"),
+    (forget_a_mapped_block, "P2"),
+    (carry_an_unmapped_hash, "P2"),
+    (keep_a_secondary_key_without_a_primary, "P6"),
+    (free_a_held_block, "P7"),
+    (hold_more_often_than_there_are_references, "P7"),
+    (hold_the_null_block, "P7"),
+    (hold_a_block_of_another_pool, "P7"),
+    (append_behind_the_default_band, "P8"),
+    (append_before_a_stranger, "P8"),
+    (lose_the_end_of_a_band, "P8"),
+    (forget_the_end_of_a_band, "P8"),
+    (mix_up_two_bands, "P8"),
+    (carry_an_unmapped_secondary_key, "P2"),
+    (leave_an_empty_entry, "H1"),
+    (map_under_a_wrong_id, "H1"),
+    (be_one_of_two_and_say_alone, "H2"),
+    (count_a_key_too_many, "H3"),
 )
 def test_check_detects_each_broken_invariant(damage, broken):
     pool = make_pool(PICTURE)
@@ -252,19 +249,15 @@ def count_too_few_in_a_queue(pool):
     pool.policy_host.policy.queues[0].num_blocks -= 1
 
 
-@pytest.mark.parametrize(
-    ("damage", "broken"),
-    [
-        (list_a_block_twice, "K1"),
-        (forget_a_listed_block, "K1"),
-        (say_free_in_use, "K2"),
-        (count_a_child_too_many, "K3"),
-        (park_a_leaf, "K4"),
-        (be_in_another_queue, "K4"),
-        (count_too_few_ordered, "K5"),
-        (count_too_few_in_a_queue, "K6"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else value.__name__,
+@damages(
+    (list_a_block_twice, "K1"),
+    (forget_a_listed_block, "K1"),
+    (say_free_in_use, "K2"),
+    (count_a_child_too_many, "K3"),
+    (park_a_leaf, "K4"),
+    (be_in_another_queue, "K4"),
+    (count_too_few_ordered, "K5"),
+    (count_too_few_in_a_queue, "K6"),
 )
 def test_check_detects_each_broken_invariant_of_runs(damage, broken):
     pool = make_policed()

@@ -1,6 +1,7 @@
 """Each invariant of a manager is broken by hand, and its check names it."""
 
 import pytest
+from damages import damages
 from manager.table_drawing import draw, grow, make_manager, make_request, start, take_copies
 
 from kv_pool import (
@@ -122,32 +123,28 @@ def copy_from_a_target(manager):
     manager.copies._source_of[blocks[7]] = blocks[8]
 
 
-@pytest.mark.parametrize(
-    ("number", "damage"),
-    [
-        ("T1", hold_a_free_block),
-        ("T1", hold_a_block_of_another_pool),
-        ("T2", forget_a_touch),
-        ("T2", leak_a_block),
-        ("T2", forget_the_source_of_a_copy),
-        ("T6", release_the_source_of_a_copy),
-        ("T3", lose_the_last_block),
-        ("T3", add_blocks_to_an_encoder_only_table),
-        ("T4", release_a_block_that_is_read),
-        ("T4", count_a_null_block_too_many),
-        ("T4", count_a_null_block_too_few),
-        ("T5", count_more_cached_blocks_than_there_are),
-        ("T5", cache_under_another_hash),
-        ("T5", cache_under_another_group),
-        ("T6", copy_to_nowhere),
-        ("T6", copy_from_a_target),
-    ],
-    ids=lambda value: value if isinstance(value, str) else value.__name__,
+@damages(
+    (hold_a_free_block, "T1"),
+    (hold_a_block_of_another_pool, "T1"),
+    (forget_a_touch, "T2"),
+    (leak_a_block, "T2"),
+    (forget_the_source_of_a_copy, "T2"),
+    (release_the_source_of_a_copy, "T6"),
+    (lose_the_last_block, "T3"),
+    (add_blocks_to_an_encoder_only_table, "T3"),
+    (release_a_block_that_is_read, "T4"),
+    (count_a_null_block_too_many, "T4"),
+    (count_a_null_block_too_few, "T4"),
+    (count_more_cached_blocks_than_there_are, "T5"),
+    (cache_under_another_hash, "T5"),
+    (cache_under_another_group, "T5"),
+    (copy_to_nowhere, "T6"),
+    (copy_from_a_target, "T6"),
 )
-def test_each_broken_invariant_of_a_manager_is_named(number, damage):
+def test_each_broken_invariant_of_a_manager_is_named(damage, broken):
     manager, requests = make_running()
     damage(manager)
-    with pytest.raises(CorruptedPoolError, match=f"^{number}:"):
+    with pytest.raises(CorruptedPoolError, match=f"^{broken}:"):
         check_manager(manager, requests)
 
 

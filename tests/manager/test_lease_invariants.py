@@ -1,6 +1,7 @@
 """Each invariant of leases is broken by hand, and its check names it."""
 
 import pytest
+from damages import damages
 from drawing import make_pool
 
 from kv_pool import BlockLeases, CorruptedPoolError, LeaseKind
@@ -58,18 +59,14 @@ def read_a_block_that_is_written(leases, read, written, quarantined):
     read.hold._blocks[written.blocks[0]] = None
 
 
-@pytest.mark.parametrize(
-    ("damage", "broken"),
-    [
-        (lease_another_block_than_is_held, "L1"),
-        (list_a_lease_under_the_hold_of_another, "L1"),
-        (quarantine_a_reader, "L2"),
-        (hold_without_a_deadline, "L2"),
-        (lose_the_deadlines, "L2"),
-        (hash_a_block_that_is_written, "L3"),
-        (read_a_block_that_is_written, "L3"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else value.__name__,
+@damages(
+    (lease_another_block_than_is_held, "L1"),
+    (list_a_lease_under_the_hold_of_another, "L1"),
+    (quarantine_a_reader, "L2"),
+    (hold_without_a_deadline, "L2"),
+    (lose_the_deadlines, "L2"),
+    (hash_a_block_that_is_written, "L3"),
+    (read_a_block_that_is_written, "L3"),
 )
 def test_each_broken_lease_invariant_is_named(damage, broken):
     made = make_leases()

@@ -1,6 +1,7 @@
 """Each invariant of a retention is broken by hand, and its check names it."""
 
 import pytest
+from damages import damages
 from manager.retention.test_retention import HASHER, Bench
 
 from kv_pool import CorruptedPoolError, Request, RetentionDirective
@@ -91,23 +92,19 @@ def lower_the_limit_of_sessions(bench):
     bench.retention.max_sessions = 0
 
 
-@pytest.mark.parametrize(
-    ("damage", "broken"),
-    [
-        (put_a_kept_block_into_another_band, "R1"),
-        (number_a_block_without_a_record, "R2"),
-        (empty_a_record, "R2"),
-        (keep_a_record_of_no_block, "R2"),
-        (leave_a_pinned_block_out, "R3"),
-        (count_a_kept_block_as_pinned, "R3"),
-        (free_a_pinned_block, "R3"),
-        (hold_a_kept_block_as_pinned, "R4"),
-        (lower_the_limit_of_pins, "R5"),
-        (lose_the_end_of_claims, "R6"),
-        (lose_the_deadlines, "R6"),
-        (lower_the_limit_of_sessions, "R7"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else value.__name__,
+@damages(
+    (put_a_kept_block_into_another_band, "R1"),
+    (number_a_block_without_a_record, "R2"),
+    (empty_a_record, "R2"),
+    (keep_a_record_of_no_block, "R2"),
+    (leave_a_pinned_block_out, "R3"),
+    (count_a_kept_block_as_pinned, "R3"),
+    (free_a_pinned_block, "R3"),
+    (hold_a_kept_block_as_pinned, "R4"),
+    (lower_the_limit_of_pins, "R5"),
+    (lose_the_end_of_claims, "R6"),
+    (lose_the_deadlines, "R6"),
+    (lower_the_limit_of_sessions, "R7"),
 )
 def test_each_broken_retention_invariant_is_named(damage, broken):
     bench = make_bench()
