@@ -262,7 +262,7 @@ def test_a_renewal_detects_invalid_content():
 
 
 @pytest.mark.parametrize("is_move", [True, False], ids=["move", "copy"])
-@pytest.mark.parametrize("during", ["READING", "INSERTING", "ACKNOWLEDGING", "invalid", "joining"])
+@pytest.mark.parametrize("during", ["READING", "INSERTING", "ACKNOWLEDGING", "invalid", "joining", "arrival"])
 def test_a_pull_whose_pool_is_interrupted_fails_or_is_adopted_after_the_repair(during, is_move):
     """Regression: it never ended, its blocks stayed reserved, and the source of a move had released them."""
 
@@ -272,14 +272,16 @@ def test_a_pull_whose_pool_is_interrupted_fails_or_is_adopted_after_the_repair(d
         bench.source.manager.report_invalid_blocks([2] if during == "invalid" else [])
 
     bench = Bench(is_move, hold_s=5.0)
-    bench.at_phase = {MigrationPhase.__members__.get(during, MigrationPhase.ACKNOWLEDGING): interrupt}
+    phase = "ACKNOWLEDGING" if during == "invalid" else during
+    bench.at_phase = {MigrationPhase.__members__.get(phase): interrupt}
     with pytest.MonkeyPatch.context() as patch:
         if during == "joining":
-            bench.at_phase = {}
             join = Mock(side_effect=MemoryError()), [[]]
             patch.setattr(bench.target.site.sequences, "make_join", lambda *_: join)
+        elif during == "arrival":
+            patch.setattr(bench.target, "on_arrived", lambda *_: interrupt() or {}["r"])
         bench.pull.run()
-    is_kept = is_move and during in ("ACKNOWLEDGING", "joining")
+    is_kept = is_move and during in ("ACKNOWLEDGING", "joining", "arrival")
     if is_kept:
         bench.trouble = {messages.AcknowledgeTransfer: [StaleTransferError("forgotten")]}
         bench.pull.resolve()
