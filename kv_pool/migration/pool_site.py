@@ -271,6 +271,9 @@ class PoolSite:
             try:
                 self._owner.on_arrived(sequence_id, reservation.state.owner)
             except Exception:
+                if self.pool.is_changing:  # the owner's call of the pool was interrupted
+                    self._changing = reservation
+                    raise
                 with self._change(reservation):
                     self.sequences.free(sequence_id, rows)
                     reservation.joined = []

@@ -169,7 +169,8 @@ class SequenceOwner(Protocol[Id]):
         """Take over an arrived sequence, which has its blocks.
 
         An error raised here fails the migration: the sequence loses its blocks, which stay cached. The source
-        of a move has released the sequence by then, so do all checks in `expect`.
+        of a move has released the sequence by then, so do all checks in `expect`. If the error has
+        interrupted the pool, this is called again for a move after the repair.
         """
         return None
 
