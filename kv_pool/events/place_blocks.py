@@ -126,7 +126,7 @@ class Place(NamedTuple):
 
 
 StoreResult = tuple[list[int] | None, bytes | None, bool]
-"""What a call of `PlaceBlocks.store` did.
+"""The result of `PlaceBlocks.store`, a tuple of three:
 
 - The positions of hashes that had no copy before; None if this is all of them.
 - The token ids of all blocks as a msgpack array, if the call packed them.

@@ -1,7 +1,5 @@
 """A target with one fault at a time; `test_transfers_random.py` combines faults."""
 
-from unittest.mock import Mock
-
 import msgspec
 import pytest
 from migration.made_nodes import HASHER, Clock, MadeEngine, answer_as_source, make_pull
@@ -277,7 +275,7 @@ def test_a_pull_whose_pool_is_interrupted_fails_or_is_adopted_after_the_repair(d
     bench.at_phase = {MigrationPhase.__members__.get(during.removesuffix(", invalid")): interrupt}
     with pytest.MonkeyPatch.context() as patch:
         if during == "joining":
-            join = Mock(side_effect=MemoryError()), [[]]
+            join = (lambda *_: {}["r"]), [[]]
             patch.setattr(bench.target.site.sequences, "make_join", lambda *_: join)
         elif during == "arrival":
             patch.setattr(bench.target, "on_arrived", lambda *_: interrupt() or {}["r"])
