@@ -70,7 +70,7 @@ def test_help_shows_brackets_and_models_and_plain_flags(tmp_path):
 def install_compiled(folder):
     """Write the metadata and the compiled core of an installed kv_pool into a folder of `sys.path`."""
     metadata = folder / f"kv_pool-{kv_pool.__version__}.dist-info"
-    metadata.mkdir()
+    metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text(
         f"Metadata-Version: 2.1\nName: kv_pool\nVersion: {kv_pool.__version__}\n"
     )
@@ -80,9 +80,10 @@ def install_compiled(folder):
 
 @pytest.mark.skipif(kv_pool.COMPILED, reason="the sources run plain")
 def test_sources_that_hide_a_compiled_package_say_so(tmp_path):
-    root = Path(kv_pool.__file__).parents[1]
+    root = tmp_path / "sources"  # as in a checkout, without the metadata of an installation
+    root.mkdir()
+    (root / "kv_pool").symlink_to(Path(kv_pool.__file__).parent)
     installed = tmp_path / "installed"
-    installed.mkdir()
     install_compiled(installed)
 
     def run(*path):
