@@ -207,12 +207,12 @@ class OnboardPlan(TwoPhasePlan):
                 the request's next step computes.
         """
         manager, tables, num_loaded = self._manager, self._tables, self.num_computed_tokens
-        if self._is_detached:
+        if self._holds:  # the plan is detached
             self._check_absent(manager)
         num_tokens = min(limit_tokens(manager, num_to_cache), tables[0].num_valid_tokens)
         ends = manager.caching.find_ends(self._request, tables, 0, num_tokens)
         self._plans.begin(self, PlanState.COMMITTED)
-        if self._is_detached:
+        if self._holds:
             manager.put_tables(self.request_id, tables)
             self._settle(manager)
         if ends is not None:  # before tiers may evict the keys
@@ -225,7 +225,7 @@ class OnboardPlan(TwoPhasePlan):
         """Abort: free the blocks and release the keys."""
         manager, blocks = self._manager, self.list_blocks()
         self._plans.begin(self, PlanState.ABORTED)
-        if self._is_detached:
+        if self._holds:
             manager.forget_tables(self.request_id)
             self._settle(None)
         else:
@@ -248,15 +248,11 @@ class OnboardPlan(TwoPhasePlan):
                 manager.put_tables(self.request_id, self._tables)
         else:
             manager.forget_tables(self.request_id)
-            if not self._is_detached:
+            if not self._holds:
                 manager._tables.pop(self.request_id, None)
         super().repair(state)
         others = [plan for plan in self._plans.by_request.values() if plan is not self]
         self._tiered_cache._stack.hold_only([key for plan in others for key in plan.keys])
-
-    @property
-    def _is_detached(self) -> bool:
-        return len(self._holds) > 0
 
     def __repr__(self) -> str:
         return (
