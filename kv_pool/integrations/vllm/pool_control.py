@@ -1,6 +1,5 @@
 """The control socket of a vLLM engine core: `PoolControl` answers, `make_controlled` opens it."""
 
-import logging
 import os
 import threading
 import weakref
@@ -18,11 +17,12 @@ from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.environment import CONTROL, LEVEL
 from kv_pool.errors import ControlError, OutOfThreadsError
 from kv_pool.ids import NodeName, RequestId
+from kv_pool.loggers import get_logger
 from kv_pool.manager.engine.engine_manager import EngineManager
 from kv_pool.reports.controlled_pool import ControlledPool
 from kv_pool.reports.sequences import SequenceList, SequenceReport
 
-logger = logging.getLogger("vllm.kv_pool")
+logger = get_logger(__name__)
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
