@@ -18,7 +18,7 @@ from kv_pool.control.server import ControlServer
 from kv_pool.control.socket_path import remove_dead_sockets
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_pool import BlockPool
-from kv_pool.core.kv_events import KVCacheEvent
+from kv_pool.core.kv_events import MEDIUM_GPU, KVCacheEvent
 from kv_pool.environment import CONTROL, LEVEL, find_control
 from kv_pool.errors import ControlError, OutOfThreadsError
 from kv_pool.ids import NodeName, RequestId
@@ -57,7 +57,7 @@ class PoolControl(ControlledPool[BlockPool]):
         self.lock = threading.RLock()
         self._pool = weakref.ref(pool)
         self._manager: weakref.ref[EngineManager] | None = None
-        self._tiers: weakref.ref["TierScheduler"] | None = None
+        self._tiers: weakref.ref[TierScheduler] | None = None
         self._tier_block_bytes = 0
         self.taken_events: Counter[str] = Counter()
         self.lookups: Counter[str] = Counter(looked_up_blocks=0, hit_blocks=0)
@@ -82,15 +82,11 @@ class PoolControl(ControlledPool[BlockPool]):
         self._tiers, self._tier_block_bytes = weakref.ref(tiers), block_bytes
 
     def get_tiers(self) -> TierList:
-        """Return what `kv-pool tiers` shows.
-
-        Raises:
-            ControlError: the engine has no `KVPoolConnector` with tiers.
-        """
-        tiers = None if self._tiers is None else self._tiers()
+        """Return what `kv-pool tiers` shows; no tiers without a `KVPoolConnector` that has some."""
+        tiers, num_hits = None if self._tiers is None else self._tiers(), self.lookups["hit_blocks"]
         if tiers is None:
-            raise ControlError("this engine has no lower tiers; KVPoolConnector adds them")
-        return tiers.get_report(self.lookups["hit_blocks"], self._tier_block_bytes)
+            return TierList({MEDIUM_GPU: num_hits}, [])
+        return tiers.get_report(num_hits, self._tier_block_bytes)
 
     def _get_manager(self) -> EngineManager | None:
         return None if self._manager is None else self._manager()

@@ -274,7 +274,7 @@ class TierScheduler:
         return dict(counts)
 
     def get_report(self, num_device_hits: int, block_bytes: int) -> TierList:
-        """Return what `kv-pool tiers` shows, from any thread: contents, hits by medium, and blocks not stored.
+        """Return what `kv-pool tiers` shows. Any thread may call it.
 
         Args:
             num_device_hits: blocks that requests hit in the pool itself.
