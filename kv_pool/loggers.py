@@ -6,6 +6,7 @@ import logging
 def get_logger(module: str) -> logging.Logger:
     """Return the logger for a module, by its `__name__`: one for each package directly in `kv_pool`.
 
+    >>> from kv_pool.loggers import get_logger
     >>> get_logger("kv_pool.migration.backends.nixl").name
     'kv_pool.migration'
 
