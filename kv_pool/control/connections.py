@@ -17,6 +17,7 @@ from uvicorn.server import ServerState
 from kv_pool.control import messages
 from kv_pool.control.network_port import NetworkPort
 from kv_pool.errors import ControlError
+from kv_pool.loggers import get_logger
 
 _MAX_HEADER_BYTES = 8192
 _SLICE_BYTES = 4096
@@ -24,8 +25,8 @@ _PAUSE_S = 0.1
 _NEVER_S = 10**9
 
 # uvicorn warns of each invalid request, with which clients could fill the log. They are counted instead.
-_logger = logging.getLogger(__name__)
-_logger.setLevel(logging.ERROR)
+_logger = logging.Logger(__package__, logging.ERROR)
+_logger.parent = get_logger(__name__)
 
 
 class Connections:
