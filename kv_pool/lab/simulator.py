@@ -44,11 +44,10 @@ def run_replay(
     settings.check()
     trace = settings.open_trace()
     block_size = trace.pool_block_size
-    pool_class = RunBlockPool if settings.runs else BlockPool
     groups = parse_groups(settings.groups, block_size)
     steps = PromptSteps.for_groups(groups, settings.chunk_tokens, at_every_block=settings.states == "blocks")
     replay_time = ReplayTime()
-    pool = pool_class(
+    pool = (RunBlockPool if settings.runs else BlockPool)(
         settings.num_blocks + 1,
         True,
         block_size,

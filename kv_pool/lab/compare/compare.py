@@ -115,7 +115,6 @@ def compare_policies(
             os.unlink(finished)
     found = []
     contradictions = []
-    names = [source.name for source in sources]
     for number, compared in enumerate(settings.traces):
         references = results[number, _REFERENCES, 0]
         if isinstance(references, Failure):
@@ -130,11 +129,7 @@ def compare_policies(
         trace, seed = traces[number], compared.settings.seed
         provenance = make_provenance(trace, digests[number], seed)
         contradictions += find_contradictions(compared, references, of_trace, provenance.trace)
-        found.append(
-            compare_trace(
-                compared, names, references, of_trace, provenance, settings.resamples, settings.seed
-            )
-        )
+        found.append(compare_trace(settings, compared, references, of_trace, provenance))
     records = [PolicyRecord(source.name, source.sha256) for source in sources]
     return Comparison(settings, records, found, contradictions)
 
@@ -144,16 +139,16 @@ def _list_jobs(settings: CompareSettings, sources: list[PolicySource], digests: 
     for number, (compared, digest) in enumerate(zip(settings.traces, digests, strict=True)):
         key = _make_key(_REFERENCES, digest, replace(compared.settings, trace=""), compared.capacities)
         label = f"{_REFERENCES}, {compared.settings.trace}"
-        measure = partial(attempt, measure_references, compared, Origin(digest))
-        yield _Job((number, _REFERENCES, 0), label, key, measure)
+        measure = partial(measure_references, compared, Origin(digest))
+        yield _Job((number, _REFERENCES, 0), label, key, partial(attempt, measure))
     for number, (compared, digest) in enumerate(zip(settings.traces, digests, strict=True)):
         for num_blocks in compared.capacities:
             at = replace(compared.settings, num_blocks=num_blocks)
             for source in sources:
                 key = _make_key(source.name, digest, replace(at, trace=""), source.sha256)
                 label = f"{source.name} at {num_blocks:,} blocks, {compared.settings.trace}"
-                run = partial(attempt, run_policy, at, source, Origin(digest))
-                yield _Job((number, source.name, num_blocks), label, key, run)
+                run = partial(run_policy, at, source, Origin(digest))
+                yield _Job((number, source.name, num_blocks), label, key, partial(attempt, run))
 
 
 def _make_key(*parts: object) -> str:

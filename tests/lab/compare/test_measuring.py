@@ -67,10 +67,11 @@ def make_references(sizes, units, best, lru, state="optimal"):
 
 
 def compare(references, runs, num_samples=0, seed=0):
-    compared = make_settings(["trace"], [], [5]).traces[0]
+    settings = make_settings(["trace"], list(runs), [5])
+    settings = msgspec.structs.replace(settings, resamples=num_samples, seed=seed)
     at_five = {(policy, 5): run for policy, run in runs.items()}
     provenance = make_provenance(SimpleNamespace(path="trace", block_size=SIZE), "0" * 64, "0")
-    return compare_trace(compared, list(runs), references, at_five, provenance, num_samples, seed).rows
+    return compare_trace(settings, settings.traces[0], references, at_five, provenance).rows
 
 
 def test_rates_and_gaps_are_those_computed_by_hand():
@@ -197,7 +198,7 @@ def test_sums_and_intervals():
     assert (sums == resample(counts, 40, 0)).all()
     assert (sums != resample(counts, 40, 1)).any()
     assert find_interval(np.arange(1001.0)) == pytest.approx((25, 975))
-    assert find_interval(np.array([])) is find_interval(np.array([1, np.nan])) is None
+    assert find_interval(np.array([])) == find_interval(np.array([1, np.nan])) == (None, None)
 
 
 @pytest.fixture
