@@ -35,9 +35,7 @@ class FoundPrefix:
 
     @property
     def num_tokens(self) -> int:
-        if self.tier_hit is None:
-            return self.prefix.num_tokens
-        return self.prefix.num_tokens + self.tier_hit.num_tokens
+        return self.prefix.num_tokens + (0 if self.tier_hit is None else self.tier_hit.num_tokens)
 
 
 class ReplayTime:

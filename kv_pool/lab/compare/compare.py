@@ -14,7 +14,7 @@ import msgspec
 from kv_pool.error_names import ERRORS_BY_NAME
 from kv_pool.errors import KVPoolError
 from kv_pool.lab.compare.comparison import CompareSettings, Comparison, PolicyRecord
-from kv_pool.lab.compare.measuring import compare_trace, find_contradictions
+from kv_pool.lab.compare.measuring import compare_trace, list_contradictions
 from kv_pool.lab.compare.policy_run import (
     Failure,
     Origin,
@@ -114,7 +114,7 @@ def compare_policies(
         with suppress(OSError):
             os.unlink(finished)
     found = []
-    contradictions = []
+    contradictions: list[str] = []
     for number, compared in enumerate(settings.traces):
         references = results[number, _REFERENCES, 0]
         if isinstance(references, Failure):
@@ -128,7 +128,7 @@ def compare_policies(
         }
         trace, seed = traces[number], compared.settings.seed
         provenance = make_provenance(trace, digests[number], seed)
-        contradictions += find_contradictions(compared, references, of_trace, provenance.trace)
+        contradictions += list_contradictions(compared, references, of_trace, provenance.trace)
         found.append(compare_trace(settings, compared, references, of_trace, provenance))
     records = [PolicyRecord(source.name, source.sha256) for source in sources]
     return Comparison(settings, records, found, contradictions)

@@ -1,6 +1,6 @@
 """`compare_trace`: the rows of one trace from its finished runs: rates, gaps and confidence intervals."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import msgspec
 import numpy as np
@@ -160,14 +160,15 @@ def compare_trace(
     )
 
 
-def find_contradictions(compared: ComparedTrace, references: References, runs: Runs, trace: str) -> list[str]:
-    """Return one sentence for each replay with more hits than the optimum, and for each wrong one of LRU.
+def list_contradictions(
+    compared: ComparedTrace, references: References, runs: Runs, trace: str
+) -> Iterator[str]:
+    """Yield one sentence for each replay with more hits than the optimum, and for each wrong one of LRU.
 
     A pool that prefers runs is not checked for LRU, whose order it leaves.
     """
     is_lru = not compared.settings.runs
     points = {point.num_blocks: point for point in references.points}
-    found = []
     for (policy, num_blocks), run in runs.items():
         point = points.get(num_blocks)
         if point is None or isinstance(run, Failure):
@@ -176,7 +177,6 @@ def find_contradictions(compared: ComparedTrace, references: References, runs: R
         hits = f"{run.blocks_hit:,} block hits and {run.tokens_hit:,} token hits"
         at = f"{trace}: {policy} at {num_blocks:,} blocks has {hits}"
         if run.blocks_hit > optimum.blocks_hit or run.tokens_hit > optimum.tokens_hit:
-            found.append(f"{at}, above the optimum of {optimum.blocks_hit:,} and {optimum.tokens_hit:,}")
+            yield f"{at}, above the optimum of {optimum.blocks_hit:,} and {optimum.tokens_hit:,}"
         if policy == LRU and is_lru and (run.blocks_hit, run.tokens_hit) != (lru.blocks_hit, lru.tokens_hit):
-            found.append(f"{at} in the replay, {lru.blocks_hit:,} and {lru.tokens_hit:,} on the curve")
-    return found
+            yield f"{at} in the replay, {lru.blocks_hit:,} and {lru.tokens_hit:,} on the curve"
