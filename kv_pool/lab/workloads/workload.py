@@ -3,7 +3,7 @@
 import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import accumulate, count, islice
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -153,12 +153,10 @@ class SystemPrompts:
         self._settings = settings
         self._stream = stream
         self._zipf = ZipfSampler(settings.system_prompts, settings.system_skew)
-        self._lengths: list[int] = []
-        self._first_ids = [0]
-        for _ in range(settings.system_prompts):
-            length = min(settings.system_tokens.sample_count(stream, 0), settings.max_tokens)
-            self._lengths.append(length)
-            self._first_ids.append(self._first_ids[-1] + length // settings.block_size)
+        drawn = (settings.system_tokens.sample_count(stream, 0) for _ in range(settings.system_prompts))
+        self._lengths = [min(length, settings.max_tokens) for length in drawn]
+        num_full = (length // settings.block_size for length in self._lengths)
+        self._first_ids = list(accumulate(num_full, initial=0))
         self._fresh = count(self._first_ids[-1])
 
     def choose(self) -> int:
