@@ -202,7 +202,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if has_tiers:
             self._groups, self._alignment = describe_groups(vllm_config, kv_cache_config)
             # The capacity of a rank's tiers, in blocks.
-            sizes = vllm_config.parallel_config.world_size, count_block_bytes(kv_cache_config)
+            self._block_bytes = count_block_bytes(kv_cache_config)
+            sizes = vllm_config.parallel_config.world_size, self._block_bytes
             self._host_blocks = count_blocks("host_bytes", self.settings.host_bytes, *sizes)
             self._disk_blocks = count_blocks("disk_bytes", self.settings.disk_bytes, *sizes)
         if role is KVConnectorRole.SCHEDULER:
@@ -240,7 +241,11 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().bind_kv_cache_manager(kv_cache_manager)
         self._manager = kv_cache_manager
         if self.scheduler is not None:
-            self.scheduler.bind(kv_cache_manager.block_pool, kv_cache_manager.get_block_ids)
+            pool = kv_cache_manager.block_pool
+            self.scheduler.bind(pool, kv_cache_manager.get_block_ids)
+            control = getattr(pool, "control", None)
+            if control is not None:
+                control.note_tiers(self.scheduler, self._block_bytes)
 
     def on_new_request(self, request: Any) -> None:
         note_arrival(self._manager, request)
