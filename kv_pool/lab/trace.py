@@ -4,7 +4,6 @@ README.md in this folder documents fields, limits and conventions.
 """
 
 import hashlib
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
@@ -16,6 +15,7 @@ import msgspec
 
 from kv_pool.errors import InvalidArgumentError, TraceError, describe_known
 from kv_pool.lab.line_reader import MAX_DECOMPRESSED_BYTES, MAX_LINE_BYTES, LineReader
+from kv_pool.loggers import get_logger
 from kv_pool.shared_options import BUNDLED_TRACES, MS_PER_UNIT
 
 MAX_LENGTH = 10**9
@@ -37,7 +37,7 @@ _SUSPICIOUS_RATE = 200.0
 _SUSPICIOUS_RATE_OF_FRACTIONS = 20.0
 _SUSPICIOUS_SPAN_OF_FRACTIONS_S = 10.0
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 _warned: set[str] = set()
 
 

@@ -1,7 +1,6 @@
 """`register`: replaces vLLM's classes by kv_pool's, if enabled and if the vLLM version was tested."""
 
 import importlib
-import logging
 import os
 import sys
 from typing import Final
@@ -26,9 +25,10 @@ from kv_pool.integrations.vllm.releases import (
     load_classes,
 )
 from kv_pool.integrations.vllm_warnings import warn
+from kv_pool.loggers import get_logger
 from kv_pool.version import __version__
 
-logger = logging.getLogger("vllm.kv_pool")
+logger = get_logger(__name__)
 
 _MARKS: Final = {
     "manager": ("vllm.v1.core.kv_cache_manager", "KVCacheManager"),

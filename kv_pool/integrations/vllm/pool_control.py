@@ -1,6 +1,5 @@
 """The control socket of a vLLM engine core: `PoolControl` answers, `make_controlled` opens it."""
 
-import logging
 import os
 import threading
 import weakref
@@ -22,6 +21,7 @@ from kv_pool.core.kv_events import MEDIUM_GPU, KVCacheEvent
 from kv_pool.environment import CONTROL, LEVEL, find_control
 from kv_pool.errors import ControlError, OutOfThreadsError
 from kv_pool.ids import NodeName, RequestId
+from kv_pool.loggers import get_logger
 from kv_pool.manager.engine.engine_manager import EngineManager
 from kv_pool.reports.controlled_pool import ControlledPool
 from kv_pool.reports.sequences import SequenceList, SequenceReport
@@ -29,7 +29,7 @@ from kv_pool.reports.sequences import SequenceList, SequenceReport
 if TYPE_CHECKING:
     from kv_pool.integrations.vllm.connector.tier_scheduler import TierScheduler
 
-logger = logging.getLogger("vllm.kv_pool")
+logger = get_logger(__name__)
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 

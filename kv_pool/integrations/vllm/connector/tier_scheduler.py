@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -22,9 +21,10 @@ from kv_pool.integrations.vllm.connector.tier_index import (
     TierIndex,
     WorkerReport,
 )
+from kv_pool.loggers import get_logger
 from kv_pool.tiers.tier_prefixes import GroupKeys, Rows, TierPrefixes
 
-_logger = logging.getLogger("vllm.kv_pool")
+_logger = get_logger(__name__)
 
 COUNTS = ("stored blocks", "loaded tokens", "demoted blocks", "skipped blocks", "lost blocks")
 """The names of the counts:

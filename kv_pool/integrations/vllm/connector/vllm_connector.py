@@ -5,7 +5,6 @@ Loaded by vLLM through `kv_connector_module_path`; see the package.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -47,9 +46,10 @@ from kv_pool.integrations.vllm.connector.tier_scheduler import COUNTS, TierSched
 from kv_pool.integrations.vllm.connector.tier_worker import TierWorker
 from kv_pool.integrations.vllm.request_options.handler import note_arrival, report_end
 from kv_pool.integrations.vllm_warnings import warn_if_unused
+from kv_pool.loggers import get_logger
 from kv_pool.tiers.tier_prefixes import GroupKeys
 
-logger = logging.getLogger("vllm.kv_pool")
+logger = get_logger(__name__)
 
 
 @dataclass
