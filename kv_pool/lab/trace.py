@@ -5,7 +5,7 @@ README.md in this folder documents fields, limits and conventions.
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 from itertools import islice
 from pathlib import Path
@@ -65,21 +65,13 @@ class TraceRequest:
     arrival_ms: float
     input_length: int
     output_length: int = 0
-    hash_ids: list[Any] | None = None
-    token_ids: list[int] | None = None
+    hash_ids: list[Any] | None = field(default=None, repr=False)
+    token_ids: list[int] | None = field(default=None, repr=False)
     session_id: str | None = None
     tenant: str | None = None
 
     def __post_init__(self) -> None:
         check_lengths(self.input_length, self.output_length, self.arrival_ms)
-
-    def __repr__(self) -> str:
-        ids = self.token_ids if self.hash_ids is None else self.hash_ids
-        kind = "token ids" if self.hash_ids is None else "hash ids"
-        return (
-            f"<TraceRequest of line {self.line}: at {self.arrival_ms} ms, {self.input_length} tokens in, "
-            f"{self.output_length} out, {len(ids or ())} {kind}>"
-        )
 
 
 class _Record(msgspec.Struct):

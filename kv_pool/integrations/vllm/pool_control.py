@@ -19,7 +19,7 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_pool import BlockPool
 from kv_pool.core.kv_events import MEDIUM_GPU, KVCacheEvent
 from kv_pool.environment import CONTROL, LEVEL, find_control
-from kv_pool.errors import ControlError, OutOfThreadsError
+from kv_pool.errors import ControlError, MissingDependencyError, OutOfThreadsError
 from kv_pool.ids import NodeName, RequestId
 from kv_pool.loggers import get_logger
 from kv_pool.manager.engine.engine_manager import EngineManager
@@ -152,7 +152,7 @@ def open_socket(pool: BlockPool, control: PoolControl, setting: str) -> None:
             tiers=control.get_tiers,
         )
         server.start()
-    except (ControlError, OutOfThreadsError) as error:
+    except (ControlError, MissingDependencyError, OutOfThreadsError) as error:
         own = "" if setting == "1" else f". With {CONTROL}=1 each engine process has its own"
         logger.warning("kv_pool could not open a control socket: %s%s", error, own)
         return
