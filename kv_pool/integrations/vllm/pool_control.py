@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH
-from kv_pool.control.controlled_manager import count_use, list_rows
-from kv_pool.control.messages import TierList
+from kv_pool.control.controlled_manager import list_rows
 from kv_pool.control.server import ControlServer
 from kv_pool.control.socket_path import remove_dead_sockets
 from kv_pool.core.block import KVCacheBlock
@@ -23,8 +22,9 @@ from kv_pool.errors import ControlError, MissingDependencyError, OutOfThreadsErr
 from kv_pool.ids import NodeName, RequestId
 from kv_pool.loggers import get_logger
 from kv_pool.manager.engine.engine_manager import EngineManager
-from kv_pool.reports.controlled_pool import ControlledPool
+from kv_pool.reports.controlled_pool import ControlledPool, count_use
 from kv_pool.reports.sequences import SequenceList, SequenceReport
+from kv_pool.reports.tiers import TierList
 
 if TYPE_CHECKING:
     from kv_pool.integrations.vllm.connector.tier_scheduler import TierScheduler
@@ -103,7 +103,7 @@ class PoolControl(ControlledPool[BlockPool]):
     def _report_sequence(self, sequence_id: RequestId, num_blocks: int, num_immovable: int) -> SequenceReport:
         return SequenceReport(sequence_id, num_blocks, None, None, False, num_immovable_blocks=num_immovable)
 
-    def _count_more(self) -> dict[str, Any]:
+    def count_more(self) -> dict[str, Any]:
         manager = self._get_manager()
         own = {"taken_events": dict(self.taken_events), **self.lookups}
         return own if manager is None else own | count_use(manager.manager)
