@@ -106,6 +106,10 @@ class Browser:
             time.sleep(0.05)
         return value
 
+    def press(self, key):
+        for kind in ("keyDown", "keyUp"):
+            self.call("Input.dispatchKeyEvent", type=kind, key=key)
+
     def take_screenshot(self, path):
         """Write a picture of the whole page."""
         data = self.call("Page.captureScreenshot", captureBeyondViewport=True)["data"]

@@ -24,8 +24,9 @@ class Readings:
         self.may_read.set()
         self._padding = " " * padding
 
-    def __call__(self):
-        assert self.may_read.wait(10)
+    async def __call__(self):
+        while not self.may_read.is_set():
+            await asyncio.sleep(0.01)
         self.count += 1
         return f'{{"free": {self.pool.get_statistics().free_blocks}}}{self._padding}'.encode()
 
