@@ -14,7 +14,7 @@ _TIMEOUT_S = 30
 
 
 class Browser:
-    """A Chromium with one tab; `folder` takes its profile. Remembers what pages write to the console."""
+    """A Chromium with one tab; `folder` takes its profile. Remembers errors, and what it refuses and warns of."""
 
     def __init__(self, folder):
         read_end, self._commands = os.pipe()
@@ -41,7 +41,7 @@ class Browser:
         self._received = b""
         self._last_id = 0
         self._session = {}
-        self.console = []
+        self.complaints = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         self._session = {"sessionId": session}
@@ -64,8 +64,8 @@ class Browser:
         command = {"id": self._last_id, "method": method, "params": params, **self._session}
         os.write(self._commands, json.dumps(command).encode() + b"\0")
         while (message := self._read()).get("id") != self._last_id:
-            if message.get("method") in ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded"):
-                self.console.append(json.dumps(message["params"]))
+            if message.get("method") in ("Runtime.exceptionThrown", "Log.entryAdded"):
+                self.complaints.append(json.dumps(message["params"]))
         assert "error" not in message, message["error"]
         return message["result"]
 
