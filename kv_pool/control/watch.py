@@ -19,8 +19,8 @@ class Feed(NamedTuple):
     """Events of one name.
 
     Attributes:
-        read: returns the data of the next event, JSON in one line. Must not block the event loop. What it raises
-            becomes an event like an error's answer.
+        read: returns the data of the next event, JSON in one line. Must not block the event loop. An error
+            that it raises is the data of an event, as in `encode_error`.
         interval_s: seconds from the end of a reading to the next.
     """
 
@@ -32,8 +32,8 @@ class Watch:
     """An ASGI application that sends each client the latest event of each feed.
 
     Feeds are read only while there are clients, and once for all of them. A client that is slower than a feed
-    misses events: nothing is queued for it but what it is reading. A comment is sent if no event is due for 5 s,
-    such as while a reading waits for the pool.
+    misses events: nothing is queued for it but what it is reading. A comment is sent if no event is due for
+    5 s, such as while a reading waits for the pool.
 
     Args:
         feeds: by the name of their events.

@@ -5,12 +5,13 @@ import contextlib
 import socket
 import threading
 import time
+from collections import Counter
 
 import pytest
-import uvicorn
 from adapter.made_pool import make, take
 
 from kv_pool.control import watch
+from kv_pool.control.connections import Connections
 from kv_pool.control.watch import Feed, Watch
 
 
@@ -36,28 +37,32 @@ class Served:
 
     def __init__(self, interval_s=0.02, padding=0, timeout_s=10.0):
         self.readings = Readings(padding)
-        self.watch = Watch({"view": Feed(self.readings, interval_s)}, timeout_s=timeout_s)
-        settings = uvicorn.Config(self._run, lifespan="off", interface="asgi3", log_config=None)
-        self.server = uvicorn.Server(settings)
-        self._loop = None
-        listener = socket.create_server(("127.0.0.1", 0))
-        self.port = listener.getsockname()[1]
-        self._thread = threading.Thread(target=self.server.run, args=([listener],))
-
-    async def _run(self, scope, receive, send):
-        self._loop = asyncio.get_running_loop()
-        await self.watch(scope, receive, send)
+        self.watch = Watch({"view": Feed(self.readings, interval_s)})
+        self.refusals = Counter()
+        self._connections = Connections(self.watch, self.refusals, 64, timeout_s)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener.setblocking(False)
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever)
 
     def __enter__(self):
         self._thread.start()
+        self._accepting = asyncio.run_coroutine_threadsafe(
+            self._connections.accept(self._listener), self.loop
+        )
         return self
 
     def __exit__(self, *_):
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self.watch.stop)
-        self.server.should_exit = True
+        self._accepting.cancel()
+        self.stop_watch()
+        asyncio.run_coroutine_threadsafe(self._connections.close(), self.loop).result(10)
+        self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(10)
-        assert not self._thread.is_alive()
+        self.loop.close()
+        self._listener.close()
+
+    def stop_watch(self):
+        asyncio.run_coroutine_threadsafe(self.watch.stop(), self.loop).result(10)
 
     @contextlib.contextmanager
     def connect(self, receive_bytes=None):
@@ -66,13 +71,13 @@ class Served:
             if receive_bytes is not None:
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
             client.settimeout(5)
-            client.connect(("127.0.0.1", self.port))
+            client.connect(self._listener.getsockname())
             client.sendall(b"GET / HTTP/1.1\r\nHost: pool\r\n\r\n")
             yield lambda text=None: receive_until(client, text)
 
     def wait_until_alone(self):
         until = time.monotonic() + 5
-        while self.watch._num_clients:
+        while self.watch._clients:
             assert time.monotonic() < until
             time.sleep(0.01)
 
@@ -118,6 +123,7 @@ def test_a_client_that_does_not_read_is_disconnected_and_delays_no_other():
                 take(served.readings.pool, number, 1)
                 receive(b'{"free": %d}' % (15 - number))
         served.wait_until_alone()
+        assert served.refusals == {"unread": 1}
 
 
 def test_while_a_reading_waits_for_the_pool_clients_hear_that_the_server_lives(monkeypatch):
@@ -136,7 +142,7 @@ def test_a_stop_ends_each_stream_with_its_last_chunk(interval_s):
     with Served(interval_s) as served:
         with served.connect() as receive:
             receive(b'{"free": 16}')
-            served._loop.call_soon_threadsafe(served.watch.stop)
+            served.stop_watch()
             assert receive(b"0\r\n\r\n").endswith(b"0\r\n\r\n")
         with served.connect() as receive:  # too late
             assert b"data" not in receive(b"0\r\n\r\n")
