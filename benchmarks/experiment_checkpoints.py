@@ -16,7 +16,7 @@ from kv_pool.ids import BlockHash, BlockHashWithGroupId, GroupId
 from kv_pool.lab.driver import ReplayDriver
 from kv_pool.lab.groups import PromptSteps, make_prefix_rules, parse_groups
 from kv_pool.lab.replay_request import ReplayRequest
-from kv_pool.lab.report import ReplayReport
+from kv_pool.lab.settings import ReplaySettings
 from kv_pool.lab.simulator import run_instantly
 from kv_pool.lab.trace import Trace, TraceRequest
 from kv_pool.manager.kv_cache_manager import KVCacheManager
@@ -123,8 +123,8 @@ def replay(
     pool.lower_tiers = counter
     groups = parse_groups("full,mamba", block_size)
     manager = KVCacheManager(pool, groups=groups, prefix_rules=make_prefix_rules(rule))
-    report = ReplayReport(block_size, num_blocks, "full_blocks_cap", "instant")
-    driver = ReplayDriver(manager, report)
+    driver = ReplayDriver(manager, ReplaySettings("", num_blocks))
+    report = driver.report
     num_hits = num_hit_tokens = 0
 
     def on_request() -> None:

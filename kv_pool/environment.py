@@ -6,6 +6,7 @@ from typing import Final, NamedTuple
 
 LEVEL: Final = "KV_POOL_VLLM"
 CONTROL: Final = "KV_POOL_VLLM_CONTROL"
+CONTROL_PORT: Final = "KV_POOL_VLLM_CONTROL_PORT"
 FORCE: Final = "KV_POOL_VLLM_FORCE"
 LIVE_CURVE: Final = "KV_POOL_VLLM_LIVE_CURVE"
 MAX_PINNED_BLOCKS: Final = "KV_POOL_VLLM_MAX_PINNED_BLOCKS"
@@ -45,6 +46,11 @@ VARIABLES: Final = (
         CONTROL,
         "0, 1, a path",
         "open a control socket for kv-pool stats and others: 1 under the name vllm-PID, or at this path",
+    ),
+    Variable(
+        CONTROL_PORT,
+        "0, a port",
+        "serve the page and /metrics at this TCP port of this machine, too; data-parallel rank N adds N",
     ),
     Variable(POLICY, "lru, a policy", "the cache policy that chooses the blocks to evict"),
     Variable(
@@ -90,6 +96,14 @@ def explain_plugins(environ: Mapping[str, str] = os.environ) -> str:
 def find_level(environ: Mapping[str, str] = os.environ) -> str:
     """Return the value of `KV_POOL_VLLM`, or the default. It may be none of `LEVELS`."""
     return environ.get(LEVEL) or LEVELS[0]
+
+
+def find_control(environ: Mapping[str, str] = os.environ) -> str:
+    """Return where an engine opens its control socket: a path, or "1" for the default one; "" for none."""
+    found = environ.get(CONTROL, "")
+    if found in ("", "0"):
+        return "" if environ.get(CONTROL_PORT, "0") in ("", "0") else "1"
+    return found
 
 
 def has_level_manager(environ: Mapping[str, str] = os.environ) -> bool:

@@ -16,6 +16,7 @@ LAYERS = {
     "version": 0,
     "closing": 0,
     "lazy_names": 0,
+    "loggers": 0,
     "environment": 0,
     "core": 1,
     "error_names": 1,

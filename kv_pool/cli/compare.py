@@ -123,8 +123,8 @@ def _find_files(wanted: CompareSettings) -> CompareSettings:
 
 def _add_differences(report: Report, earlier: Comparison, comparison: Comparison) -> Report:
     """Return the report with what differs from an earlier comparison; different results are errors."""
-    lines = list_changed_inputs(earlier, comparison)
-    differences = list_differences(earlier, comparison)
+    lines = list(list_changed_inputs(earlier, comparison))
+    differences = list(list_differences(earlier, comparison))
     if not differences:
         lines.append("the results are the same as before")
     return replace(report, shown=[*report.shown, *lines], errors=[*report.errors, *differences])

@@ -1,6 +1,7 @@
 """Printing for every command: any encoding, closed pipes, tables, sizes, errors, progress, repetition."""
 
 import codecs
+import logging
 import os
 import sys
 import time
@@ -16,7 +17,8 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Column, Table
 from rich.text import Text
 
-from kv_pool.cli.foreign_text import MAX_CHARS, escape_json, escape_lines, escape_text, make_cell
+from kv_pool.cli.foreign_text import MAX_CHARS, escape_json, escape_text, make_cell
+from kv_pool.cli.logs import print_record
 from kv_pool.lab.report import OnProgress
 from kv_pool.lab.tables import REMARK, Report, ReportTable
 
@@ -46,13 +48,13 @@ def end_for_closed_output() -> NoReturn:
 
 
 def print_error(error: object) -> None:
-    """Print one message on standard error, escaped: it may contain text of another process."""
-    print(f"error: {escape_lines(str(error))}", file=sys.stderr)
+    """Print one message on standard error, as the log is: it may contain text of another process."""
+    print_record(logging.ERROR, str(error))
 
 
 def print_note(note: str) -> None:
     """Print one line on standard error that is no error."""
-    print(f"note: {escape_lines(note)}", file=sys.stderr)
+    print_record(logging.INFO, note)
 
 
 def print_json(result: object) -> None:

@@ -31,6 +31,7 @@ from kv_pool.lab.tables import (
     make_table,
     show_share,
 )
+from kv_pool.loggers import get_logger
 from kv_pool.option import setting
 from kv_pool.shared_options import EVENTS_PANEL, PUBLISH, PUBLISH_CONFIG, PUBLISH_REPLAY
 
@@ -77,7 +78,7 @@ def replay(
     outputs.check()
     if pace is not None and publish is None and publish_config is None:
         raise InvalidArgumentError("--pace is for events; pass --publish, too")
-    logging.getLogger("kv_pool.core.policy_host").setLevel(logging.CRITICAL)  # the replay raises the error
+    get_logger("kv_pool.core").setLevel(logging.CRITICAL)  # the replay raises the error
     # This block includes the output, so that the result is printed before the error of a truncated file.
     with nullcontext() if requests is None else write_outcomes(requests) as on_outcome:
         with ExitStack() as stack:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_origin
 
 import typer
 
+from kv_pool.cli.logs import LogOptions
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.option import Option, list_options
 from kv_pool.quantities import parse_count
@@ -83,11 +84,21 @@ def takes_given(settings_class: type, order: str) -> _Decorator:
 def _offer(
     command: _Command, run: _Command, known: dict[str, inspect.Parameter], order: Iterable[str]
 ) -> _Command:
-    """Return `run` with the name and the documentation of a command, and the parameters for typer."""
-    run.__name__, run.__doc__, run.__module__ = command.__name__, command.__doc__, command.__module__
-    run.__signature__ = inspect.Signature([known[name] for name in order])  # type: ignore[attr-defined]
-    run.__annotations__ = {}  # typer reads those of the signature
-    return run
+    """Return a function with the name and the documentation of a command, and the parameters for typer.
+
+    It applies the options of the log, which every command has, and calls `run`.
+    """
+    of_log = {each.name: each for each in _make_parameters(LogOptions)}
+
+    def start(**given: Any) -> None:
+        _make_settings(LogOptions, given, {}).apply()
+        run(**{name: value for name, value in given.items() if name not in of_log})
+
+    parameters = [*(known[name] for name in order), *of_log.values()]
+    start.__name__, start.__doc__, start.__module__ = command.__name__, command.__doc__, command.__module__
+    start.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    start.__annotations__ = {}  # typer reads those of the signature
+    return start
 
 
 def _declare(parameter: inspect.Parameter) -> inspect.Parameter:

@@ -1,6 +1,5 @@
 """`Defragmenter`: when to compact, and how much per step; `BackgroundDefragmenter`: the same in a thread."""
 
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -8,9 +7,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from kv_pool.errors import InvalidArgumentError
+from kv_pool.loggers import get_logger
 from kv_pool.threads import start_thread
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 
 
 class Defragmentable(Protocol):

@@ -1,6 +1,5 @@
 """`LiveNode`: a pool that other nodes can reach, its secret, and the commands that it carries out."""
 
-import logging
 import os
 import socket
 import threading
@@ -23,6 +22,7 @@ from kv_pool.errors import (
     UnknownSequenceError,
 )
 from kv_pool.ids import NodeName, RequestId, SequenceId
+from kv_pool.loggers import get_logger
 from kv_pool.migration.announcer import Announcer
 from kv_pool.migration.backends.tcp import TcpBackend
 from kv_pool.migration.machine import name_device, read_machine
@@ -56,7 +56,7 @@ _ASK_TIMEOUT_S = 2.0
 _SECONDS_BETWEEN_CHECKS = 0.1
 _SHOWN_IDS = 10
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 
 
 def _make_backend(name: str, storage: BlockStorage) -> TransferBackend:
@@ -278,7 +278,9 @@ class LiveNode:
             nearness = find_nearness(self.migrator.location, there)
             self.topology.note_transfer(nearness, status.num_bytes, status.elapsed_s)
         elif status.phase is MigrationPhase.FAILED:
-            _logger.info("%s to or from node %s: %s", status.subject, status.peer, status.error_message)
+            fields = {"migration": status.migration_id, "node": status.peer, "direction": status.direction}
+            what = f"{status.subject} to or from node {status.peer}"
+            _logger.info("%s: %s", what, status.error_message, extra=fields)
 
 
 def get_default_secret_path() -> Path:

@@ -61,12 +61,12 @@ def is_dead(path: Path, timeout_s: float) -> bool:
     return False
 
 
-def remove_dead_sockets() -> None:
-    """Remove this user's sockets in the default folder whose servers have been killed.
+def remove_dead_sockets(only: Path | None = None) -> None:
+    """Remove this user's sockets in the default folder whose servers have been killed; or `only` this one.
 
     A server holds the lock of its socket until it listens, and is not mistaken for a dead one before that.
     """
-    for path in get_default_folder().glob(f"{_PREFIX}*{_SUFFIX}"):
+    for path in get_default_folder().glob(f"{_PREFIX}*{_SUFFIX}") if only is None else [only]:
         with suppress(OSError, ControlError):
             if _is_own_socket(path) and is_dead(path, _PROBE_S):
                 with lock_socket(path, 0.0):

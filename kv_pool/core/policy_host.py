@@ -629,9 +629,9 @@ class PolicyHost(PoolPart):
             what = f"{what} {describe_raised(error)}"
         failure = CachePolicyError(f"the cache policy {self.name} is broken: {what}")
         failure.__cause__ = error
-        import logging
+        from kv_pool.loggers import get_logger
 
-        logging.getLogger(__name__).error(
+        get_logger(__name__).error(
             "%s. The pool is intact, and goes on with LRU if it is in use.", failure, exc_info=failure
         )
         self.failure = failure

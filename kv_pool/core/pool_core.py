@@ -516,11 +516,9 @@ class BlockPoolCore(PoolState):
         check_whole(self)
         num_in_use = self.num_gpu_blocks - 1 - self.free_block_queue.num_free_blocks
         if num_in_use:
-            import logging
+            from kv_pool.loggers import get_logger
 
-            logging.getLogger(__name__).warning(
-                "prefix cache not reset: %d blocks are still in use", num_in_use
-            )
+            get_logger(__name__).warning("prefix cache not reset: %d blocks are still in use", num_in_use)
             return False
         if self.reuse_watchers:
             watched = [block_id for block_id in self.reuse_watchers if block_id < self.num_gpu_blocks]

@@ -1,6 +1,5 @@
 """`EventPublisher`: the settings, counters and methods of all publishers; and one that sends nothing."""
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from os import PathLike
@@ -12,9 +11,10 @@ from kv_pool.closing import Closing
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.errors import InvalidArgumentError, PublisherClosedError
 from kv_pool.events.endpoints import check_endpoint, offset_endpoint
+from kv_pool.loggers import get_logger
 from kv_pool.regular_files import read_toml
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 
 # ---- settings ----------------------------------------------------------------------------------------
 
@@ -302,6 +302,7 @@ class PublisherStatistics:
                 "%d batches of events dropped so far, %d are queued; raise max_queue_size to queue more",
                 self.num_batches_dropped,
                 num_queued,
+                extra={"dropped_batches": self.num_batches_dropped, "queued_batches": num_queued},
             )
 
     def count_failed(self, events: Any) -> None:
@@ -309,7 +310,8 @@ class PublisherStatistics:
         self.num_batches_failed += 1
         self.num_events_failed += _count(events)
         if is_worth_logging(self.num_batches_failed):
-            _logger.exception("%d batches of events failed so far", self.num_batches_failed)
+            fields = {"failed_batches": self.num_batches_failed}
+            _logger.exception("%d batches of events failed so far", self.num_batches_failed, extra=fields)
 
 
 def is_worth_logging(count: int) -> bool:

@@ -1,6 +1,5 @@
 """`ReplayServer`: keeps the last batches, and answers replay requests on a thread of its own."""
 
-import logging
 import threading
 from bisect import bisect_left
 from collections import deque
@@ -25,6 +24,7 @@ from kv_pool.events.batch import (
 from kv_pool.events.event_publisher import PublisherConfig, PublisherStatistics, is_worth_logging
 from kv_pool.events.sockets import REPLAY_HWM, report_failure, zmq
 from kv_pool.events.stream_state import StreamState
+from kv_pool.loggers import get_logger
 from kv_pool.threads import YieldTimer, start_thread
 
 MAX_FILLED = 200_000
@@ -54,7 +54,7 @@ MAX_WAITING_REQUESTS = 8
 LEAST_BYTES_PER_S = 1_000_000
 """A reader that reads as fast as this is never dropped."""
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 
 
 SentBatch = tuple[int, bytes]

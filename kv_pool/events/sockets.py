@@ -1,6 +1,5 @@
 """The sockets of a publisher: either both open or none; encrypted if configured. Imports pyzmq for all."""
 
-import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
@@ -9,6 +8,7 @@ from kv_pool.errors import EndpointError, InvalidArgumentError, MissingDependenc
 from kv_pool.events.curve_keys import load_key_pair
 from kv_pool.events.endpoints import check_unused, is_ipv6, is_loopback, should_bind
 from kv_pool.events.event_publisher import PublisherConfig
+from kv_pool.loggers import get_logger
 from kv_pool.threads import make_out_of_threads
 
 try:
@@ -23,7 +23,7 @@ except ImportError as error:
 if TYPE_CHECKING:
     from zmq.auth.thread import ThreadAuthenticator
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 
 MAX_RECEIVED_BYTES = 4096
 """Maximum size of a received frame, a subscription or a number; a peer that sends more is disconnected."""

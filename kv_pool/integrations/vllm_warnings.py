@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from kv_pool.environment import explain_plugins, list_mistakes
+from kv_pool.loggers import get_logger
 
 # A child of vLLM's logger, which vLLM configures.
-logger = logging.getLogger("vllm.kv_pool")
+logger = get_logger(__name__)
 
 
 class _WarningRecords:

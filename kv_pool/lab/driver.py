@@ -11,9 +11,10 @@ import numpy as np
 
 from kv_pool.ids import GroupId, RequestId
 from kv_pool.lab.replay_request import ReplayRequest
-from kv_pool.lab.replay_tiers import HostSwap, ReplayTiers
+from kv_pool.lab.replay_tiers import CopyLink, HostSwap, ReplayTiers
 from kv_pool.lab.report import ReplayReport, find_share, summarize_calls, summarize_waits
 from kv_pool.lab.request_outcomes import OutcomeCallback, RequestOutcome
+from kv_pool.lab.settings import ReplaySettings
 from kv_pool.manager.block_groups.block_group import CachedPrefix
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.retention.directive import MAX_PRIORITY, RetentionDirective
@@ -34,9 +35,7 @@ class FoundPrefix:
 
     @property
     def num_tokens(self) -> int:
-        if self.tier_hit is None:
-            return self.prefix.num_tokens
-        return self.prefix.num_tokens + self.tier_hit.num_tokens
+        return self.prefix.num_tokens + (0 if self.tier_hit is None else self.tier_hit.num_tokens)
 
 
 class ReplayTime:
@@ -58,17 +57,14 @@ class ReplayDriver:
                       |____________________________________|
 
     Args:
-        report: the report to fill in; `finish` computes its rates and times.
+        settings: the tiers, the host pool and the retention, among others.
         on_outcome: called with the outcome of each request when it ends or is refused.
         replay_time: set by `set_time`; None if nothing reads it.
-        keep_session_s: seconds for which the manager's retention keeps a session's blocks for its next turn;
-            0 for none.
-        keep_prefix_tokens: number of tokens at the start of each prompt, such as a system prompt, whose
-            blocks the manager's retention lets go last; 0 for none.
-        tiers: the lower tiers of the manager's pool; None for none.
-        swap: swaps preempted requests out if its rule says so; None to recompute all of them.
 
     Attributes:
+        report: the counts so far; `finish` computes its rates and times.
+        tiers: the lower tiers of the manager's pool; None for none.
+        swap: swaps preempted requests out if its rule says so; None to recompute all of them.
         smallest_refused: number of blocks that the smallest refused request needs; 0 for none.
         num_kept_sessions: number of ended requests whose session's blocks were retained.
     """
@@ -76,26 +72,26 @@ class ReplayDriver:
     def __init__(
         self,
         manager: KVCacheManager,
-        report: ReplayReport,
-        *,
+        settings: ReplaySettings,
         on_outcome: Sequence[OutcomeCallback] = (),
         replay_time: ReplayTime | None = None,
-        keep_session_s: float = 0.0,
-        keep_prefix_tokens: int = 0,
-        tiers: ReplayTiers | None = None,
-        swap: HostSwap | None = None,
     ) -> None:
         self.manager = manager
-        self.report = report
+        self.settings = settings
+        self.report = ReplayReport(
+            manager.block_size, settings.num_blocks, settings.convention, settings.clock
+        )
         self.smallest_refused = 0
-        self.tiers = tiers
-        self.swap = swap
         self.num_kept_sessions = 0
-        self._keep_session_s = keep_session_s
-        self._keep_prefix_tokens = keep_prefix_tokens
-        self._time = ReplayTime() if replay_time is None else replay_time
-        if tiers is not None:
-            report.tiers = tiers.reports
+        self.tiers: ReplayTiers | None = None
+        self.swap: HostSwap | None = None
+        link = CopyLink(settings.rates.copy_bytes_per_s)
+        if settings.has_tiers:
+            self.tiers = ReplayTiers(manager, settings, link)
+            self.report.tiers = self.tiers.reports
+        if settings.host_blocks and settings.preemption != "recompute":
+            self.swap = HostSwap(manager, settings, link, self.report)
+        self._time = replay_time or ReplayTime()
         self._on_outcome = on_outcome
         self._open: dict[RequestId, RequestOutcome] = {}  # of requests that have not ended
         self._reading: dict[RequestId, OnboardPlan] = {}  # of requests that wait for blocks from tiers
@@ -215,14 +211,11 @@ class ReplayDriver:
             False, with nothing changed, if the tokens do not fit.
         """
         start = perf_counter_ns()
-        has_room = (
-            self.manager.allocate_slots(
-                request, num_new_tokens, prefix, full_sequence_must_fit=prefix is not None
-            )
-            is not None
+        added = self.manager.allocate_slots(
+            request, num_new_tokens, prefix, full_sequence_must_fit=prefix is not None
         )
         self._end_allocation(start)
-        return has_room
+        return added is not None
 
     def _end_allocation(self, start_ns: int) -> None:
         self._allocate_ns.append(perf_counter_ns() - start_ns)
@@ -265,12 +258,12 @@ class ReplayDriver:
         Args:
             waited_ms: total time it waited for blocks; None if requests do not wait.
         """
-        retention = self.manager.retention
-        if retention is not None and self._keep_prefix_tokens:
-            head = RetentionDirective(0, self._keep_prefix_tokens, priority=MAX_PRIORITY)
+        retention, settings = self.manager.retention, self.settings
+        if retention is not None and settings.keep_prefix_tokens:
+            head = RetentionDirective(0, settings.keep_prefix_tokens, priority=MAX_PRIORITY)
             retention.set_directives(request.request_id, [head])
-        if retention is not None and self._keep_session_s and request.session_id is not None:
-            until = self._time.read_s() + self._keep_session_s
+        if retention is not None and settings.keep_session_s and request.session_id is not None:
+            until = self._time.read_s() + settings.keep_session_s
             retention.keep_session(request.session_id, request, until)
             self.num_kept_sessions += 1
         if waited_ms is not None:

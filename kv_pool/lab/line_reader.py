@@ -160,19 +160,19 @@ class LineReader:
             for number, text in enumerate(self._read_texts(raw, is_whole), 1):
                 self.position = raw.tell() / size
                 try:
-                    if isinstance(text, TraceError):
+                    if isinstance(text, ValueError):
                         raise text
                     if number == 1:
                         for beginnings, content in _FOREIGN_FILES:
                             if text.startswith(beginnings):
-                                raise self.make_error(1, f"this is {content}")
+                                raise ValueError(f"this is {content}")
                     text = text.removeprefix(BYTE_ORDER_MARK)
                     if not is_whole and not text.strip():
                         continue
                     found = parse(text, number)
                 except UNDECODABLE as error:
                     if number == 1 and isinstance(error, msgspec.DecodeError) and isinstance(text, bytes):
-                        error = self.make_error(1, _describe_csv(text) or f"{error}{first_line_hint}")
+                        error = ValueError(_describe_csv(text) or f"{error}{first_line_hint}")
                     self.pass_broken(number, error, "files" if is_whole else "lines")
                     continue
                 yield found
@@ -180,16 +180,12 @@ class LineReader:
 
     def pass_broken(self, line: int, error: Exception, kind: str = "lines") -> None:
         """Count a broken line, if such lines are skipped. Raises TraceError otherwise."""
-        message = str(error) if isinstance(error, TraceError) else f"{self.path}:{line}: {error}"
+        message = f"{self.path}:{line}: {error}"
         if not self.skip_broken:
             raise TraceError(f"{message} (--skip-broken or skip_broken=True skips such {kind})") from error
         self.num_broken += 1
         if self.first_broken is None:
             self.first_broken = message
-
-    def make_error(self, line: int, why: str) -> TraceError:
-        """Return the error of a broken line."""
-        return TraceError(f"{self.path}:{line}: {why}")
 
     def open(self) -> BufferedReader:
         """Open the file as stored. Raises TraceError."""
@@ -198,7 +194,7 @@ class LineReader:
         except OSError as error:
             raise TraceError(f"{self.path}: cannot open: {error.strerror}") from error
 
-    def _read_texts(self, raw: BufferedReader, is_whole: bool) -> Iterator[bytes | TraceError]:
+    def _read_texts(self, raw: BufferedReader, is_whole: bool) -> Iterator[bytes | ValueError]:
         """Yield the decompressed lines with their line ends, or the whole file; an error for a broken one."""
         number = 1
         num_bytes = 0
@@ -212,25 +208,24 @@ class LineReader:
                 try:
                     text = lines.readline(limit)
                 except Exception as error:  # each decompressor has its own exceptions
-                    raise self.make_error(number, f"cannot decompress: {error}") from error
+                    raise TraceError(f"{self.path}:{number}: cannot decompress: {error}") from error
                 if not text:
                     return
                 num_bytes += len(text)
                 if num_bytes > self._max_decompressed_bytes and lines is not raw:
-                    raise self.make_error(
-                        number,
-                        f"the decompressed file has more than {self._max_decompressed_bytes:,} bytes "
-                        "(max_decompressed_bytes)",
+                    raise TraceError(
+                        f"{self.path}:{number}: the decompressed file has more than "
+                        f"{self._max_decompressed_bytes:,} bytes (max_decompressed_bytes)"
                     )
                 is_at_end = len(text) < limit or text.endswith(b"\n")
                 if not is_inside and is_at_end:
                     yield text
                 elif not is_inside:
-                    yield self._make_length_error(number, "line")
+                    yield self._make_length_error("line")
                 is_inside = not is_at_end
                 number += is_at_end
 
-    def _read_whole(self, content: IO[bytes]) -> bytes | TraceError:
+    def _read_whole(self, content: IO[bytes]) -> bytes | ValueError:
         """Return the whole content; an error if it is damaged or too long. Reads no more than the limit."""
         limit = self._max_line_bytes + 1
         found = bytearray()  # `read` would reserve memory for the limit at once
@@ -238,12 +233,11 @@ class LineReader:
             while len(found) < limit and (piece := content.read(min(_BUFFER, limit - len(found)))):
                 found += piece
         except Exception as error:  # each decompressor has its own exceptions
-            return self.make_error(1, f"cannot decompress: {error}")
-        return self._make_length_error(1, "file") if len(found) == limit else bytes(found)
+            return ValueError(f"cannot decompress: {error}")
+        return self._make_length_error("file") if len(found) == limit else bytes(found)
 
-    def _make_length_error(self, number: int, kind: str) -> TraceError:
-        why = f"the {kind} has more than {self._max_line_bytes:,} bytes (max_line_bytes)"
-        return self.make_error(number, why)
+    def _make_length_error(self, kind: str) -> ValueError:
+        return ValueError(f"the {kind} has more than {self._max_line_bytes:,} bytes (max_line_bytes)")
 
 
 def _describe_csv(text: bytes) -> str | None:

@@ -154,8 +154,7 @@ def split_trace(
                 part = _UNNAMED if request.session_id is None else request.session_id
                 if num_parts is not None:
                     part = f"{numbers.setdefault(part, len(numbers)) % num_parts:05}"
-            parts.append(part, request.line, parts.encode(line) + b"\n")
-            counts[parts.get_path(part)] += 1
+            counts[parts.append(part, request.line, parts.encode(line) + b"\n")] += 1
     return counts
 
 

@@ -23,15 +23,14 @@ class OptimumPolicy(CachePolicy):
 
     Args:
         next_hits: by prefix map key, the number of the next request that can hit the block, after each of its
-            uses in turn; `_NEVER` if there is none. The policy counts the uses.
+            uses in turn; `_NEVER` if there is none.
     """
 
     num_queues = 2
 
     def __init__(self, next_hits: dict[bytes, list[int]]) -> None:
         super().__init__()
-        self._next_hits = next_hits
-        self._num_uses: dict[bytes, int] = {}
+        self._next_hits = {key: iter(hits) for key, hits in next_hits.items()}
         self._by_next_hit: list[tuple[int, int, int, CachedRun]] = []  # a heap; entries may be outdated
         self._num_entries = 0
         self._used: dict[bytes, CachedRun] = {}  # the copy of each block that was used last
@@ -40,11 +39,8 @@ class OptimumPolicy(CachePolicy):
         self._note_used(run)
 
     def freed(self, run: CachedRun) -> int:
-        key = run.key
-        num_uses = self._num_uses.get(key, 0)
-        self._num_uses[key] = num_uses + 1
         self._note_used(run)
-        self._push(run, self._next_hits[key][num_uses])
+        self._push(run, next(self._next_hits[run.key]))
         return _PARKED
 
     def _note_used(self, run: CachedRun) -> None:

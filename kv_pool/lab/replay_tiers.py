@@ -4,8 +4,15 @@ from kv_pool.core.block_pool import BlockPool
 from kv_pool.core.kv_events import MEDIUM_CPU, MEDIUM_STORAGE
 from kv_pool.lab.replay_request import ReplayRequest
 from kv_pool.lab.report import ReplayReport, TierReport
+from kv_pool.lab.settings import ReplaySettings
 from kv_pool.manager.kv_cache_manager import KVCacheManager
-from kv_pool.manager.preemption import PreemptionKind, PreemptionLoss, PreemptionRule, count_loss
+from kv_pool.manager.preemption import (
+    PreemptionCost,
+    PreemptionKind,
+    PreemptionLoss,
+    PreemptionRule,
+    count_loss,
+)
 from kv_pool.tiers.onboarder import TierHit, TierOnboarder
 from kv_pool.tiers.swapper import BlockSwapper
 from kv_pool.tiers.tier import Tier
@@ -39,11 +46,8 @@ class ReplayTiers:
 
     Args:
         manager: the manager of the pool.
-        host_blocks, disk_blocks: capacities; 0 for no such tier. At least one must be above 0.
-        write: "back" or "through", as in `TieredCache`.
-        block_bytes: size of a block.
+        settings: `has_tiers` must be true.
         link: the connection between device and host.
-        disk: the connection between host and disk.
 
     Attributes:
         onboarder: the `TierOnboarder` that an engine would use.
@@ -53,26 +57,18 @@ class ReplayTiers:
     `TieredCache.flush`.
     """
 
-    def __init__(
-        self,
-        manager: KVCacheManager,
-        host_blocks: int,
-        disk_blocks: int,
-        write: str,
-        block_bytes: int,
-        link: CopyLink,
-        disk: CopyLink,
-    ) -> None:
-        sizes = ((MEDIUM_CPU, host_blocks), (MEDIUM_STORAGE, disk_blocks))
+    def __init__(self, manager: KVCacheManager, settings: ReplaySettings, link: CopyLink) -> None:
+        sizes = ((MEDIUM_CPU, settings.host_tier), (MEDIUM_STORAGE, settings.disk_tier))
         tiers = [Tier(num_blocks, medium) for medium, num_blocks in sizes if num_blocks]
         pool = manager.block_pool
-        self._cache = TieredCache(pool, None, tiers, write, enable_events=pool.enable_kv_cache_events)
+        events = pool.enable_kv_cache_events
+        self._cache = TieredCache(pool, None, tiers, settings.tier_write, enable_events=events)
         self.onboarder = TierOnboarder(manager, self._cache)
         self.reports = [TierReport(tier.medium, tier.capacity) for tier in tiers]
         self._block_size = manager.block_size
-        self._block_bytes = block_bytes
+        self._block_bytes = settings.block_bytes
         self._link = link
-        self._disk = disk
+        self._disk = CopyLink(settings.rates.disk_bytes_per_s)
         self._num_linked = 0
         self._num_on_disk = 0
 
@@ -115,32 +111,32 @@ class HostSwap:
 
     Args:
         manager: the manager of the requests.
-        num_blocks: capacity of the host pool, without the null block.
-        block_bytes: size of a block.
+        settings: the capacity of the host pool, and the rule that decides whether a request is swapped out,
+            if the host has free blocks, or recomputed.
         link: the connection between device and host.
-        rule: decides whether a request is swapped out, if the host has free blocks, or recomputed.
         report: receives the counts of copies.
     """
 
     def __init__(
-        self,
-        manager: KVCacheManager,
-        num_blocks: int,
-        block_bytes: int,
-        link: CopyLink,
-        rule: PreemptionRule,
-        report: ReplayReport,
+        self, manager: KVCacheManager, settings: ReplaySettings, link: CopyLink, report: ReplayReport
     ) -> None:
         pool = manager.block_pool
-        host_pool = BlockPool(
-            num_blocks + 1, True, pool.hash_block_size, pool.enable_kv_cache_events, medium="CPU"
-        )
+        num_blocks = settings.host_blocks + 1
+        events = pool.enable_kv_cache_events
+        host_pool = BlockPool(num_blocks, True, pool.hash_block_size, events, medium="CPU")
         self.swapper = BlockSwapper(manager, host_pool)
         self._manager = manager
         self._link = link
-        self._block_bytes = block_bytes
-        self._rule = rule
+        self._block_bytes = settings.block_bytes
         self._report = report
+        self._rule: PreemptionRule = swap_always
+        if settings.preemption == "cost":
+            rates = settings.rates
+            self._rule = PreemptionCost(
+                prefill_tokens_per_s=rates.prefill_tokens_per_s,
+                copy_bytes_per_s=rates.copy_bytes_per_s,
+                block_bytes=settings.block_bytes,
+            )
 
     def holds(self, request: ReplayRequest) -> bool:
         """Return True while the request is swapped out."""

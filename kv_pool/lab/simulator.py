@@ -12,13 +12,11 @@ from kv_pool.lab.event_feed import EventFeed
 from kv_pool.lab.groups import PromptSteps, make_prefix_rules, parse_groups
 from kv_pool.lab.optimum_policy import find_optimum
 from kv_pool.lab.replay_request import ReplayRequest
-from kv_pool.lab.replay_tiers import CopyLink, HostSwap, ReplayTiers, swap_always
 from kv_pool.lab.report import OnProgress, ReplayReport, make_provenance
 from kv_pool.lab.request_outcomes import Breakdown, OutcomeCallback, parse_breakdowns
 from kv_pool.lab.settings import OPTIMUM, ReplaySettings, ReplayTrace
 from kv_pool.lab.trace_clock import TraceClock
 from kv_pool.manager.kv_cache_manager import KVCacheManager
-from kv_pool.manager.preemption import PreemptionCost, PreemptionRule
 from kv_pool.manager.retention.block_retention import BlockRetention
 
 _SECONDS_BETWEEN_PROGRESS = 0.1
@@ -46,11 +44,10 @@ def run_replay(
     settings.check()
     trace = settings.open_trace()
     block_size = trace.pool_block_size
-    pool_class = RunBlockPool if settings.runs else BlockPool
     groups = parse_groups(settings.groups, block_size)
     steps = PromptSteps.for_groups(groups, settings.chunk_tokens, at_every_block=settings.states == "blocks")
     replay_time = ReplayTime()
-    pool = pool_class(
+    pool = (RunBlockPool if settings.runs else BlockPool)(
         settings.num_blocks + 1,
         True,
         block_size,
@@ -69,38 +66,14 @@ def run_replay(
         prefix_rules=make_prefix_rules(settings.states),
         retention=BlockRetention(pool, replay_time.read_s) if keeps else None,
     )
-    link = CopyLink(settings.rates.copy_bytes_per_s)
-    tiers = None
-    if settings.has_tiers:
-        tiers = ReplayTiers(
-            manager,
-            settings.host_tier,
-            settings.disk_tier,
-            settings.tier_write,
-            settings.block_bytes,
-            link,
-            CopyLink(settings.rates.disk_bytes_per_s),
-        )
-    report = ReplayReport(block_size, settings.num_blocks, settings.convention, settings.clock)
     breakdowns = [Breakdown(kind, block_size) for kind in parse_breakdowns(settings.by or "")]
     callbacks: list[OutcomeCallback] = [breakdown.add for breakdown in breakdowns]
     if on_outcome is not None:
         callbacks.append(on_outcome)
-    swap = None
-    if settings.host_blocks and settings.preemption != "recompute":
-        swap = _make_swap(settings, manager, report, link)
-    driver = ReplayDriver(
-        manager,
-        report,
-        on_outcome=callbacks,
-        replay_time=replay_time,
-        keep_session_s=settings.keep_session_s,
-        keep_prefix_tokens=settings.keep_prefix_tokens,
-        tiers=tiers,
-        swap=swap,
-    )
-    source = manager if swap is None else swap.swapper
-    trace_clock = TraceClock(driver, settings.rates, steps) if settings.clock == "trace" else None
+    driver = ReplayDriver(manager, settings, callbacks, replay_time)
+    report = driver.report
+    source = manager if driver.swap is None else driver.swap.swapper
+    trace_clock = TraceClock(driver, steps) if settings.clock == "trace" else None
     next_progress = 0.0
     share = 0.0
 
@@ -116,7 +89,9 @@ def run_replay(
         on_progress(f"{num_requests:,} requests, {rates}", share)
 
     def on_request() -> None:
-        check_policy(pool)
+        host = pool.policy_host
+        if host is not None and host.failure is not None:
+            raise host.failure  # the pool uses LRU since
         if feed is not None:
             feed.publish(source)
         show_progress()
@@ -126,9 +101,7 @@ def run_replay(
         run_instantly(requests, driver, on_request, steps)
     else:
         trace_clock.run(requests, on_request, None if on_progress is None else show_progress)
-    check_policy(pool)
-    if feed is not None:
-        feed.publish(source)
+    on_request()  # for what happened after the last arrival
     if report.refused_requests == report.requests:
         raise InvalidArgumentError(
             f"no request fits: the pool has {settings.num_blocks} blocks of {block_size} tokens, the "
@@ -146,32 +119,11 @@ def run_replay(
     return report
 
 
-def check_policy(pool: BlockPool) -> None:
-    """Raise the CachePolicyError of a cache policy that failed, for which the pool uses LRU since."""
-    host = pool.policy_host
-    if host is not None and host.failure is not None:
-        raise host.failure
-
-
 def _find_policy(trace: ReplayTrace) -> str | PolicyChoice | None:
     settings = trace.settings
     if settings.policy == OPTIMUM:
         return find_optimum(trace.read_requests(), trace.pool_block_size, settings.num_blocks)
     return None if settings.policy == "lru" else settings.policy  # LRU is vLLM's order, without a policy
-
-
-def _make_swap(
-    settings: ReplaySettings, manager: KVCacheManager, report: ReplayReport, link: CopyLink
-) -> HostSwap:
-    rates = settings.rates
-    rule: PreemptionRule = swap_always
-    if settings.preemption == "cost":
-        rule = PreemptionCost(
-            prefill_tokens_per_s=rates.prefill_tokens_per_s,
-            copy_bytes_per_s=rates.copy_bytes_per_s,
-            block_bytes=settings.block_bytes,
-        )
-    return HostSwap(manager, settings.host_blocks, settings.block_bytes, link, rule, report)
 
 
 def run_instantly(

@@ -5,6 +5,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
+from typing import Any
 
 from kv_pool.errors import InvalidArgumentError, WorkerLostError
 from kv_pool.ids import BlockHash
@@ -51,17 +52,12 @@ def run_sweep(
     if not points:
         raise InvalidArgumentError("a sweep needs at least one capacity")
     points[-1].check()  # before processes start; each replay checks its own point
-    reports: dict[int, ReplayReport] = {}
-    infinite_cache = InfiniteCache()
+    found: dict[int, Any] = {}  # by the number of the point; at -1 the infinite cache
 
     def note(number: int, job: "Future[ReplayReport | InfiniteCache]") -> str:
-        nonlocal infinite_cache
-        found = job.result()
-        if isinstance(found, InfiniteCache):
-            infinite_cache = found
-            return f"an infinite cache: token hit rate {found.token_hit_rate:.1%}"
-        reports[number] = found
-        return f"{found.num_blocks:,} blocks: token hit rate {found.token_hit_rate:.1%}"
+        found[number] = one = job.result()
+        cache = "an infinite cache" if number < 0 else f"{one.num_blocks:,} blocks"
+        return f"{cache}: token hit rate {one.token_hit_rate:.1%}"
 
     jobs: dict[int, Callable[[], ReplayReport | InfiniteCache]] = {-1: partial(count_infinite_hits, settings)}
     jobs.update(enumerate(partial(run_replay, point, report_share) for point in points))
@@ -69,12 +65,14 @@ def run_sweep(
         try:
             run_jobs(workers, jobs, note, on_progress)
         except WorkerLostError as error:
+            num_ended = len(found.keys() - {-1})
             raise WorkerLostError(
-                f"a process of the sweep ended after {len(reports)} of {len(points)} replays: {error}"
+                f"a process of the sweep ended after {num_ended} of {len(points)} replays: {error}"
             ) from error
-    for report in reports.values():
-        report.infinite_cache = infinite_cache
-    return [reports[number] for number in range(len(points))]
+    reports: list[ReplayReport] = [found[number] for number in range(len(points))]
+    for report in reports:
+        report.infinite_cache = found[-1]
+    return reports
 
 
 def count_infinite_hits(settings: ReplaySettings) -> InfiniteCache:

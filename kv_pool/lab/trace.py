@@ -4,9 +4,8 @@ README.md in this folder documents fields, limits and conventions.
 """
 
 import hashlib
-import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 from itertools import islice
 from pathlib import Path
@@ -16,6 +15,7 @@ import msgspec
 
 from kv_pool.errors import InvalidArgumentError, TraceError, describe_known
 from kv_pool.lab.line_reader import MAX_DECOMPRESSED_BYTES, MAX_LINE_BYTES, LineReader
+from kv_pool.loggers import get_logger
 from kv_pool.shared_options import BUNDLED_TRACES, MS_PER_UNIT
 
 MAX_LENGTH = 10**9
@@ -37,7 +37,7 @@ _SUSPICIOUS_RATE = 200.0
 _SUSPICIOUS_RATE_OF_FRACTIONS = 20.0
 _SUSPICIOUS_SPAN_OF_FRACTIONS_S = 10.0
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 _warned: set[str] = set()
 
 
@@ -65,21 +65,13 @@ class TraceRequest:
     arrival_ms: float
     input_length: int
     output_length: int = 0
-    hash_ids: list[Any] | None = None
-    token_ids: list[int] | None = None
+    hash_ids: list[Any] | None = field(default=None, repr=False)
+    token_ids: list[int] | None = field(default=None, repr=False)
     session_id: str | None = None
     tenant: str | None = None
 
     def __post_init__(self) -> None:
         check_lengths(self.input_length, self.output_length, self.arrival_ms)
-
-    def __repr__(self) -> str:
-        ids = self.token_ids if self.hash_ids is None else self.hash_ids
-        kind = "token ids" if self.hash_ids is None else "hash ids"
-        return (
-            f"<TraceRequest of line {self.line}: at {self.arrival_ms} ms, {self.input_length} tokens in, "
-            f"{self.output_length} out, {len(ids or ())} {kind}>"
-        )
 
 
 class _Record(msgspec.Struct):

@@ -9,7 +9,6 @@ from kv_pool.lab.driver import ReplayDriver
 from kv_pool.lab.groups import PromptSteps
 from kv_pool.lab.replay_request import ReplayRequest
 from kv_pool.lab.report import ReplayReport
-from kv_pool.lab.settings import EngineRates
 
 
 class TraceClock:
@@ -23,15 +22,14 @@ class TraceClock:
     arrival, so every other request finishes.
 
     Args:
-        driver: the manager and its companions.
-        rates: the speed of the simulated engine.
+        driver: the manager and its companions, and the speed of the simulated engine.
         steps: the division of prompts into steps. Steps of different prompts interleave.
     """
 
-    def __init__(self, driver: ReplayDriver, rates: EngineRates, steps: PromptSteps) -> None:
+    def __init__(self, driver: ReplayDriver, steps: PromptSteps) -> None:
         self.driver = driver
         self.report = driver.report
-        self.rates = rates
+        self.rates = driver.settings.rates
         self._steps = steps
         self._now_ms = 0.0
         self._prefill_free_ms = 0.0

@@ -6,7 +6,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, Any
 
@@ -115,19 +115,17 @@ def open_stream(path: str, written: str, *, append: bool = False) -> Iterator[IO
     """
     suffix = Path(path).suffix
     with open(written, "ab" if append else "wb") as raw:
+        packed: Any = nullcontext(raw)
         if suffix == ".gz":
-            with gzip.GzipFile("", "wb", 6, raw, mtime=0) as packed:
-                yield packed
+            packed = gzip.GzipFile("", "wb", 6, raw, mtime=0)
         elif suffix == ".xz":
-            with lzma.open(raw, "wb") as packed:
-                yield packed
+            packed = lzma.open(raw, "wb")  # noqa: SIM115, closed below
         elif suffix == ".zst":
             zstd = import_zstd(path, "writing")
             # With a checksum, like the zstd command: a damaged file is noticed.
-            with zstd.open(raw, "wb", options={zstd.CompressionParameter.checksum_flag: 1}) as packed:
-                yield packed
-        else:
-            yield raw
+            packed = zstd.open(raw, "wb", options={zstd.CompressionParameter.checksum_flag: 1})
+        with packed as file:
+            yield file
 
 
 class PartFiles:
@@ -146,8 +144,12 @@ class PartFiles:
         self.written: dict[str, str] = {}
         self.encode = msgspec.json.Encoder().encode
 
-    def append(self, part: str, line: int, data: bytes) -> None:
-        """Append bytes to a part. `line` of the input is for the error of too many parts."""
+    def append(self, part: str, line: int, data: bytes) -> str:
+        """Append bytes to a part. Return its path.
+
+        Args:
+            line: of the input, for the error of too many parts.
+        """
         path = self._paths.get(part)
         if path is None:
             if len(self._paths) >= MAX_PARTS:
@@ -159,10 +161,7 @@ class PartFiles:
         self._num_buffered += len(data)
         if self._num_buffered >= _MAX_BUFFERED_BYTES:
             self.flush()
-
-    def get_path(self, part: str) -> str:
-        """Return the path of a part that has data."""
-        return self._paths[part]
+        return path
 
     def _choose_name(self, part: str) -> str:
         name = re.sub(r"[^A-Za-z0-9._-]", "_", part)[:_MAX_NAME_CHARS].lstrip(".") or "_"

@@ -27,6 +27,7 @@ from kv_pool.errors import (
     describe_install,
 )
 from kv_pool.lab.report import OnProgress
+from kv_pool.loggers import get_logger
 from kv_pool.threads import start_thread, submit
 
 _Key = TypeVar("_Key")
@@ -257,8 +258,8 @@ def work(pipe: Connection) -> None:
     # SIGINT stays blocked: the process that started this one handles Ctrl-C and ends this one.
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _list_signals() - {signal.SIGINT})
-    logging.getLogger("kv_pool.lab.trace").setLevel(logging.ERROR)  # the caller has opened the trace
-    logging.getLogger("kv_pool.core.policy_host").setLevel(logging.CRITICAL)  # the replay raises the error
+    get_logger("kv_pool.lab").setLevel(logging.ERROR)  # the caller has opened the trace
+    get_logger("kv_pool.core").setLevel(logging.CRITICAL)  # the replay raises the error
     global _caller
     _caller = pipe
     watcher: Thread | None = None

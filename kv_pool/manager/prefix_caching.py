@@ -8,7 +8,6 @@ from mypy_extensions import i64, mypyc_attr
 from kv_pool.core.arguments import as_int, refuse_type
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.caching import cache_full, cache_partial, note_left_out
-from kv_pool.core.evicting import evict_invalid
 from kv_pool.core.extra_keys import check_announceable, find_extra_keys
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.core.stored_events import hashes_of
@@ -132,11 +131,8 @@ class PrefixCaching(TableListener):
                 if group.reads_before_writes or group.stride > 1:
                     self._caches_ends = True
             if isinstance(group, MambaGroup):
-                group.has_drafter = group.drops_hits if details.own_drafter_only else self._has_drafter
-                group.hit_alignment = self.hit_alignment
-                group.num_recomputed = 0 if details.caches_whole_prompts else 1
-                group.counts_most_states = details.counts_most_states
-                group.has_rules = not self._is_dense
+                if not self._is_dense:
+                    group.follow(rules, self._has_drafter, self.hit_alignment, self.caches_junctions)
                 if group.checkpoint_alignment:
                     self._plans_checkpoints = True
                     if self._is_dense:
@@ -498,10 +494,12 @@ class PrefixCaching(TableListener):
                     mask = self.select(group, first, end, checkpoints)
                 self._cache_full(request, group, table, end, mask, num_prompt)
             if isinstance(group, MambaGroup):
-                if not self._is_dense:
-                    self._cache_state(request, group, table, limit, num_prompt)
-                else:
+                if self._is_dense:
                     first = max(first, num_present // group.block_size)
+                else:
+                    key = group.cache_state(request, table, limit, num_prompt, self.interval)
+                    if key is not None:
+                        self.unwritten.add(key)
                 for block in table.blocks[first:end]:
                     if not block.is_null and block.key is not None:
                         self.note_unwritten(block)
@@ -561,61 +559,6 @@ class PrefixCaching(TableListener):
         num_tokens = min(num_most // unit, len(request.block_hashes)) * unit
         is_within = num_tokens % group.block_size > 0 and num_tokens < len(table.blocks) * group.block_size
         return num_tokens if is_within else 0
-
-    def _cache_state(
-        self, request: SchedulableRequest, group: MambaGroup, table: BlockTable, limit: int, num_prompt: int
-    ) -> None:
-        """Cache the state saved in the middle of the step, or that after it if a prompt ends there."""
-        if table.checkpoint_position >= 0:
-            self._cache_checkpoint(request, group, table, num_prompt)
-            return
-        unit = self._pool.hash_block_size
-        if limit <= 0 or limit % unit or (group.drops_hits and self._num_reprefillable):
-            return  # or the state is that after later tokens
-        if self._details.ends_within_blocks and limit % group.block_size == 0:
-            return
-        if limit != group.find_checkpoint(num_prompt, unit) and not (
-            self.caches_junctions
-            and limit == table.junction
-            and request.num_computed_tokens < limit <= num_prompt
-        ):
-            return
-        position = -(-limit // group.block_size) - 1
-        if position >= len(table.blocks) or position == table.unaligned_position:
-            return
-        if limit > len(request.block_hashes) * unit:
-            return
-        block = table.blocks[position]
-        if block.is_null or (block.num_key_tokens == limit and not self._details.renews_states):
-            return
-        key = cache_partial(self._pool, request, block, limit, group.group_id, group.block_size)
-        if key is not None:
-            self.unwritten.add(key)
-        if limit % group.block_size:
-            # The next step overwrites the state.
-            table.copy_position = position
-            table.num_cached_blocks = position
-            table.tail_tokens = limit
-
-    def _cache_checkpoint(
-        self, request: SchedulableRequest, group: MambaGroup, table: BlockTable, num_prompt: int
-    ) -> None:
-        """Cache the state that the step saves in the middle, unless no request is expected to hit it."""
-        num_tokens = table.checkpoint_tokens
-        block = table.blocks[table.checkpoint_position]
-        num_hashed = len(request.block_hashes) * self._pool.hash_block_size
-        is_kept = num_tokens == group.find_checkpoint(num_prompt, group.hit_alignment)
-        if not is_kept and num_tokens % group.block_size == 0:
-            position = num_tokens // group.block_size - 1
-            mask = self.select(group, position, position + 1, [])
-            is_kept = mask is None or mask[0]
-        if num_tokens > num_hashed or (not is_kept and num_tokens != table.junction):
-            # The engine writes a state between two blocks' ends, not the one of the block's hash.
-            if block.key is not None:
-                evict_invalid(self._pool, [block])
-        elif block.num_key_tokens != num_tokens:
-            cache_partial(self._pool, request, block, num_tokens, group.group_id, group.block_size, True)
-            self.note_unwritten(block)
 
 
 def list_hashes(request: Any) -> list[BlockHash]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kv_pool.closing import Running
 from kv_pool.errors import KVPoolError, PeerAuthenticationError, PeerUnavailableError
+from kv_pool.loggers import get_logger
 from kv_pool.migration.messages import AnnounceNode, NodeList
 from kv_pool.migration.peers import Peers
 from kv_pool.threads import start_thread
@@ -17,7 +17,7 @@ from kv_pool.threads import start_thread
 if TYPE_CHECKING:
     from kv_pool.migration.remote_calls import RemoteCalls
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 
 
 class Announcer(Running):

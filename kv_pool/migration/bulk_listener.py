@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import threading
@@ -13,11 +12,12 @@ from dataclasses import dataclass
 
 from kv_pool.errors import MigrationError, PeerUnavailableError
 from kv_pool.ids import NodeName
+from kv_pool.loggers import get_logger
 from kv_pool.migration.addresses import bind_listener, format_address, tune
 from kv_pool.migration.channel import Channel, SendBlocks
 from kv_pool.migration.messages import Acknowledged, BulkOpened, OpenBulk, ReadBlocks
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 
 MAX_READERS = 256
 MAX_STRANGERS = 64

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 from typing import Final
 
 from kv_pool.errors import InvalidArgumentError
 from kv_pool.ids import NodeName, TransferId
+from kv_pool.loggers import get_logger
 from kv_pool.migration.messages import MigrationPhase, MigrationStatus
 from kv_pool.migration.migration import Migration
 from kv_pool.migration.outgoing import OutgoingMigration
@@ -17,7 +17,7 @@ from kv_pool.migration.target import Pull
 from kv_pool.migration.verified_reads import PullSettings
 from kv_pool.threads import start_thread
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 
 MAX_ENDED: Final = 1000
 _MAX_TICK_S: Final = 1.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -10,13 +9,14 @@ from typing import Any, Protocol, runtime_checkable
 from kv_pool.core.arguments import as_count
 from kv_pool.errors import KVPoolError, MigrationInDoubtError, OutOfThreadsError
 from kv_pool.ids import NodeName, SequenceId
+from kv_pool.loggers import get_logger
 from kv_pool.migration.messages import NodeDescription, SequenceSubject
 from kv_pool.migration.migrator import Migrator, NodeAnswer
 from kv_pool.migration.topology import ExcludedNode, Ranking, Topology
 from kv_pool.protocol import URGENT, BlockAllocationRequest
 from kv_pool.reports.sequences import SequenceList
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 
 
 class MigratablePool(Protocol):
@@ -212,6 +212,7 @@ class MigrationHook:
         ranking = rank_nodes(self.topology, migrator, num_blocks, num_blocks + num_spare, answers)
         self.last_ranking = ranking
         for target in ranking.targets:
+            fields = {"sequence": sequence_id, "node": target.name}
             try:
                 migration = migrator.migrate(SequenceSubject(sequence_id), target.name)
                 try:
@@ -223,14 +224,17 @@ class MigrationHook:
                             sequence_id,
                             target.name,
                             self._timeout_s,
+                            extra=fields,
                         )
                         continue
                     migration.wait(self._timeout_s)  # too late to cancel: it is about to end
             except (MigrationInDoubtError, TimeoutError) as error:
-                _logger.warning("sequence %s may be at node %s, or here: %s", sequence_id, target.name, error)
+                where = f"at node {target.name}, or here"
+                _logger.warning("sequence %s may be %s: %s", sequence_id, where, error, extra=fields)
                 return None
             except KVPoolError as error:
-                _logger.info("sequence %s was not moved to node %s: %s", sequence_id, target.name, error)
+                where = f"to node {target.name}"
+                _logger.info("sequence %s was not moved %s: %s", sequence_id, where, error, extra=fields)
                 continue
             status = migration.get_status()
             self.topology.note_transfer(target.nearness, status.num_bytes, status.elapsed_s)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import secrets
 import time
@@ -19,6 +18,7 @@ from kv_pool.errors import (
     StaleTransferError,
 )
 from kv_pool.ids import NodeName, TransferId
+from kv_pool.loggers import get_logger
 from kv_pool.migration import invariants, messages
 from kv_pool.migration.bulk_listener import BulkListener
 from kv_pool.migration.messages import MigrationStatus, PrefixSubject, Subject
@@ -36,7 +36,7 @@ from kv_pool.threads import Workers
 if TYPE_CHECKING:
     from kv_pool.migration.remote_calls import CallServer
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 
 _MAX_CALL_S = 5.0
 _MAX_ASKED_AT_ONCE = 16

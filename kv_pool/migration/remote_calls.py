@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import socket
 import threading
@@ -23,13 +22,14 @@ from kv_pool.errors import (
 )
 from kv_pool.events.sockets import zmq
 from kv_pool.ids import NodeName
+from kv_pool.loggers import get_logger
 from kv_pool.migration import addresses, messages
 from kv_pool.migration.bulk_listener import MAX_READERS, BulkListener
 from kv_pool.migration.channel import Channel
 from kv_pool.migration.secret import derive_curve_pair
 from kv_pool.threads import Workers, start_thread
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """The maximum size of one message."""
@@ -423,7 +423,7 @@ class CallServer(Running):
         try:
             self._workers.submit(partial(self._reply, client, caller, data))
         except OutOfThreadsError as error:
-            _logger.warning("refused a call from %s: %s", caller, error)
+            _logger.warning("refused a call from %s: %s", caller, error, extra={"node": caller})
             failed = messages.describe_failure(PeerUnavailableError(str(error)))
             self._router.send_multipart([client, messages.encode_message(failed)])
 
@@ -441,7 +441,7 @@ class CallServer(Running):
             encoded = messages.encode_message(reply)
         except Exception as error:
             if not isinstance(error, KVPoolError):
-                _logger.exception("failed to answer node %s", caller)
+                _logger.exception("failed to answer node %s", caller, extra={"node": caller})
             encoded = messages.encode_message(messages.describe_failure(error))
         self._send_answer([client, encoded])
 

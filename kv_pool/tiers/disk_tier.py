@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,6 +17,7 @@ import numpy as np
 from kv_pool.core.kv_events import MEDIUM_STORAGE
 from kv_pool.errors import InvalidArgumentError, OutOfThreadsError, TierError
 from kv_pool.ids import BlockHashWithGroupId, BlockId, RequestId, SlotId
+from kv_pool.loggers import get_logger
 from kv_pool.storage.block_layout import BlockLayout
 from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.threads import Workers
@@ -26,7 +26,7 @@ from kv_pool.tiers.formats.block_format import BlockFormat
 from kv_pool.tiers.host_tier import RAW, ByteRows, RowBuffer, as_block_ids, skip_raw, view_rows
 from kv_pool.tiers.tier import Tier, TierRead
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 
 
 class Reopened(NamedTuple):

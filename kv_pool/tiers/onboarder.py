@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.freeing import free_listed
 from kv_pool.core.kv_events import MEDIUM_GPU
 from kv_pool.errors import InvalidArgumentError, InvalidBlockError
 from kv_pool.ids import RequestId
@@ -44,8 +45,8 @@ class OnboardPlan(TwoPhasePlan):
                  commit                              abort
         OPEN --> request has blocks, prefix cached   request has no blocks; call find_prefix again
 
-    While the plan is open, the manager does not know the request, the plan owns and holds the device blocks,
-    and no tier evicts the blocks to be read.
+    While the plan is open, no tier evicts the blocks to be read. From `detach` on, the manager does not know
+    the request, and the plan owns and holds the device blocks.
 
     Attributes:
         request_id: the request.
@@ -73,14 +74,15 @@ class OnboardPlan(TwoPhasePlan):
         self._targets: list[KVCacheBlock] = []  # for each key
 
     def open(self, cached_prefix: CachedPrefix | None, num_new_tokens: int, options: dict[str, Any]) -> bool:
-        """Hold the keys and take the device blocks; return False if the pool has too few.
+        """Hold the keys and give the request its blocks; return False if the pool has too few.
 
-        What `allocate_slots` refuses has changed nothing. After any other exception a repair aborts the plan.
+        What `allocate_slots` refuses has changed nothing. After any other exception, until the plan is
+        detached or closed, a repair aborts it.
 
         Args:
             options: for `allocate_slots`.
         """
-        manager, pool = self._manager, self._manager.block_pool
+        manager = self._manager
         self._plans.running = self, PlanState.ABORTED
         self._tiered_cache._stack.hold(self.keys)  # first: tiers make room for the blocks' content
         try:
@@ -93,25 +95,29 @@ class OnboardPlan(TwoPhasePlan):
                 **options,
             )
         except Exception:
-            if not pool.is_changing:
-                self._give_back()
+            if not manager.block_pool.is_changing:
+                self._drop_keys()
             raise
         if taken is None:
-            self._give_back()
+            self._drop_keys()
             return False
-        self._plans.begin(self, PlanState.ABORTED)
-        self._tables = tables = manager.pop_tables(self.request_id)
+        self._tables = tables = manager._tables[self.request_id]
         self._targets = [
             table.blocks[position] for table, row in zip(tables, self._rows, strict=True) for position in row
         ]
-        blocks = self.list_blocks()
-        self._watch(blocks)
-        self._hold(manager, blocks)
-        self._plans.end(self, PlanState.OPEN)
+        self._watch(self.list_blocks())
+        self.state = PlanState.OPEN
         return True
 
+    def detach(self) -> None:
+        """Take the tables out of the manager: the caller decides when to close the plan."""
+        self._plans.begin(self, PlanState.ABORTED)
+        self._manager.pop_tables(self.request_id)
+        self._hold(self._manager, self.list_blocks())
+        self._plans.end(self, PlanState.OPEN)
+
     def list_blocks(self) -> list[KVCacheBlock]:
-        """Return the device blocks that the plan holds, the first to be reused first."""
+        """Return the device blocks of the plan, the first to be reused first."""
         return list_tail_first([table.blocks for table in self._tables])
 
     def apply(self) -> bool:
@@ -200,13 +206,15 @@ class OnboardPlan(TwoPhasePlan):
             num_to_cache: tokens whose full blocks are cached: those with valid KV, and perhaps those that
                 the request's next step computes.
         """
-        self._check_absent(self._manager)
         manager, tables, num_loaded = self._manager, self._tables, self.num_computed_tokens
+        if self._holds:  # the plan is detached
+            self._check_absent(manager)
         num_tokens = min(limit_tokens(manager, num_to_cache), tables[0].num_valid_tokens)
         ends = manager.caching.find_ends(self._request, tables, 0, num_tokens)
         self._plans.begin(self, PlanState.COMMITTED)
-        manager.put_tables(self.request_id, tables)
-        self._settle(manager)
+        if self._holds:
+            manager.put_tables(self.request_id, tables)
+            self._settle(manager)
         if ends is not None:  # before tiers may evict the keys
             cache_step(manager, self._request, tables, ends, num_tokens, num_loaded, num_loaded)
         self._tiered_cache._stack.release(self.keys)
@@ -214,22 +222,35 @@ class OnboardPlan(TwoPhasePlan):
         self._onboarder._count(self)
 
     def _give_back(self) -> None:
-        """Abort: drop the references and release the keys. Counted if the plan was open."""
-        was_open = self.state is PlanState.OPEN
+        """Abort: free the blocks and release the keys."""
+        manager, blocks = self._manager, self.list_blocks()
         self._plans.begin(self, PlanState.ABORTED)
-        self._manager.forget_tables(self.request_id)
-        self._settle(None)
+        if self._holds:
+            manager.forget_tables(self.request_id)
+            self._settle(None)
+        else:
+            del manager._tables[self.request_id]
+            manager.copies.drop(blocks)
+            free_listed(manager.block_pool, blocks)
         self._tiered_cache._stack.release(self.keys)
         self._plans.end(self, PlanState.ABORTED)
-        if was_open:
-            self._onboarder._count(self)
+        self._onboarder._count(self)
+
+    def _drop_keys(self) -> None:
+        """Abort a plan that has no blocks."""
+        self._tiered_cache._stack.release(self.keys)
+        self._plans.running = None
 
     def repair(self, state: PlanState) -> None:
+        manager = self._manager
+        if state is PlanState.COMMITTED:
+            if not manager.holds_blocks(self.request_id):
+                manager.put_tables(self.request_id, self._tables)
+        else:
+            manager.forget_tables(self.request_id)
+            if not self._holds:
+                manager._tables.pop(self.request_id, None)
         super().repair(state)
-        if state is PlanState.ABORTED:
-            self._manager.forget_tables(self.request_id)
-        elif not self._manager.holds_blocks(self.request_id):
-            self._manager.put_tables(self.request_id, self._tables)
         others = [plan for plan in self._plans.by_request.values() if plan is not self]
         self._tiered_cache._stack.hold_only([key for plan in others for key in plan.keys])
 
@@ -412,7 +433,7 @@ class TierOnboarder:
             plan = OnboardPlan(self, request, hit)
             if not plan.open(prefix, num_new, options):  # holds the keys, then takes the blocks
                 return None
-            # Reads the bytes, attaches and caches the blocks, and releases the keys.
+            # Reads the bytes, caches the blocks and releases the keys.
             if plan._apply(num_to_cache):
                 break
             # The plan is aborted. Tiers have dropped what was unreadable or invalid: the next hit is shorter.
@@ -463,7 +484,7 @@ class TierOnboarder:
             )
         if not plan.open(cached_prefix, num_new_tokens, options):
             return None
-        self._plans.running = None
+        plan.detach()
         return plan
 
     def note_started(self, cached_prefix: CachedPrefix) -> None:

@@ -107,8 +107,7 @@ class OpenPlans(Generic[P]):
     Attributes:
         by_request: the open plans, oldest first.
         running: the plan that a running call opens or closes, and the state in which a repair leaves it; None
-            between calls. The call that opens a plan clears it when the plan is the caller's, so a plan that
-            no caller has got is aborted.
+            between calls.
     """
 
     def __init__(self, *pools: BlockPoolCore) -> None:
@@ -144,14 +143,13 @@ class OpenPlans(Generic[P]):
         self.running = plan, leads_to
 
     def end(self, plan: P, state: PlanState) -> None:
-        """End the change: the plan is now open, and still the running call's, or closed."""
+        """End the change: the plan is now open, and the caller's, or closed."""
         if state is PlanState.OPEN:
             self.by_request[plan.request_id] = plan
         elif plan.request_id in self.by_request:
             del self.by_request[plan.request_id]
         plan.state = state
-        if state is not PlanState.OPEN:  # no call since the plan is listed, or not, as its new state says
-            self.running = None
+        self.running = None  # no call since the plan is listed, or not, as its new state says
         for pool in self._pools:
             pool.is_changing = False
 

@@ -183,8 +183,8 @@ class SwapPlan(TwoPhasePlan):
         self._hold(self._source, list_tail_first(self._sources))
         self._hold(self._target, list_tail_first(self._targets))
         self._source.pop_tables(self.request_id)
-        self._plans.end(self, PlanState.OPEN)
         pool.flush_evicted()
+        self._plans.end(self, PlanState.OPEN)
 
     def list_blocks(self, side: KVCacheManager) -> list[KVCacheBlock]:
         """Return the blocks of one side that the plan holds at their ids, in the order of reuse."""
@@ -478,7 +478,6 @@ class BlockSwapper:
         if status is not AllocStatus.OK:
             return None
         plan.open()
-        self._plans.running = None
         return plan
 
     def _judge(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol, cast
@@ -12,9 +11,10 @@ import msgspec
 from kv_pool.core.kv_events import MEDIUM_CPU
 from kv_pool.errors import CopyFailedError, InvalidArgumentError, TierError
 from kv_pool.ids import BlockHashWithGroupId, BlockId, SlotId
+from kv_pool.loggers import get_logger
 from kv_pool.storage.block_storage import BlockStorage
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 
 
 class TierStatistics(msgspec.Struct):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -40,8 +41,8 @@ class GroupKeys:
 
     def list_hashes(self, request: SchedulableRequest, start: int, end: int) -> Sequence[BlockHash]:
         """Return the hashes of blocks [start, end) of a request, as far as it has them."""
-        hashes, stride = request.block_hashes, self.stride
-        return hashes[start:end] if stride == 1 else hashes[(start + 1) * stride - 1 : end * stride : stride]
+        stride = self.stride
+        return request.block_hashes[(start + 1) * stride - 1 : end * stride : stride]
 
     def list_keys(self, request: SchedulableRequest, start: int, end: int) -> list[BlockHashWithGroupId]:
         """Return the keys of blocks [start, end) of a request. All of them must have a hash."""
@@ -100,52 +101,42 @@ class TierPrefixes:
         end = self._align(max_num_tokens)
         for group in (*self._full, *self._partial):
             end = self._align(group.count_blocks(request, end) * group.block_size)
-        tier_of: dict[int, int] = {}
+        # For each aligned stretch of tokens, the lowest tier that must be read for it. What a group needs for
+        # an end that is found too late, it needs for the next one, too, as far as that reaches.
+        levels = [0] * ((end - start) // self._alignment)
         # Only once: what they have up to an end, they have up to each shorter one.
         for group in self._full:
-            end = self._shorten(request, group, start, end, tier_of)
+            end = self._shorten(request, group, start, end, levels)
         longer = 0
         while end > start and end != longer:
             longer = end
             for group in self._partial:
-                end = self._shorten(request, group, start, end, tier_of)
-        # What a group needed for a longer hit, before this end, it needs for this one, too.
-        unit = self._alignment
-        counts = {0: (end - start) // unit}
-        for number, level in tier_of.items():
-            if number < end // unit:
-                counts[0] -= 1
-                counts[level] = counts.get(level, 0) + 1
-        return {level: count * unit for level, count in counts.items() if count > 0}
+                end = self._shorten(request, group, start, end, levels)
+        counts = Counter(levels[: max(0, end - start) // self._alignment])
+        return {level: count * self._alignment for level, count in counts.items()}
 
     def _shorten(
-        self, request: SchedulableRequest, group: GroupKeys, start: int, end: int, tier_of: dict[int, int]
+        self, request: SchedulableRequest, group: GroupKeys, start: int, end: int, levels: list[int]
     ) -> int:
         """Return where a hit of tokens `[start, end)` ends without the blocks that it needs and no tier has.
 
         `end` if no block is missing. Every length between the result and `end` needs a missing block, too,
-        because a shorter hit's needed range begins no later.
-
-        Args:
-            tier_of: for each aligned stretch of tokens, by its number, the lowest tier that must be read for
-                it; without those of the top tier. The blocks found are noted there.
+        because a shorter hit's needed range begins no later. Notes the tiers of the blocks found in `levels`.
         """
         needed = group.list_needed(start, end)
         hashes = group.list_hashes(request, needed.start, needed.stop)
         suffix = group_suffix(group.group_id)
         indexes = self._list_indexes()
-        block_size, unit = group.block_size, self._alignment
         for position, block_hash in enumerate(hashes, needed.start):
             key = block_hash + suffix
             for level, index in indexes:
                 if key in index:
                     if level:
-                        number = position * block_size // unit
-                        if tier_of.get(number, 0) < level:
-                            tier_of[number] = level
+                        number = (position * group.block_size - start) // self._alignment
+                        levels[number] = max(levels[number], level)
                     break
             else:
-                return self._align(position * block_size)
+                return self._align(position * group.block_size)
         return end
 
     def list_blocks(self, request: SchedulableRequest, start: int, end: int) -> Rows:

@@ -106,12 +106,15 @@ def test_an_unreadable_value_is_refused():
         call("trace copy_rate own", found={"num_blocks": 7}, trace="t", copy_rate="fast")
 
 
-def test_help_lists_options_in_the_given_order():
+def test_help_lists_options_in_the_given_order_and_then_those_of_the_log():
     @takes("own copy_rate trace")
     def command(settings: Settings, own: str | None = OWN):
         raise AssertionError
 
-    assert list(inspect.signature(command).parameters) == ["own", "copy_rate", "trace"]
+    assert list(inspect.signature(command).parameters) == [
+        *("own", "copy_rate", "trace"),
+        *("log_format", "log_level"),
+    ]
 
 
 def test_only_given_options_override_a_file():
@@ -122,9 +125,7 @@ def test_only_given_options_override_a_file():
         called.append((given, config))
 
     parameters = inspect.signature(command).parameters
-    assert {name: parameter.default for name, parameter in parameters.items()} == dict.fromkeys(
-        ("blocks", "peer", "config")
-    )
+    assert [parameters[name].default for name in ("blocks", "peer", "config")] == [None] * 3
     command(blocks=5, peer=None, config="file")
     assert called == [({"blocks": 5, "peer": None}, "file")]
 

@@ -39,6 +39,7 @@ class Tiering:
         self.announced = set()
         self.read_events()
         self.wrong = set()
+        self.damaged = ()
         self.plan = None
         self.admits = False
         if before is not None:
@@ -53,6 +54,10 @@ class Tiering:
     def admit(self):
         self.admits = True
         self.engine.onboarder.admit(self.requests["a"])
+
+    def damage(self):
+        self.damaged = self.engine.keys_of(self.requests["a"])[1:]
+        self.engine.damage(*self.damaged)
 
     def make_plan(self):
         onboarder, request = self.engine.onboarder, self.requests["a"]
@@ -153,7 +158,7 @@ class Tiering:
             self.check_state()
         assert engine.pool.get_num_free_blocks() == NUM_BLOCKS
         engine.restart_tiers()
-        engine.check_cached()
+        engine.check_cached(self.damaged)
 
     def check_state(self):
         engine = self.engine
@@ -166,7 +171,7 @@ class Tiering:
             assert block.ref_cnt == named[block], block
         assert len(engine.pool.holds.list_holds()) == len(plans)
         assert engine.manager.detached_tables.keys() == {plan.request_id for plan in plans}
-        engine.check_cached()
+        engine.check_cached(self.damaged)
         self.check_events()
 
     def read_events(self):
@@ -187,6 +192,7 @@ class Tiering:
 
 CALLS = {
     "admit": (None, Tiering.admit, {}),
+    "admit, a block is damaged": (Tiering.damage, Tiering.admit, {}),
     "plan_onboard": (None, Tiering.make_plan, {}),
     "load": (Tiering.make_plan, Tiering.load, {}),
     "commit": (Tiering.make_and_load, Tiering.commit, {}),

@@ -5,7 +5,7 @@ import pytest
 from kv_pool import BlockPool, KVCacheManager
 from kv_pool.lab.driver import ReplayDriver
 from kv_pool.lab.replay_request import ReplayRequest
-from kv_pool.lab.report import ReplayReport
+from kv_pool.lab.settings import ReplaySettings
 from kv_pool.lab.trace import TraceRequest
 
 BLOCK_SIZE = 4
@@ -19,7 +19,7 @@ def make_request(line, num_tokens):
 
 def make_driver(num_blocks):
     manager = KVCacheManager(BlockPool(num_blocks + 1, True, BLOCK_SIZE))
-    return ReplayDriver(manager, ReplayReport(BLOCK_SIZE, num_blocks, "full_blocks_cap", "instant"))
+    return ReplayDriver(manager, ReplaySettings("", num_blocks))
 
 
 def end(driver, *requests):

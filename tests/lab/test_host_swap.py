@@ -4,9 +4,7 @@ Expected times are computed by hand from the rates in `timed_replay`.
 """
 
 import pytest
-from lab.timed_replay import COPY_RATE, run_timed
-
-from kv_pool.manager.preemption import PreemptionCost
+from lab.timed_replay import run_timed
 
 
 def run(requests, num_blocks, num_host_blocks=100, **options):
@@ -40,8 +38,7 @@ def test_full_host_pool_causes_recomputation():
 @pytest.mark.parametrize(("block_bytes", "is_swapped"), [(1000, True), (10_000, False)])
 def test_cost_rule_chooses_the_faster_way(block_bytes, is_swapped):
     # Computing 16 tokens takes 16 ms; copying 2 blocks out and in takes 4 ms or 40 ms.
-    rule = PreemptionCost(prefill_tokens_per_s=1000, copy_bytes_per_s=COPY_RATE, block_bytes=block_bytes)
-    report = run(TWO, 7, rule=rule)
+    report = run(TWO, 7, preemption="cost", block_bytes=block_bytes)
     assert report.preempted == 1
     assert report.swapped_out == is_swapped
 

@@ -161,7 +161,7 @@ def run_random(groups, seed, chunk_tokens, swap_blocks):
     report, num_aborted = run_timed(
         requests,
         rng.randrange(4, 16) * len(groups.split(",")),
-        tiers=rng.choice([None, (3, 0), (10, 20), (100, 0), (0, 30)]),
+        tiers=rng.choice([(0, 0), (3, 0), (10, 20), (100, 0), (0, 30)]),
         groups=groups,
         chunk_tokens=chunk_tokens,
         write=rng.choice(TIER_WRITES),

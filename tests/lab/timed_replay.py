@@ -11,9 +11,7 @@ from kv_pool.core import invariants
 from kv_pool.lab.driver import ReplayDriver
 from kv_pool.lab.groups import PromptSteps, parse_groups
 from kv_pool.lab.replay_request import ReplayRequest
-from kv_pool.lab.replay_tiers import CopyLink, HostSwap, ReplayTiers, swap_always
-from kv_pool.lab.report import ReplayReport
-from kv_pool.lab.settings import EngineRates
+from kv_pool.lab.settings import EngineRates, ReplaySettings
 from kv_pool.lab.trace import TraceRequest
 from kv_pool.lab.trace_clock import TraceClock
 from kv_pool.tiers.invariants import check as check_tiers
@@ -51,10 +49,11 @@ def run_timed(
     groups="full",
     chunk_tokens=None,
     watermark=0.0,
-    tiers=None,
+    tiers=(0, 0),
     write="back",
     num_host_blocks=0,
-    rule=swap_always,
+    preemption="swap",
+    block_bytes=BLOCK_BYTES,
     **rates,
 ):
     """Replay requests (arrival_ms, input_length, output_length, hash_ids). Return report and aborted loads.
@@ -67,28 +66,38 @@ def run_timed(
     pool = BlockPool(num_blocks + 1, True, BLOCK_SIZE)
     most = chunk_tokens and max(chunk_tokens, BLOCK_SIZE)
     manager = KVCacheManager(pool, groups=specs, max_in_flight_tokens=most, watermark=watermark)
-    report = ReplayReport(BLOCK_SIZE, num_blocks, convention, "trace")
-    link, disk_link = CopyLink(COPY_RATE), CopyLink(COPY_RATE / 4)
-    lower = ReplayTiers(manager, *tiers, write, BLOCK_BYTES, link, disk_link) if tiers else None
-    swap = HostSwap(manager, num_host_blocks, BLOCK_BYTES, link, rule, report) if num_host_blocks else None
-    driver = ImpatientDriver(manager, report, tiers=lower, swap=swap)
+    rates = {"prefill_tokens_per_s": 1000.0, "decode_tokens_per_s": 100.0, **rates}
+    settings = ReplaySettings(
+        "",
+        num_blocks,
+        convention=convention,
+        clock="trace",
+        rates=EngineRates(copy_bytes_per_s=COPY_RATE, disk_bytes_per_s=COPY_RATE / 4, **rates),
+        host_blocks=num_host_blocks,
+        host_tier=tiers[0],
+        disk_tier=tiers[1],
+        tier_write=write,
+        block_bytes=block_bytes,
+        preemption=preemption,
+    )
+    driver = ImpatientDriver(manager, settings)
+    report, swap = driver.report, driver.swap
     arriving = (
         ReplayRequest.from_trace(TraceRequest(line, *request, None), BLOCK_SIZE, convention, BLOCK_SIZE)
         for line, request in enumerate(requests, 1)
     )
-    rates = {"prefill_tokens_per_s": 1000.0, "decode_tokens_per_s": 100.0, **rates}
-    clock = TraceClock(driver, EngineRates(**rates), PromptSteps.for_groups(specs, chunk_tokens))
+    clock = TraceClock(driver, PromptSteps.for_groups(specs, chunk_tokens))
     clock.run(arriving, lambda: None)
     assert pool.get_num_free_blocks() == num_blocks
     invariants.check(pool)
-    if lower is not None:
-        check_tiers(lower.onboarder)
+    if driver.tiers is not None:
+        check_tiers(driver.tiers.onboarder)
     if swap is not None:
         assert swap.swapper.host_pool.get_num_free_blocks() == num_host_blocks
         assert swap.swapper.list_swapped_out() == []
         invariants.check(swap.swapper.host_pool)
         assert report.swapped_in == report.swapped_out <= report.preempted
-        assert report.bytes_moved == BLOCK_BYTES * (report.blocks_swapped_out + report.blocks_swapped_in)
+        assert report.bytes_moved == block_bytes * (report.blocks_swapped_out + report.blocks_swapped_in)
     return report, driver.num_aborted
 
 

@@ -129,16 +129,6 @@ def test_commit_is_refused_after_invalidation(tmp_path):
     invariants.check(engine.onboarder)
 
 
-def damage(engine, key):
-    """Flip a byte of a block on disk."""
-    slot = engine.cache.tiers[1]._slot_of[key]
-    with open(engine.folder / "blocks", "r+b") as file:
-        file.seek(slot * 4096)
-        first = file.read(1)
-        file.seek(slot * 4096)
-        file.write(bytes([first[0] ^ 255]))
-
-
 def test_admit_returns_tokens_by_medium(tmp_path):
     engine = make_engine(tmp_path)
     first, *_ = fill(engine, 4)
@@ -154,7 +144,7 @@ def test_admit_returns_tokens_by_medium(tmp_path):
 def test_admit_with_an_unreadable_block_uses_those_before_it(tmp_path):
     engine = make_engine(tmp_path, num_host_blocks=1)
     first, *_ = fill(engine, 4)
-    damage(engine, engine.keys_of(first)[2])
+    engine.damage(engine.keys_of(first)[2])
     request = again(engine, first)
     assert engine.onboarder.admit(request, 3) == {"GPU": 0, "CPU": 0, "STORAGE": 8}
     assert request.num_computed_tokens == 8
@@ -531,7 +521,7 @@ def test_cancelled_or_outdated_prefetch_is_dropped(tmp_path, why):
 def test_prefetch_counts_unreadable_blocks(tmp_path):
     engine = make_engine(tmp_path, num_host_blocks=8)
     first, *_ = fill(engine, 6)
-    damage(engine, engine.keys_of(first)[1])
+    engine.damage(engine.keys_of(first)[1])
     engine.onboarder.prefetch(again(engine, first))
     assert engine.cache.wait_for_prefetch(60)
     engine.cache.flush()

@@ -98,6 +98,15 @@ class TierEngine(ComputingEngine):
         self.run()
         return found[0] if len(found) == 1 else found
 
+    def damage(self, key):
+        """Flip a byte of a block on disk."""
+        slot = self.cache.tiers[1]._slot_of[key]
+        with open(self.folder / "blocks", "r+b") as file:
+            file.seek(slot * 4096)
+            first = file.read(1)
+            file.seek(slot * 4096)
+            file.write(bytes([first[0] ^ 255]))
+
     # ---- reading ---------------------------------------------------------------------------------
 
     def check_cached(self, damaged=()):

@@ -1,7 +1,6 @@
 """`KVCacheManager` and `KVCacheBlocks` with vLLM's names, for level `manager`. Imports vLLM; see `plugin`."""
 
 import inspect
-import logging
 from functools import cache
 from typing import Any
 
@@ -31,11 +30,12 @@ from kv_pool.integrations.vllm.served_config import (
     read_groups,
     read_rules,
 )
+from kv_pool.loggers import get_logger
 from kv_pool.manager import kv_cache_manager
 from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec
 from kv_pool.manager.engine.engine_manager import EngineManager, KVCacheBlocks
 
-logger = logging.getLogger("vllm.kv_pool")
+logger = get_logger(__name__)
 
 # In a tuple, because the names of replaced classes are rebound in all modules, in this one as well.
 _FALLBACK = (vllm_manager.KVCacheManager,)

@@ -1,18 +1,17 @@
 """`register`: replaces vLLM's classes by kv_pool's, if enabled and if the vLLM version was tested."""
 
 import importlib
-import logging
 import os
 import sys
 from typing import Final
 
 from kv_pool.core.block import COMPILED
 from kv_pool.environment import (
-    CONTROL,
     FORCE,
     LEVEL,
     LEVELS,
     explain_plugins,
+    find_control,
     find_level,
     list_mistakes,
 )
@@ -26,9 +25,10 @@ from kv_pool.integrations.vllm.releases import (
     load_classes,
 )
 from kv_pool.integrations.vllm_warnings import warn
+from kv_pool.loggers import get_logger
 from kv_pool.version import __version__
 
-logger = logging.getLogger("vllm.kv_pool")
+logger = get_logger(__name__)
 
 _MARKS: Final = {
     "manager": ("vllm.v1.core.kv_cache_manager", "KVCacheManager"),
@@ -102,6 +102,10 @@ def register(level: str | None = None) -> None:
     except SwapError as error:
         _warn(str(error))
         return
+    if find_control():
+        from kv_pool.integrations.vllm.pool_control import remove_sockets_at_exit
+
+        remove_sockets_at_exit(find_control())
     for mistake in list_mistakes(level=level):
         warn(f"kv_pool has a wrong setting: {mistake}")
     logger.info(
@@ -156,7 +160,7 @@ def _find_active_level() -> str | None:
 def _find_replacements(level: str) -> dict[type, type]:
     """Return vLLM's class -> kv_pool's class, for classes that are not replaced yet."""
     new_classes = load_classes(level)
-    if os.environ.get(CONTROL, "0") not in ("", "0"):
+    if find_control():
         from kv_pool.integrations.vllm.pool_control import make_controlled, make_controlled_manager
 
         new_classes["BlockPool"] = make_controlled(new_classes["BlockPool"])

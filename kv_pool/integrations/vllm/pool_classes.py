@@ -3,7 +3,6 @@
 Only `register` causes its import, since it imports vLLM.
 """
 
-import logging
 import os
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -23,11 +22,12 @@ from kv_pool.environment import LIVE_CURVE, POLICY
 from kv_pool.ids import GroupId
 from kv_pool.integrations.vllm.releases import PartialBlocksOnly, find_release
 from kv_pool.integrations.vllm.request_options.options import warn_of_unread_options
+from kv_pool.loggers import get_logger
 from kv_pool.metrics import residency
 from kv_pool.metrics.residency import BlockMetricsState
 from kv_pool.version import __version__
 
-logger = logging.getLogger("vllm.kv_pool")
+logger = get_logger(__name__)
 
 RELEASE = find_release(vllm.__version__)
 """The number of the installed release, such as (0, 33)."""

@@ -1,28 +1,35 @@
 """The control socket of a vLLM engine core: `PoolControl` answers, `make_controlled` opens it."""
 
-import logging
 import os
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, wraps
-from typing import Any, NoReturn, TypeVar, cast
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH
 from kv_pool.control.controlled_manager import count_use, get_rows
+from kv_pool.control.messages import TierList
 from kv_pool.control.server import ControlServer
+from kv_pool.control.socket_path import remove_dead_sockets
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_pool import BlockPool
-from kv_pool.core.kv_events import KVCacheEvent
-from kv_pool.environment import CONTROL, LEVEL
-from kv_pool.errors import ControlError, OutOfThreadsError
+from kv_pool.core.kv_events import MEDIUM_GPU, KVCacheEvent
+from kv_pool.environment import CONTROL, LEVEL, find_control
+from kv_pool.errors import ControlError, MissingDependencyError, OutOfThreadsError
 from kv_pool.ids import NodeName, RequestId
+from kv_pool.loggers import get_logger
 from kv_pool.manager.engine.engine_manager import EngineManager
 from kv_pool.reports.controlled_pool import ControlledPool
 from kv_pool.reports.sequences import SequenceList, SequenceReport
 
-logger = logging.getLogger("vllm.kv_pool")
+if TYPE_CHECKING:
+    from kv_pool.integrations.vllm.connector.tier_scheduler import TierScheduler
+
+logger = get_logger(__name__)
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -50,6 +57,8 @@ class PoolControl(ControlledPool[BlockPool]):
         self.lock = threading.RLock()
         self._pool = weakref.ref(pool)
         self._manager: weakref.ref[EngineManager] | None = None
+        self._tiers: weakref.ref[TierScheduler] | None = None
+        self._tier_block_bytes = 0
         self.taken_events: Counter[str] = Counter()
         self.lookups: Counter[str] = Counter(looked_up_blocks=0, hit_blocks=0)
 
@@ -63,6 +72,21 @@ class PoolControl(ControlledPool[BlockPool]):
     def note_manager(self, manager: EngineManager) -> None:
         """Answer questions about requests by the block tables of this manager, referenced weakly."""
         self._manager = weakref.ref(manager)
+
+    def note_tiers(self, tiers: "TierScheduler", block_bytes: int) -> None:
+        """Answer questions about tiers by the scheduler half of a connector, referenced weakly.
+
+        Args:
+            block_bytes: size of a block in a rank's tiers.
+        """
+        self._tiers, self._tier_block_bytes = weakref.ref(tiers), block_bytes
+
+    def get_tiers(self) -> TierList:
+        """Return what `kv-pool tiers` shows; no tiers without a `KVPoolConnector` that has some."""
+        tiers, num_hits = None if self._tiers is None else self._tiers(), self.lookups["hit_blocks"]
+        if tiers is None:
+            return TierList({MEDIUM_GPU: num_hits}, [])
+        return tiers.get_report(num_hits, self._tier_block_bytes)
 
     def _get_manager(self) -> EngineManager | None:
         return None if self._manager is None else self._manager()
@@ -129,14 +153,24 @@ def open_socket(pool: BlockPool, control: PoolControl, setting: str) -> None:
             None if setting == "1" else setting,
             node_name=NodeName(f"vllm-{os.getpid()}"),
             why_no_node=_NOTHING_MOVES,
+            tiers=control.get_tiers,
         )
         server.start()
-    except (ControlError, OutOfThreadsError) as error:
+    except (ControlError, MissingDependencyError, OutOfThreadsError) as error:
         own = "" if setting == "1" else f". With {CONTROL}=1 each engine process has its own"
         logger.warning("kv_pool could not open a control socket: %s%s", error, own)
         return
     weakref.finalize(pool, _stop, server, os.getpid())
     logger.info("kv_pool answers at %s: kv-pool stats --socket %s", server.path, server.path)
+
+
+def remove_sockets_at_exit(setting: str) -> None:
+    """Remove the sockets of killed engine processes at the end of this process, which started them.
+
+    `vllm serve` kills its engine processes by default. The end of Python waits for them before it calls this.
+    """
+    only = None if setting == "1" else Path(setting)
+    Finalize(None, remove_dead_sockets, (only,), exitpriority=-1)  # negative: after the children have ended
 
 
 def _stop(server: ControlServer, process_id: int) -> None:
@@ -188,7 +222,7 @@ def make_controlled(pool_class: type[BlockPool]) -> type[BlockPool]:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             self.control = PoolControl(self)
             super().__init__(*args, **kwargs)
-            open_socket(self, self.control, os.environ.get(CONTROL, ""))
+            open_socket(self, self.control, find_control())
 
         def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
             super().touch(blocks)

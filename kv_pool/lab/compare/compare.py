@@ -14,7 +14,7 @@ import msgspec
 from kv_pool.error_names import ERRORS_BY_NAME
 from kv_pool.errors import KVPoolError
 from kv_pool.lab.compare.comparison import CompareSettings, Comparison, PolicyRecord
-from kv_pool.lab.compare.measuring import compare_trace, find_contradictions
+from kv_pool.lab.compare.measuring import compare_trace, list_contradictions
 from kv_pool.lab.compare.policy_run import (
     Failure,
     Origin,
@@ -114,8 +114,7 @@ def compare_policies(
         with suppress(OSError):
             os.unlink(finished)
     found = []
-    contradictions = []
-    names = [source.name for source in sources]
+    contradictions: list[str] = []
     for number, compared in enumerate(settings.traces):
         references = results[number, _REFERENCES, 0]
         if isinstance(references, Failure):
@@ -129,12 +128,8 @@ def compare_policies(
         }
         trace, seed = traces[number], compared.settings.seed
         provenance = make_provenance(trace, digests[number], seed)
-        contradictions += find_contradictions(compared, references, of_trace, provenance.trace)
-        found.append(
-            compare_trace(
-                compared, names, references, of_trace, provenance, settings.resamples, settings.seed
-            )
-        )
+        contradictions += list_contradictions(compared, references, of_trace, provenance.trace)
+        found.append(compare_trace(settings, compared, references, of_trace, provenance))
     records = [PolicyRecord(source.name, source.sha256) for source in sources]
     return Comparison(settings, records, found, contradictions)
 
@@ -144,16 +139,16 @@ def _list_jobs(settings: CompareSettings, sources: list[PolicySource], digests: 
     for number, (compared, digest) in enumerate(zip(settings.traces, digests, strict=True)):
         key = _make_key(_REFERENCES, digest, replace(compared.settings, trace=""), compared.capacities)
         label = f"{_REFERENCES}, {compared.settings.trace}"
-        measure = partial(attempt, measure_references, compared, Origin(digest))
-        yield _Job((number, _REFERENCES, 0), label, key, measure)
+        measure = partial(measure_references, compared, Origin(digest))
+        yield _Job((number, _REFERENCES, 0), label, key, partial(attempt, measure))
     for number, (compared, digest) in enumerate(zip(settings.traces, digests, strict=True)):
         for num_blocks in compared.capacities:
             at = replace(compared.settings, num_blocks=num_blocks)
             for source in sources:
                 key = _make_key(source.name, digest, replace(at, trace=""), source.sha256)
                 label = f"{source.name} at {num_blocks:,} blocks, {compared.settings.trace}"
-                run = partial(attempt, run_policy, at, source, Origin(digest))
-                yield _Job((number, source.name, num_blocks), label, key, run)
+                run = partial(run_policy, at, source, Origin(digest))
+                yield _Job((number, source.name, num_blocks), label, key, partial(attempt, run))
 
 
 def _make_key(*parts: object) -> str:

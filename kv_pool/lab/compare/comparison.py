@@ -254,41 +254,35 @@ def _describe(found: TraceComparison, num_samples: int) -> Iterator[str]:
     yield from describe_bound(found.optimum_blocks, found.optimum_tokens)
 
 
-def list_changed_inputs(old: Comparison, new: Comparison) -> list[str]:
-    """Return one sentence for each trace, policy file or version of kv_pool that has changed."""
-    changed = []
+def list_changed_inputs(old: Comparison, new: Comparison) -> Iterator[str]:
+    """Yield one sentence for each trace, policy file or version of kv_pool that has changed."""
     for before, after in zip(old.traces, new.traces, strict=True):
         of_old, of_new = before.provenance, after.provenance
         if of_old.trace_sha256 != of_new.trace_sha256:
-            changed.append(
+            yield (
                 f"the trace {of_new.trace} has changed: its SHA-256 is {of_new.trace_sha256}, was "
                 f"{of_old.trace_sha256}"
             )
     versions = [each.traces[0].provenance.kv_pool for each in (old, new)]
     if versions[0] != versions[1]:
-        changed.append(f"kv_pool is version {versions[1]}, was {versions[0]}")
+        yield f"kv_pool is version {versions[1]}, was {versions[0]}"
     digests = {record.name: record.sha256 for record in old.policies}
     for record in new.policies:
-        before_sha256 = digests.get(record.name)
-        if before_sha256 != record.sha256:
-            changed.append(
-                f"the policy {record.name} has changed: its SHA-256 is {record.sha256}, was {before_sha256}"
-            )
-    return changed
+        was = digests.get(record.name)
+        if was != record.sha256:
+            yield f"the policy {record.name} has changed: its SHA-256 is {record.sha256}, was {was}"
 
 
-def list_differences(old: Comparison, new: Comparison) -> list[str]:
-    """Return one sentence for each row whose results differ in more than their duration."""
-    found = []
+def list_differences(old: Comparison, new: Comparison) -> Iterator[str]:
+    """Yield one sentence for each row whose results differ in more than their duration."""
     for before, after in zip(old.traces, new.traces, strict=True):
         trace = after.provenance.trace
         if len(before.rows) != len(after.rows):
-            found.append(f"{trace}: {len(after.rows)} rows, there were {len(before.rows)}")
+            yield f"{trace}: {len(after.rows)} rows, there were {len(before.rows)}"
         for row, was in zip(after.rows, before.rows, strict=False):
             differences = ", ".join(_compare(row, was))
             if differences:
-                found.append(f"{trace}, {row.policy} at {row.num_blocks:,} blocks: {differences}")
-    return found
+                yield f"{trace}, {row.policy} at {row.num_blocks:,} blocks: {differences}"
 
 
 def _compare(row: ComparisonRow, was: ComparisonRow) -> Iterator[str]:

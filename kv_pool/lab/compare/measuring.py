@@ -1,12 +1,19 @@
 """`compare_trace`: the rows of one trace from its finished runs: rates, gaps and confidence intervals."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_pool.lab.compare.comparison import CEILING, LRU, ComparedTrace, ComparisonRow, TraceComparison
+from kv_pool.lab.compare.comparison import (
+    CEILING,
+    LRU,
+    ComparedTrace,
+    CompareSettings,
+    ComparisonRow,
+    TraceComparison,
+)
 from kv_pool.lab.compare.policy_run import Failure, PolicyRun, unpack
 from kv_pool.lab.compare.references import References
 from kv_pool.lab.curves.curve_report import CurveCounts
@@ -49,10 +56,10 @@ def resample(counts: NDArray[np.int64], num_samples: int, seed: int) -> _Sums:
     return sums
 
 
-def find_interval(values: NDArray[np.float64]) -> tuple[float, float] | None:
-    """Return the 2.5th and 97.5th percentile; None if there are no values, or one is not a number."""
+def find_interval(values: NDArray[np.float64]) -> tuple[float, float] | tuple[None, None]:
+    """Return the 2.5th and 97.5th percentile; (None, None) without values, or if one is not finite."""
     if not len(values) or not np.isfinite(values).all():
-        return None
+        return None, None
     low, high = np.quantile(values, [(1 - _CONFIDENCE) / 2, (1 + _CONFIDENCE) / 2])
     return float(low), float(high)
 
@@ -97,41 +104,32 @@ def _fill_hits(
 
 def _fill_intervals(row: ComparisonRow, samples: dict[tuple[str, int], _Sums]) -> None:
     """Set the intervals of a row's differences to LRU and to the optimum, which the row has."""
-    unknown = None, None
     lru = samples[LRU, row.num_blocks]
     above = samples[row.policy, row.num_blocks] - lru
     with np.errstate(divide="ignore", invalid="ignore"):
-        found = find_interval(above[:, _TOKENS] / samples["", 0][:, _TOKENS])
-    row.above_lru_low, row.above_lru_high = found or unknown
+        shares = above[:, _TOKENS] / samples["", 0][:, _TOKENS]
+    row.above_lru_low, row.above_lru_high = find_interval(shares)
     if row.gap_closed is not None:
         gap = (samples[OPTIMUM, row.num_blocks] - lru)[:, _BLOCKS]
-        found = find_interval(above[:, _BLOCKS] / gap) if (gap > 0).all() else None
-        row.gap_closed_low, row.gap_closed_high = found or unknown
+        if (gap > 0).all():
+            row.gap_closed_low, row.gap_closed_high = find_interval(above[:, _BLOCKS] / gap)
 
 
 def compare_trace(
+    settings: CompareSettings,
     compared: ComparedTrace,
-    policies: list[str],
     references: References,
     runs: Runs,
     provenance: Provenance,
-    num_samples: int,
-    seed: int,
 ) -> TraceComparison:
-    """Return the results of one trace.
-
-    Args:
-        policies: the replayed policies, LRU first.
-        runs: one for each policy and capacity.
-        num_samples: samples for confidence intervals; 0 for none.
-    """
-    samples = _sample_hits(references, runs, num_samples, seed)
+    """Return the results of one trace. `runs` has one for each policy and capacity."""
+    samples = _sample_hits(references, runs, settings.resamples, settings.seed)
     optimum_at = {point.num_blocks: point.optimum for point in references.points}
     rows = []
     for num_blocks in compared.capacities:
         lru, optimum = runs[LRU, num_blocks], optimum_at.get(num_blocks)
         results: dict[str, PolicyRun | Failure | CurveCounts]
-        results = {policy: runs[policy, num_blocks] for policy in policies}
+        results = {policy: runs[policy, num_blocks] for policy in settings.list_policies()}
         if optimum is not None:
             results[OPTIMUM] = optimum
         for policy, found in results.items():
@@ -162,14 +160,15 @@ def compare_trace(
     )
 
 
-def find_contradictions(compared: ComparedTrace, references: References, runs: Runs, trace: str) -> list[str]:
-    """Return one sentence for each replay with more hits than the optimum, and for each wrong one of LRU.
+def list_contradictions(
+    compared: ComparedTrace, references: References, runs: Runs, trace: str
+) -> Iterator[str]:
+    """Yield one sentence for each replay with more hits than the optimum, and for each wrong one of LRU.
 
     A pool that prefers runs is not checked for LRU, whose order it leaves.
     """
     is_lru = not compared.settings.runs
     points = {point.num_blocks: point for point in references.points}
-    found = []
     for (policy, num_blocks), run in runs.items():
         point = points.get(num_blocks)
         if point is None or isinstance(run, Failure):
@@ -178,7 +177,6 @@ def find_contradictions(compared: ComparedTrace, references: References, runs: R
         hits = f"{run.blocks_hit:,} block hits and {run.tokens_hit:,} token hits"
         at = f"{trace}: {policy} at {num_blocks:,} blocks has {hits}"
         if run.blocks_hit > optimum.blocks_hit or run.tokens_hit > optimum.tokens_hit:
-            found.append(f"{at}, above the optimum of {optimum.blocks_hit:,} and {optimum.tokens_hit:,}")
+            yield f"{at}, above the optimum of {optimum.blocks_hit:,} and {optimum.tokens_hit:,}"
         if policy == LRU and is_lru and (run.blocks_hit, run.tokens_hit) != (lru.blocks_hit, lru.tokens_hit):
-            found.append(f"{at} in the replay, {lru.blocks_hit:,} and {lru.tokens_hit:,} on the curve")
-    return found
+            yield f"{at} in the replay, {lru.blocks_hit:,} and {lru.tokens_hit:,} on the curve"

@@ -6,7 +6,7 @@ import traceback
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import ParamSpec, TypeVar
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -22,7 +22,6 @@ from kv_pool.lab.worker_processes import report_share
 from kv_pool.version import __version__
 
 _Result = TypeVar("_Result")
-_Arguments = ParamSpec("_Arguments")
 
 
 class PolicyRun(msgspec.Struct, frozen=True, tag="run"):
@@ -143,12 +142,10 @@ class Failure(msgspec.Struct, frozen=True, tag="failure"):
         return f"{self.error}: {' '.join(self.message.split())}"
 
 
-def attempt(
-    function: Callable[_Arguments, _Result], /, *args: _Arguments.args, **kwargs: _Arguments.kwargs
-) -> _Result | Failure:
-    """Return what a function returns. Any error is a `Failure`, so that it reaches the caller unchanged."""
+def attempt(call: Callable[[], _Result]) -> _Result | Failure:
+    """Return what a call returns. Any error is a `Failure`, so that it reaches the caller unchanged."""
     try:
-        return function(*args, **kwargs)
+        return call()
     except Exception as error:
         is_ours = isinstance(error, KVPoolError)
         where = "" if is_ours else "".join(traceback.format_exception(error))

@@ -3,14 +3,13 @@
 from array import array
 
 import msgspec
-import numpy as np
 
 from kv_pool.errors import TraceError
 from kv_pool.lab.compare.comparison import ComparedTrace
 from kv_pool.lab.compare.policy_run import Origin, pack
 from kv_pool.lab.curves.curve_report import CurveCounts
 from kv_pool.lab.curves.measure import Estimates
-from kv_pool.lab.curves.reuse import ReuseRecorder, find_key_bytes, read_prompt_keys
+from kv_pool.lab.curves.reuse import PromptSizes, ReuseRecorder, find_key_bytes, read_prompt_keys
 from kv_pool.lab.curves.sampling import UnitFinder
 from kv_pool.lab.report import InfiniteCache
 from kv_pool.lab.sweep import count_infinite_hits
@@ -72,13 +71,13 @@ def measure_references(compared: ComparedTrace, origin: Origin) -> References:
     finder = UnitFinder(trace)
     numbers: dict[bytes, int] = {}
     unit_of = array("q")
-    sizes: list[tuple[int, int]] = []
+    sizes = PromptSizes()
     recorder = ReuseRecorder(trace.pool_block_size, find_key_bytes(trace))
     curves: Estimates | None = None
     obstacle = settings.find_optimum_obstacle()
     for prompt in read_prompt_keys(trace):
         unit_of.append(numbers.setdefault(finder.find(prompt), len(numbers)))
-        sizes.append((prompt.size.num_cacheable, prompt.size.input_length))
+        sizes.append(prompt.size)
         if obstacle is None:
             try:
                 recorder.add(prompt)
@@ -89,16 +88,16 @@ def measure_references(compared: ComparedTrace, origin: Origin) -> References:
             curves = Estimates(recorder.finish())
         except TraceError as error:
             obstacle = str(error)
-    blocks_looked_up, tokens_in = np.array(sizes, dtype=np.int64).reshape(-1, 2).sum(axis=0).tolist()
+    blocks_looked_up, tokens_in = sizes.count_totals()
     return References(
         block_size=trace.pool_block_size,
-        requests=len(sizes),
+        requests=len(unit_of),
         blocks_looked_up=blocks_looked_up,
         tokens_in=tokens_in,
         unit=finder.unit,
         units=len(numbers),
         unit_of=pack(unit_of),
-        sizes=pack(sizes),
+        sizes=pack(list(zip(sizes.list_all("num_cacheable"), sizes.list_all("input_length"), strict=True))),
         infinite_cache=count_infinite_hits(settings) if curves is None else curves.count_infinite(),
         optimum_blocks=None if curves is None else curves.optimum_blocks,
         optimum_tokens=None if curves is None else curves.optimum_tokens,

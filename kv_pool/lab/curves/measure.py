@@ -7,7 +7,7 @@ from time import perf_counter
 import numpy as np
 
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.lab.curves.curve_report import CurveCounts, CurvePoint, CurveReport, CurveSample, locate_knee
+from kv_pool.lab.curves.curve_report import CurveCounts, CurvePoint, CurveReport, locate_knee
 from kv_pool.lab.curves.lru_curve import LruCurve
 from kv_pool.lab.curves.optimum_curve import OptimumCurve
 from kv_pool.lab.curves.reuse import Reuse
@@ -153,9 +153,6 @@ def measure_curves(
         CurvePoint(capacity, len(sizes) - fitting, lru, optimum)
         for capacity, fitting, lru, optimum in zip(capacities, num_fitting, of_lru, of_optimum, strict=True)
     ]
-    sample = None
-    if sample_rate is not None and read.unit is not None:
-        sample = CurveSample(sample_rate, read.unit, len(read.reuse), len(read.groups))
     return CurveReport(
         block_size=trace.pool_block_size,
         convention=settings.convention,
@@ -168,7 +165,7 @@ def measure_curves(
         infinite_cache=estimates.count_infinite(),
         knee=locate_knee(capacities, [one.token_hit_rate for one in of_lru]),
         points=points,
-        sample=sample,
+        sample=read.sample,
         broken_lines=trace.num_broken,
         first_broken=trace.first_broken,
         read_seconds=read_at - started,

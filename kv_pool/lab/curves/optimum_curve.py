@@ -63,15 +63,23 @@ class OptimumCurve:
     def list_hits(self, capacity: int) -> "array[int]":
         """Return the block hits of each request with the optimum in `capacity` blocks; 0 if it is refused.
 
+        Keeps their sums for `count_hits`.
+
         Cost: O(pieces).
         """
-        admitted = self._replay(admit(self._reuse, capacity), capacity)
-        if len(admitted) == len(self._reuse):
-            return admitted
-        left = iter(admitted)
-        return array(
-            "q", [next(left) if size <= capacity else 0 for size in self._reuse.sizes.list_all("num_blocks")]
-        )
+        reuse = admit(self._reuse, capacity)
+        one_pass = _OptimumPass(len(reuse))
+        num_tokens = 0
+        hits = array("q")
+        for number, (size, pieces) in enumerate(reuse.list_pieces()):
+            _, num_blocks, _, input_length = size
+            num_kept_across = round((capacity - num_blocks) * self._rate)
+            hits.append(one_pass.access(number, num_kept_across, size, pieces))
+            num_tokens += min(hits[-1] * reuse.block_size, input_length)
+        self._passes[capacity] = sum(hits), num_tokens
+        left = iter(hits)
+        sizes = self._reuse.sizes.list_all("num_blocks")
+        return array("q", [next(left) if size <= capacity else 0 for size in sizes])
 
     def bound_tokens(self, capacity: int) -> int:
         """Return an upper bound of the token hits: the most possible if `has_optimal_tokens`."""
@@ -81,20 +89,6 @@ class OptimumCurve:
         num_blocks_of_all = round(self._reuse.num_distinct / self._rate) + self._reuse.largest_request
         unlimited = self.count_hits(num_blocks_of_all)
         return min(num_blocks * self._reuse.block_size, unlimited[1])
-
-    def _replay(self, reuse: Reuse, capacity: int) -> "array[int]":
-        """Return the block hits of each request, and keep their sum for `count_hits`."""
-        one_pass = _OptimumPass(len(reuse))
-        block_size = reuse.block_size
-        num_tokens = 0
-        hits = array("q")
-        for number, (size, pieces) in enumerate(reuse.list_pieces()):
-            _, num_blocks, _, input_length = size
-            num_kept_across = round((capacity - num_blocks) * self._rate)
-            hits.append(one_pass.access(number, num_kept_across, size, pieces))
-            num_tokens += min(hits[-1] * block_size, input_length)
-        self._passes[capacity] = sum(hits), num_tokens
-        return hits
 
 
 class _OptimumPass:

@@ -11,6 +11,7 @@ from os.path import commonprefix
 import xxhash
 
 from kv_pool.errors import InvalidArgumentError
+from kv_pool.lab.curves.curve_report import CurveSample
 from kv_pool.lab.curves.reuse import (
     PromptKeys,
     PromptSizes,
@@ -62,14 +63,14 @@ class ReadPrompts:
         sizes: of each request of the whole trace.
         reuse: the pieces of all prompts, or of the sample.
         groups: the pieces of the disjoint parts of the sample; empty without a sample.
-        unit: what is sampled, as in `UnitFinder`; None without a sample.
+        sample: what is sampled; None for all prompts.
         span_ms: time from the first to the last arrival.
     """
 
     sizes: PromptSizes
     reuse: Reuse
     groups: list[Reuse]
-    unit: str | None
+    sample: CurveSample | None
     span_ms: float
 
 
@@ -127,5 +128,7 @@ def read_prompts(
             f"the sample at rate {rate} has {len(groups)} of {NUM_GROUPS} groups of {finder.unit}s, and an "
             "estimate of its error needs 2; use a larger rate"
         )
-    span_ms = max(0.0, last_ms - first_ms)
-    return ReadPrompts(sizes, recorder.finish(), groups, None if finder is None else finder.unit, span_ms)
+    reuse, sample = recorder.finish(), None
+    if finder is not None and rate is not None:
+        sample = CurveSample(rate, finder.unit, len(reuse), len(groups))
+    return ReadPrompts(sizes, reuse, groups, sample, max(0.0, last_ms - first_ms))

@@ -64,7 +64,7 @@ class CsvReader(ForeignReader):
             if len(values) >= 3 and values[1].isdecimal() and values[2].isdecimal():
                 self._columns = [0, 1, 2, None]
             else:
-                self._read_header(values, line)
+                self._read_header(values)
                 return None
         time, prompt, output, session = [
             "" if column is None else values[column] if column < len(values) else ""
@@ -79,17 +79,16 @@ class CsvReader(ForeignReader):
         arrival_ms = self._read_time(time)
         return TraceRequest(line, arrival_ms, input_length, output_length, session_id=session or None)
 
-    def _read_header(self, names: list[str], line: int) -> None:
+    def _read_header(self, names: list[str]) -> None:
         plain = [re.sub(r"[^a-z0-9]", "", name.lower()) for name in names]
         columns = [
             next((index for index, name in enumerate(plain) if known.fullmatch(name)), None)
             for known in _COLUMNS
         ]
         if columns[1] is None:
-            raise self._files[0].make_error(
-                line,
+            raise ValueError(
                 f"no column has the tokens of prompts; the columns are {', '.join(names)[:200]}; name it "
-                "ContextTokens, or context, request, input, prompt or prefill, and tokens, length or len",
+                "ContextTokens, or context, request, input, prompt or prefill, and tokens, length or len"
             )
         if columns[0] is not None and _MILLISECONDS.fullmatch(plain[columns[0]]) and not self._has_unit:
             self._ms_per_unit = 1.0

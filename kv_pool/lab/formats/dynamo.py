@@ -169,17 +169,15 @@ class DynamoReader(ForeignReader):
         self._row_numbers = count()
         for reader in self._files:
             self._is_local = False
-            for found in reader.read(partial(self._parse_record, reader)):
-                if isinstance(found, _Row):
-                    yield from self._place(found)
-                elif found is not None:
-                    yield found
+            for row in reader.read(partial(self._parse_record, reader)):
+                if row is not None:
+                    yield from self._place(row)
         for (_, name), rows in self._waiting.items():
             for row in rows:
                 why = f"the row waits for {name!r}, which is not in the input or waits for this row"
                 row.reader.pass_broken(row.request.line, ValueError(why))
 
-    def _parse_record(self, reader: LineReader, text: bytes, line: int) -> "TraceRequest | _Row | None":
+    def _parse_record(self, reader: LineReader, text: bytes, line: int) -> _Row | None:
         record = _decode(text)
         if record.schema == ROWS_SCHEMA:
             self._parse_header(record)
@@ -210,7 +208,7 @@ class DynamoReader(ForeignReader):
             hash_ids=[one & _MASK for one in replay.input_sequence_hashes],
             session_id=context.trajectory_id or context.session_id,
         )
-        return self._check_blocks(found, replay.trace_block_size)
+        return _Row(self._check_blocks(found, replay.trace_block_size), reader, None, [])
 
     def _parse_header(self, record: _Line) -> None:
         if record.version != ROWS_VERSION:

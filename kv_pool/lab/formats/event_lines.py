@@ -128,9 +128,5 @@ class EventLineReader(ForeignReader):
             if self._open.get(access.blocks[-1]) is access:
                 del self._open[access.blocks[-1]]
             assert self.block_size is not None
-            yield TraceRequest(
-                access.line,
-                access.ts * 1000,
-                len(access.blocks) * self.block_size,
-                hash_ids=access.blocks,
-            )
+            num_tokens = len(access.blocks) * self.block_size
+            yield TraceRequest(access.line, access.ts * 1000, num_tokens, hash_ids=access.blocks)

@@ -100,9 +100,7 @@ class ForeignReader:
     def _read(self, parse: Callable[[bytes, int], _Item | None]) -> Iterator[_Item]:
         """Yield what `parse` returns for the lines of all files, except None."""
         for file in self._files:
-            for found in file.read(parse):
-                if found is not None:
-                    yield found
+            yield from (found for found in file.read(parse) if found is not None)
 
     def _check_blocks(self, request: TraceRequest, block_size: int) -> TraceRequest:
         """Return the request. Raise ValueError if its keys do not fit the block size, or that has changed."""

@@ -17,7 +17,7 @@ sub-agent, they count from its start.
 """
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -80,8 +80,8 @@ class KVCacheTesterReader(ForeignReader):
 
     def __iter__(self) -> Iterator[TraceRequest]:
         self._num_sessions = 0
-        # (arrival in ms, session, index of the request, requests of the session)
-        pending: list[tuple[float, int, int, Sequence[TraceRequest]]] = []
+        # (arrival in ms, session, index in the session, request)
+        pending: list[tuple[float, int, int, TraceRequest]] = []
         sessions = self._read_sessions()
         while True:
             # The next session is read when it starts.
@@ -89,8 +89,8 @@ class KVCacheTesterReader(ForeignReader):
             requests = next(sessions, None)
             if requests is None:
                 break
-            if requests:
-                heapq.heappush(pending, (requests[0].arrival_ms, self._num_sessions, 0, requests))
+            for index, request in enumerate(requests):
+                heapq.heappush(pending, (request.arrival_ms, self._num_sessions, index, request))
         yield from _take_before(pending, float("inf"))
 
     def _read_sessions(self) -> Iterator[list[TraceRequest]]:
@@ -141,14 +141,11 @@ def _has_lines(file: LineReader) -> bool:
 
 
 def _take_before(
-    pending: list[tuple[float, int, int, Sequence[TraceRequest]]], end_ms: float
+    pending: list[tuple[float, int, int, TraceRequest]], end_ms: float
 ) -> Iterator[TraceRequest]:
     """Yield the pending requests that arrive before `end_ms`, in order."""
     while pending and pending[0][0] < end_ms:
-        _, number, index, requests = heapq.heappop(pending)
-        yield requests[index]
-        if index + 1 < len(requests):
-            heapq.heappush(pending, (requests[index + 1].arrival_ms, number, index + 1, requests))
+        yield heapq.heappop(pending)[-1]
 
 
 def _flatten(requests: list[_Request], offset_s: float) -> Iterator[tuple[_Request, float]]:

@@ -36,17 +36,13 @@ class MooncakeReader(ForeignReader):
     @staticmethod
     def make_lines(request: TraceRequest, number: int, block_size: int | None) -> list[dict[str, Any]]:
         arrival_ms = request.arrival_ms
-        line: dict[str, Any] = {
+        line = {
             "timestamp": int(arrival_ms) if arrival_ms == int(arrival_ms) else arrival_ms,
             "input_length": request.input_length,
             "output_length": request.output_length,
+            "token_ids": request.token_ids,
+            "hash_ids": request.hash_ids,
+            "session_id": request.session_id,
+            "tenant": request.tenant,
         }
-        if request.hash_ids is None:
-            line["token_ids"] = request.token_ids
-        else:
-            line["hash_ids"] = request.hash_ids
-        if request.session_id is not None:
-            line["session_id"] = request.session_id
-        if request.tenant is not None:
-            line["tenant"] = request.tenant
-        return [line]
+        return [{name: value for name, value in line.items() if value is not None}]

@@ -14,7 +14,7 @@ with --enable-log-requests at level DEBUG, and generated ones with --enable-log-
 import re
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -43,11 +43,6 @@ _REQUESTS = (("Request", " details:"), ("Received request", ":"))
 class _JsonLine(msgspec.Struct):
     message: object = None
     asctime: object = None
-
-
-class _Response(NamedTuple):
-    num_tokens: int
-    is_delta: bool
 
 
 class VLLMLogReader(ForeignReader):
@@ -79,12 +74,12 @@ class VLLMLogReader(ForeignReader):
         # An id may occur again, as those of clients do: a response belongs to the request before it.
         line_of: dict[str, int] = {}
         num_outputs: dict[int, int] = {}
-        for name, line, response in self._read(_parse_subject):
-            if response is None:
+        for name, line, num_tokens, is_delta in self._read(_parse_subject):
+            if num_tokens is None:
                 line_of[name] = line
             elif name in line_of:
                 at = line_of[name]
-                num_outputs[at] = response.num_tokens + (num_outputs.get(at, 0) if response.is_delta else 0)
+                num_outputs[at] = num_tokens + (num_outputs.get(at, 0) if is_delta else 0)
         last_ms = 0.0
         years_ms = 0.0
         for request in self._read(_parse_request):
@@ -144,20 +139,23 @@ def _read_message(text: bytes) -> tuple[str, str]:
     return line, line
 
 
-def _parse_subject(text: bytes, line: int) -> tuple[str, int, _Response | None] | None:
-    """Return the id in a line about a request, the line's number, and the response if it is one."""
+def _parse_subject(text: bytes, line: int) -> tuple[str, int, int | None, bool] | None:
+    """Return the id in a line about a request, and the line's number; None for another line.
+
+    Of a response, also its number of tokens, and whether it is a part that adds to earlier ones.
+    """
     message, _ = _read_message(text)
     found = _SUBJECT.search(message)
     if found is None:
         return None
     if _is_request(message, found):
-        return found["name"], line, None
+        return found["name"], line, None, False
     rest = message[found.end() :]
     is_response = found["kind"] == "Generated response" and found["part"] == " details:"
     if not is_response or not rest.startswith(f"{_OUTPUT_TOKENS}["):
         return None
-    count = len(_read_tokens(rest[len(_OUTPUT_TOKENS) :]))
-    return found["name"], line, _Response(count, found["more"] == _DELTA)
+    num_tokens = len(_read_tokens(rest[len(_OUTPUT_TOKENS) :]))
+    return found["name"], line, num_tokens, found["more"] == _DELTA
 
 
 def _is_request(message: str, found: "re.Match[str]") -> bool:

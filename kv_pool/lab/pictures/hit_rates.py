@@ -344,9 +344,8 @@ def draw_curves(report: CurveReport, path: str) -> None:
                 axes.plot(capacities, rates, line + marker, color=colour, label=label)
                 if report.sample is not None and kind == "token":
                     margins = 2 * np.array([one.token_rate_error for one in counts])
-                    axes.fill_between(
-                        capacities, rates - margins, rates + margins, color=colour, alpha=0.2, linewidth=0
-                    )
+                    band = rates - margins, rates + margins
+                    axes.fill_between(capacities, *band, color=colour, alpha=0.2, linewidth=0)
         ceiling = report.infinite_cache.token_hit_rate
         axes.axhline(ceiling, color="tab:green", linestyle=":", label="infinite cache, of prompt tokens")
         if report.knee is not None:
@@ -380,26 +379,16 @@ def draw_plan(plan: CapacityPlan, path: str) -> None:
         recommended = (plan.recommended.num_blocks + 1) * per_block
         axes.axvline(recommended, color="tab:red", linewidth=1, label="recommended")
         if plan.knee is not None:
-            axes.axvline(
-                (plan.knee + 1) * per_block, color="0.5", linewidth=0.8, linestyle="--", label="knee"
-            )
+            knee = (plan.knee + 1) * per_block
+            axes.axvline(knee, color="0.5", linewidth=0.8, linestyle="--", label="knee")
         axes.plot(places, [check.predicted for check in checks], "x", color="black", label="predicted")
-        axes.plot(
-            places,
-            [check.replayed for check in checks],
-            "o",
-            color="tab:red",
-            markerfacecolor="none",
-            markersize=8,
-            label="replayed, with its tiers",
-        )
-        title = f"{plan.requests:,} requests, clock {plan.clock}, blocks of {plan.block_size} tokens"
-        format_capacity_axes(
-            axes,
-            f"memory of the pool and its tiers in {unit}",
-            "prefix-cache hit rate, of prompt tokens",
-            f"{name_trace(plan.provenance)}\n{title}",
-        )
+        ring = {"color": "tab:red", "markerfacecolor": "none", "markersize": 8}
+        replayed = [check.replayed for check in checks]
+        axes.plot(places, replayed, "o", label="replayed, with its tiers", **ring)
+        title = f"{name_trace(plan.provenance)}\n{plan.requests:,} requests, clock {plan.clock}, "
+        title += f"blocks of {plan.block_size} tokens"
+        memory = f"memory of the pool and its tiers in {unit}"
+        format_capacity_axes(axes, memory, "prefix-cache hit rate, of prompt tokens", title)
         if plan.demand is not None and plan.demand.p99_blocks:
             left, right = axes.get_xlim()
             demand = plan.demand.p99_blocks * per_block
@@ -428,13 +417,8 @@ def draw_comparison(comparison: Comparison, path: str) -> None:
             _draw_trace(found, axes)
             for line, label in zip(*axes.get_legend_handles_labels(), strict=True):
                 labels.setdefault(label, line)
-        legend = figure.legend(
-            labels.values(),
-            labels.keys(),
-            loc="outside lower center",
-            ncols=min(len(labels), 5),
-            fontsize="small",
-        )
+        place: dict[str, Any] = {"loc": "outside lower center", "ncols": min(len(labels), 5)}
+        legend = figure.legend(labels.values(), labels.keys(), fontsize="small", **place)
         show_names_as_written(legend)
 
 

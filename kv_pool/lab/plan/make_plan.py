@@ -24,7 +24,7 @@ TOLERANCE = 0.01
 """The largest difference of token hit rates at which an estimate agrees with its replay."""
 
 _GIB = 2**30
-_HOST_MULTIPLE, _DISK_MULTIPLE = 4, 16
+_MULTIPLES = (4, 16)
 _MOST_DEMAND_BLOCKS = 1_000_000
 
 
@@ -58,8 +58,8 @@ def plan_capacity(
     why = "it is for LRU and full attention, and chooses tiers itself; leave the default"
     settings.check_used((*USED, "clock", *asdict(settings.rates)), "a plan", why)
     replace(settings, num_blocks=1, block_bytes=0).check()
-    planner = _Planner(settings, model, goal or PlanGoal(), on_progress or (lambda doing, share: None))
-    return planner.plan(host_bytes, disk_bytes, block_sizes)
+    notify = on_progress or (lambda doing, share: None)
+    return _Planner(settings, model, goal or PlanGoal(), (host_bytes, disk_bytes), block_sizes, notify).plan()
 
 
 @dataclass
@@ -69,6 +69,8 @@ class _Planner:
     settings: ReplaySettings
     model: ModelKV
     goal: PlanGoal
+    tier_bytes: tuple[int | None, int | None]  # host and disk
+    block_sizes: Sequence[int]
     notify: OnProgress
 
     def __post_init__(self) -> None:
@@ -76,9 +78,7 @@ class _Planner:
         self._curve = self._read(self._trace)
         self._checks: list[PlanCheck] = []
 
-    def plan(
-        self, host_bytes: int | None, disk_bytes: int | None, block_sizes: Sequence[int]
-    ) -> CapacityPlan:
+    def plan(self) -> CapacityPlan:
         curve, goal = self._curve, self.goal
         goal_blocks = curve.find_goal(goal)
         demand = self._measure_demand()
@@ -89,8 +89,8 @@ class _Planner:
                 goal_blocks = curve.find_goal(goal, demand.p99_blocks)
             num_blocks = max(goal_blocks, demand.p99_blocks)
         self._replay("pool", curve, num_blocks)
-        tiers = self._plan_tiers(num_blocks, host_bytes, disk_bytes)
-        compared, best = self._compare_block_sizes(num_blocks, block_sizes)
+        tiers = self._plan_tiers(num_blocks)
+        compared, best = self._compare_block_sizes(num_blocks)
         checks = self._checks + [check for check in of_demand if check.num_blocks >= curve.full_capacity]
         rate = curve.find_rate(num_blocks)
         point = curve.make_point(num_blocks)
@@ -149,13 +149,11 @@ class _Planner:
             peak_running=report.peak_running,
         )
 
-    def _plan_tiers(self, num_blocks: int, host_bytes: int | None, disk_bytes: int | None) -> list[PlanTier]:
+    def _plan_tiers(self, num_blocks: int) -> list[PlanTier]:
         """Return the tiers, after a replay of each."""
         curve, prices = self._curve, self.goal.prices
-        wanted = (
-            ("host", host_bytes, _HOST_MULTIPLE, None if prices is None else prices.host),
-            ("disk", disk_bytes, _DISK_MULTIPLE, None if prices is None else prices.disk),
-        )
+        tier_prices = (None, None) if prices is None else (prices.host, prices.disk)
+        wanted = zip(("host", "disk"), self.tier_bytes, _MULTIPLES, tier_prices, strict=True)
         planned: list[PlanTier] = []
         sizes: dict[str, int] = {}
         for name, memory_bytes, multiple, price in wanted:
@@ -175,12 +173,10 @@ class _Planner:
             self._replay(f"{upper} and {name}", curve, num_blocks, sizes.get("host", 0), sizes.get("disk", 0))
         return planned
 
-    def _compare_block_sizes(
-        self, num_blocks: int, block_sizes: Sequence[int]
-    ) -> tuple[list[PlanBlockSize], int | None]:
+    def _compare_block_sizes(self, num_blocks: int) -> tuple[list[PlanBlockSize], int | None]:
         """Return the block sizes and the best of them, after a replay of it."""
         tokens_per_id = self._trace.block_size
-        usable = {size for size in block_sizes if tokens_per_id is None or size % tokens_per_id == 0}
+        usable = {size for size in self.block_sizes if tokens_per_id is None or size % tokens_per_id == 0}
         if not usable - {self._curve.block_size}:
             return [], None
         memory_bytes = self._curve.measure_pool(num_blocks)

@@ -10,6 +10,7 @@ import random
 from array import array
 from bisect import bisect_right
 from dataclasses import dataclass
+from itertools import accumulate
 from math import frexp, ldexp, sqrt
 
 from kv_pool.errors import InvalidArgumentError
@@ -127,11 +128,8 @@ class ZipfSampler:
         if not 0 <= exponent <= 10:
             raise InvalidArgumentError(f"the Zipf exponent is {exponent}; it must be in 0..10")
         self.num_items = num_items
-        self._cumulated = array("d")
-        total = 0.0
-        for rank in range(num_items):
-            total += portable_exp(-exponent * portable_log(rank + 1.0))
-            self._cumulated.append(total)
+        weights = (portable_exp(-exponent * portable_log(rank + 1.0)) for rank in range(num_items))
+        self._cumulated = array("d", accumulate(weights))
 
     def take_rank(self, stream: RandomStream) -> int:
         """Return the rank of the next item."""

@@ -94,10 +94,8 @@ class _RAGPrompts:
         self.stream = stream
         self._system = SystemPrompts(settings, stream)
         self._zipf = ZipfSampler(settings.documents, settings.document_skew)
-        self._num_tokens = array("q")
-        for _ in range(settings.documents):
-            num_tokens = settings.document_tokens.sample_count(stream)
-            self._num_tokens.append(min(num_tokens, MAX_TOKENS))
+        drawn = (settings.document_tokens.sample_count(stream) for _ in range(settings.documents))
+        self._num_tokens = array("q", (min(length, MAX_TOKENS) for length in drawn))
 
     def begin(self) -> GrowingPrompt:
         settings = self.settings

@@ -3,6 +3,7 @@
 import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate, count, islice
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -87,24 +88,15 @@ class WorkloadSettings:
             )
 
 
-class FreshIds:
-    """Block ids that no other block has: 0, 1, 2 and so on."""
-
-    def __init__(self) -> None:
-        self._next = 0
-
-    def take(self, num_ids: int) -> range:
-        """Return the next `num_ids` ids."""
-        first, self._next = self._next, self._next + num_ids
-        return range(first, self._next)
-
-
 class GrowingPrompt:
     """A prompt of text that other prompts share, followed by text of its own.
 
         shared       |  own text                        |
         0    1    2  |   17    18    19   ...           |  one id for each full block
                    ^ a block that ends in own text has an id of its own
+
+    Args:
+        fresh: yields ids that no other block has.
 
     Attributes:
         ids: the ids of its full blocks, head first.
@@ -113,7 +105,7 @@ class GrowingPrompt:
 
     __slots__ = ("_block_size", "_fresh", "ids", "num_tokens")
 
-    def __init__(self, fresh: FreshIds, block_size: int) -> None:
+    def __init__(self, fresh: Iterator[int], block_size: int) -> None:
         self._fresh = fresh
         self._block_size = block_size
         self.ids: list[int] = []
@@ -132,7 +124,7 @@ class GrowingPrompt:
     def append_own(self, num_tokens: int) -> None:
         """Append text that no other prompt has."""
         self.num_tokens += num_tokens
-        self.ids.extend(self._fresh.take(self.num_tokens // self._block_size - len(self.ids)))
+        self.ids.extend(islice(self._fresh, self.num_tokens // self._block_size - len(self.ids)))
 
     def append_own_within(self, num_tokens: int, max_tokens: int) -> None:
         """Append as `append_own`, less if the prompt would exceed `max_tokens`, but at least one token."""
@@ -160,14 +152,12 @@ class SystemPrompts:
     def __init__(self, settings: WorkloadSettings, stream: RandomStream) -> None:
         self._settings = settings
         self._stream = stream
-        self._fresh = fresh = FreshIds()
         self._zipf = ZipfSampler(settings.system_prompts, settings.system_skew)
-        self._lengths: list[int] = []
-        self._first_ids: list[int] = []
-        for _ in range(settings.system_prompts):
-            length = min(settings.system_tokens.sample_count(stream, 0), settings.max_tokens)
-            self._lengths.append(length)
-            self._first_ids.append(fresh.take(length // settings.block_size).start)
+        drawn = (settings.system_tokens.sample_count(stream, 0) for _ in range(settings.system_prompts))
+        self._lengths = [min(length, settings.max_tokens) for length in drawn]
+        num_full = (length // settings.block_size for length in self._lengths)
+        self._first_ids = list(accumulate(num_full, initial=0))
+        self._fresh = count(self._first_ids[-1])
 
     def choose(self) -> int:
         """Return the number of a random system prompt."""

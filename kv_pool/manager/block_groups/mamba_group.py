@@ -4,10 +4,13 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.caching import cache_partial
+from kv_pool.core.evicting import evict_invalid
 from kv_pool.core.pool_core import BlockPoolCore
-from kv_pool.ids import BlockHash, GroupId
+from kv_pool.ids import BlockHash, BlockHashWithGroupId, GroupId
 from kv_pool.manager.block_groups.block_group import NO_BLOCKS, EqualGroups, StateGroup
 from kv_pool.manager.block_groups.block_table import BlockTable, GroupPlan, Step
+from kv_pool.manager.requests.request import SchedulableRequest
 
 
 class MambaGroup(StateGroup):
@@ -20,11 +23,12 @@ class MambaGroup(StateGroup):
     Attributes:
         checkpoint_alignment: `MambaSpec.prefill_checkpoint_alignment`; 0 for None.
         hit_alignment: tokens; a hit, and so a checkpoint, ends at a multiple of it.
-        has_drafter: whether any group of the manager drops the last block of its hits.
+        has_drafter: whether a group of the manager drops the last block of its hits.
         num_recomputed: tokens at the end of a prompt that the same prompt cannot hit.
         counts_most_states: see `RuleDetails`.
-        has_rules: whether the manager has `PrefixRules`: the whole sequence is then counted as the states of
-            one step.
+        rules: the manager's `PrefixRules`; None for none. With rules the whole sequence is counted as the
+            states of one step.
+        caches_junctions: whether states at junctions within a block are cached.
     """
 
     def __init__(self, spec: Any, pool: BlockPoolCore, group_id: GroupId) -> None:
@@ -35,7 +39,18 @@ class MambaGroup(StateGroup):
         self.has_drafter: bool = False
         self.num_recomputed: int = 1
         self.counts_most_states: bool = False
-        self.has_rules: bool = False
+        self.rules: Any = None
+        self.caches_junctions: bool = False
+
+    def follow(self, rules: Any, has_drafter: bool, hit_alignment: int, caches_junctions: bool) -> None:
+        """Plan and cache states by the manager's rules. Called once, when `drops_hits` is known."""
+        details = rules.details
+        self.rules = rules
+        self.has_drafter = self.drops_hits if details.own_drafter_only else has_drafter
+        self.hit_alignment = hit_alignment
+        self.num_recomputed = 0 if details.caches_whole_prompts else 1
+        self.counts_most_states = details.counts_most_states
+        self.caches_junctions = caches_junctions
 
     def count_entries(self, step: Step) -> int:
         """As in `BlockGroup`, without the speculative blocks.
@@ -124,7 +139,7 @@ class MambaGroup(StateGroup):
         self._plan_until(step, plan, step.num_scheduled)
 
     def count_sequence(self, step: Step, num_tokens: int, num_most: int) -> int:
-        if not self.has_rules:
+        if self.rules is None:
             return super().count_sequence(step, num_tokens, num_most)
         plan = GroupPlan()
         self._plan_until(step, plan, num_tokens, is_sequence=True)
@@ -154,7 +169,7 @@ class MambaGroup(StateGroup):
             hits = step.prefix_blocks[self.group_id]
             has_copy = len(hits) > 0 and step.num_prefix % self.block_size > 0
             if step.num_external:
-                if self.has_rules and hits and hits[-1].ref_cnt == 0 and not hits[-1].is_null:
+                if self.rules is not None and hits and hits[-1].ref_cnt == 0 and not hits[-1].is_null:
                     plan.need += 1  # vLLM counts the hit, too
                 if not is_sequence:
                     # The state after the external tokens has a block of its own.
@@ -201,3 +216,74 @@ class MambaGroup(StateGroup):
             return 0
         num_blocks = self.count_table_blocks(num_tokens) + self.num_speculative_blocks
         return max(0, len(table.blocks) - num_blocks)
+
+    # ---- caching -----------------------------------------------------------------------------------
+
+    def cache_state(
+        self,
+        request: SchedulableRequest,
+        table: BlockTable,
+        limit: int,
+        num_prompt: int,
+        interval: int | None,
+    ) -> BlockHashWithGroupId | None:
+        """Cache the state that a step saves in the middle, or the one after it, if the rules select it.
+
+        The state after a step is cached if a prompt ends there, or at a junction.
+
+        Args:
+            limit: tokens that a hit may use after the step.
+            interval: see `PrefixRules.retention_interval`.
+        Returns:
+            The key; None if no state is cached.
+        """
+        if table.checkpoint_position >= 0:
+            return self._cache_checkpoint(request, table, num_prompt, interval)
+        rules = self.rules
+        unit = self.pool.hash_block_size
+        if rules is None or limit <= 0 or limit % unit:
+            return None
+        if self.drops_hits and rules.num_reprefillable_tokens:
+            return None  # the state is that after later tokens
+        if rules.details.ends_within_blocks and limit % self.block_size == 0:
+            return None
+        if limit != self.find_checkpoint(num_prompt, unit) and not (
+            self.caches_junctions
+            and limit == table.junction
+            and request.num_computed_tokens < limit <= num_prompt
+        ):
+            return None
+        position = -(-limit // self.block_size) - 1
+        if position >= len(table.blocks) or position == table.unaligned_position:
+            return None
+        if limit > len(request.block_hashes) * unit:
+            return None
+        block = table.blocks[position]
+        if block.is_null or (block.num_key_tokens == limit and not rules.details.renews_states):
+            return None
+        key = cache_partial(self.pool, request, block, limit, self.group_id, self.block_size)
+        if limit % self.block_size:
+            # The next step overwrites the state.
+            table.copy_position = position
+            table.num_cached_blocks = position
+            table.tail_tokens = limit
+        return key
+
+    def _cache_checkpoint(
+        self, request: SchedulableRequest, table: BlockTable, num_prompt: int, interval: int | None
+    ) -> BlockHashWithGroupId | None:
+        """Cache the state that the step saves in the middle, unless no request is expected to hit it."""
+        num_tokens = table.checkpoint_tokens
+        block = table.blocks[table.checkpoint_position]
+        num_hashed = len(request.block_hashes) * self.pool.hash_block_size
+        is_kept = num_tokens in (self.find_checkpoint(num_prompt, self.hit_alignment), table.junction)
+        if not is_kept and num_tokens % self.block_size == 0:
+            is_kept = interval is None or (interval > 0 and num_tokens % interval == 0)
+        if num_tokens > num_hashed or not is_kept:
+            # The engine writes a state between two blocks' ends, not the one of the block's hash.
+            if block.key is not None:
+                evict_invalid(self.pool, [block])
+            return None
+        if block.num_key_tokens == num_tokens:
+            return None
+        return cache_partial(self.pool, request, block, num_tokens, self.group_id, self.block_size, True)

@@ -26,12 +26,13 @@ from kv_pool.errors import (
 )
 from kv_pool.foreign_bytes import UNDECODABLE
 from kv_pool.ids import BlockId, NodeName, TransferId
+from kv_pool.loggers import get_logger
 from kv_pool.migration.transfer_backend import BlockReader, ReadCount, TransferBackend
 from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.storage.segments import IntArray, SegmentTable, count_pieces, make_block_ids, split_alike
 from kv_pool.threads import start_thread
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _PROGRESS_S = 0.001
 _WARM_UP_S = 10.0

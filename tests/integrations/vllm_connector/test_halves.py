@@ -151,6 +151,21 @@ def test_held_blocks_are_not_evicted_before_a_load(make_halves):
     assert halves.scheduler.find_hit(again, 0) == 0
 
 
+def test_the_report_has_contents_hits_and_what_was_not_stored(make_halves):
+    halves = make_halves(num_blocks=60, host=6, disk=6)
+    for name in ("a", "b", "c"):
+        run(halves, name, 3)
+    assert run(halves, "again", 3, "c") == 12
+    assert run(halves, "again", 3, "a") == 12
+    halves.scheduler.take_counts()
+    report = halves.scheduler.get_report(7, 32)
+    assert report.hit_blocks == {"GPU": 7, "CPU": 3, "STORAGE": 3}
+    told = [(one.medium, one.capacity, one.num_blocks, one.num_stored, one.num_read) for one in report.tiers]
+    assert told == [("CPU", 6, 6, 12, 3), ("STORAGE", 6, 6, 6, 3)]
+    assert {one.block_bytes for one in report.tiers} == {32}
+    assert report.num_dropped == 0
+
+
 def test_a_hit_that_the_engine_shortens(make_halves):
     halves = make_halves(12, None, num_blocks=60, host=40)
     run(halves, "a", 8)

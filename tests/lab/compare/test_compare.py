@@ -5,6 +5,7 @@ import resource
 import sys
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from multiprocessing import get_context
 
 import msgspec
@@ -211,7 +212,7 @@ def test_module_of_a_policy_must_be_the_same(traces, tmp_path, monkeypatch):
     assert source.load().name == name
     other = PolicySource(name, sha256="0" * 64)
     settings = make_settings(traces, []).traces[0].settings
-    failure = attempt(run_policy, replace(settings, num_blocks=20), other, Origin(""))
+    failure = attempt(partial(run_policy, replace(settings, num_blocks=20), other, Origin("")))
     assert isinstance(failure, Failure)
     assert "has another text in this process" in failure.message
     del sys.modules["policy_of_a_module"]
@@ -234,7 +235,8 @@ def test_policy_that_is_not_found_stops_before_all_runs(traces, mine, policy, me
 
 def test_changed_trace_is_reported_by_the_worker(traces):
     settings = make_settings(traces, []).traces[0].settings
-    failure = attempt(run_policy, replace(settings, num_blocks=20), PolicySource("lru"), Origin("0" * 64))
+    run = partial(run_policy, replace(settings, num_blocks=20), PolicySource("lru"), Origin("0" * 64))
+    failure = attempt(run)
     assert failure.error == "TraceError"
     assert "the worker has another file of this name" in failure.describe()
 
@@ -242,10 +244,11 @@ def test_changed_trace_is_reported_by_the_worker(traces):
 def test_worker_with_another_version_is_reported(traces):
     compared = make_settings(traces, []).traces[0]
     origin = Origin(compared.settings.open_trace().digest(), "99.0")
-    for failure in (
-        attempt(run_policy, replace(compared.settings, num_blocks=20), PolicySource("lru"), origin),
-        attempt(measure_references, compared, origin),
+    for call in (
+        partial(run_policy, replace(compared.settings, num_blocks=20), PolicySource("lru"), origin),
+        partial(measure_references, compared, origin),
     ):
+        failure = attempt(call)
         assert failure.error == "InvalidArgumentError"
         assert "the comparison was started with 99.0; install the same version" in failure.message
 

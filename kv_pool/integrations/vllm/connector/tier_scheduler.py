@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
+from kv_pool.control.messages import TierList
 from kv_pool.core.holds import Hold
+from kv_pool.core.kv_events import MEDIUM_GPU
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.ids import BlockHashWithGroupId, BlockId, RequestId
 from kv_pool.integrations.vllm.connector.tier_index import (
@@ -18,9 +21,10 @@ from kv_pool.integrations.vllm.connector.tier_index import (
     TierIndex,
     WorkerReport,
 )
+from kv_pool.loggers import get_logger
 from kv_pool.tiers.tier_prefixes import GroupKeys, Rows, TierPrefixes
 
-_logger = logging.getLogger("vllm.kv_pool")
+_logger = get_logger(__name__)
 
 COUNTS = ("stored blocks", "loaded tokens", "demoted blocks", "skipped blocks", "lost blocks")
 """The names of the counts:
@@ -117,6 +121,8 @@ class TierScheduler:
         self.index = index
         index.listener = listener
         self._counts: Counter[str] = Counter()
+        self._taken: Counter[str] = Counter()
+        self._hit_blocks = {tier.medium: 0 for tier in index.tiers}
         self.block_pool: Any = None
         self._groups = list(groups)
         self._alignment = alignment
@@ -179,6 +185,12 @@ class TierScheduler:
             for position, key in row.items()
             if table[position] != null_id
         }
+        for key in blocks:
+            level = self.index.find_tier(key)
+            if level is not None:
+                tier = self.index.tiers[level]
+                tier.read([key])  # counts it
+                self._hit_blocks[tier.medium] += 1
         self._loading[request_id] = hit
         self._orders.loads.append(LoadOrder(request_id, blocks))
 
@@ -258,7 +270,26 @@ class TierScheduler:
     def take_counts(self) -> dict[str, int]:
         """Return the counts since the last call, by the names in `COUNTS`; 0 is left out."""
         counts, self._counts = self._counts, Counter()
+        self._taken.update(counts)
         return dict(counts)
+
+    def get_report(self, num_device_hits: int, block_bytes: int) -> TierList:
+        """Return what `kv-pool tiers` shows. Any thread may call it.
+
+        Args:
+            num_device_hits: blocks that requests hit in the pool itself.
+            block_bytes: size of a block in a rank's tiers.
+        """
+        tiers = [
+            msgspec.structs.replace(tier.get_statistics(), block_bytes=block_bytes)
+            for tier in self.index.tiers
+        ]
+        num_dropped = sum(
+            counts[name]
+            for counts in (self._taken, self._counts)
+            for name in ("skipped blocks", "lost blocks")
+        )
+        return TierList({MEDIUM_GPU: num_device_hits, **self._hit_blocks}, tiers, num_dropped)
 
     def has_work(self) -> bool:
         """Return True while stores or removals are not finished; the engine must go on stepping."""

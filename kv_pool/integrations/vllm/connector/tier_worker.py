@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -13,13 +12,14 @@ from typing import Any
 from kv_pool.errors import OutOfThreadsError, TierError
 from kv_pool.ids import BlockHashWithGroupId, BlockId, RequestId
 from kv_pool.integrations.vllm.connector.tier_index import LoadOrder, StepOrders, StoreOrder, WorkerReport
+from kv_pool.loggers import get_logger
 from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.threads import Workers
 from kv_pool.tiers.disk_tier import DiskTier
 from kv_pool.tiers.host_tier import HostTier
 from kv_pool.tiers.tier import TierStack, TierStep
 
-_logger = logging.getLogger("vllm.kv_pool")
+_logger = get_logger(__name__)
 
 
 class TierWorker:

@@ -5,7 +5,6 @@ Loaded by vLLM through `kv_connector_module_path`; see the package.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -47,9 +46,10 @@ from kv_pool.integrations.vllm.connector.tier_scheduler import COUNTS, TierSched
 from kv_pool.integrations.vllm.connector.tier_worker import TierWorker
 from kv_pool.integrations.vllm.request_options.handler import note_arrival, report_end
 from kv_pool.integrations.vllm_warnings import warn_if_unused
+from kv_pool.loggers import get_logger
 from kv_pool.tiers.tier_prefixes import GroupKeys
 
-logger = logging.getLogger("vllm.kv_pool")
+logger = get_logger(__name__)
 
 
 @dataclass
@@ -202,7 +202,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if has_tiers:
             self._groups, self._alignment = describe_groups(vllm_config, kv_cache_config)
             # The capacity of a rank's tiers, in blocks.
-            sizes = vllm_config.parallel_config.world_size, count_block_bytes(kv_cache_config)
+            self._block_bytes = count_block_bytes(kv_cache_config)
+            sizes = vllm_config.parallel_config.world_size, self._block_bytes
             self._host_blocks = count_blocks("host_bytes", self.settings.host_bytes, *sizes)
             self._disk_blocks = count_blocks("disk_bytes", self.settings.disk_bytes, *sizes)
         if role is KVConnectorRole.SCHEDULER:
@@ -240,7 +241,11 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().bind_kv_cache_manager(kv_cache_manager)
         self._manager = kv_cache_manager
         if self.scheduler is not None:
-            self.scheduler.bind(kv_cache_manager.block_pool, kv_cache_manager.get_block_ids)
+            pool = kv_cache_manager.block_pool
+            self.scheduler.bind(pool, kv_cache_manager.get_block_ids)
+            control = getattr(pool, "control", None)
+            if control is not None:
+                control.note_tiers(self.scheduler, self._block_bytes)
 
     def on_new_request(self, request: Any) -> None:
         note_arrival(self._manager, request)

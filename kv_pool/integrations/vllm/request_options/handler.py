@@ -2,7 +2,6 @@
 `EngineOptions`. Imports no vLLM.
 """
 
-import logging
 import os
 import time
 from collections.abc import Callable
@@ -28,12 +27,13 @@ from kv_pool.integrations.vllm.request_options.options import (
     read_options,
     warn_of_unread_options,
 )
+from kv_pool.loggers import get_logger
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.manager.retention.block_retention import BlockRetention, join_stretches
 from kv_pool.manager.retention.directive import DEFAULT_PRIORITY, RetentionDirective
 
-logger = logging.getLogger("vllm.kv_pool")
+logger = get_logger(__name__)
 
 
 class RequestReport(msgspec.Struct, omit_defaults=True):
