@@ -38,6 +38,7 @@ SHOWN = [
     "kv_pool.adapter.gpu_kv_pool",
     "kv_pool.adapter.migration_manager",
     "kv_pool.loggers",
+    "kv_pool.metrics.span_attributes",
     "kv_pool.reports.allocation_monitor",
     "kv_pool.reports.layout",
     "kv_pool.contiguous.run_pool",

@@ -9,7 +9,7 @@ import pytest
 
 import kv_pool
 from kv_pool import errors
-from kv_pool.control.messages import decode_reply, encode_error
+from kv_pool.control.messages import decode_answer, encode_error
 from kv_pool.error_names import ERRORS_BY_NAME, find_error_name
 from kv_pool.errors import ControlError, InvalidBlockError, KVPoolError, MigrationError
 from kv_pool.migration.messages import decode_message, describe_failure, encode_message, raise_failure
@@ -23,7 +23,7 @@ def cross_nodes(error):
 
 def cross_socket(error):
     with pytest.raises(KVPoolError) as raised:
-        decode_reply(encode_error(error), msgspec.Raw)
+        decode_answer(*encode_error(error), msgspec.Raw)
     return raised.value
 
 

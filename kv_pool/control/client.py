@@ -2,6 +2,8 @@
 
 import os
 import socket
+from contextlib import suppress
+from http.client import HTTPConnection, HTTPException, IncompleteRead
 from pathlib import Path
 from typing import TypeVar
 
@@ -50,8 +52,7 @@ class ControlClient(Closing):
 
     def close(self) -> None:
         """Close the connection."""
-        self._replies.close()
-        self._socket.close()
+        self._connection.close()
 
     def get_statistics(self) -> PoolStatistics:
         """Return the pool's statistics; see `GPUKVPool.get_statistics`."""
@@ -107,35 +108,47 @@ class ControlClient(Closing):
         return self._ask(messages.PeersCommand(), messages.PeerList)
 
     def _connect(self) -> None:
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            self._socket.settimeout(self._timeout_s)
-            self._socket.connect(os.fspath(self.path))
-        except OSError as error:
-            self._socket.close()
-            raise ControlError(describe_failure(self.path, error)) from error
-        self._replies = self._socket.makefile("rb")
+        self._connection = _UnixConnection(self.path, self._timeout_s)
+        self._connection.connect()
         self._is_waiting = False
 
     def _ask(self, command: messages.Command, result_type: type[_Result]) -> _Result:
-        if self._is_waiting:  # Ctrl-C or a timeout: the next line would be the previous command's reply
+        target, body = messages.encode_command(command)
+        if self._is_waiting:  # Ctrl-C or a timeout: the next answer would be the previous command's
             self.close()
             self._connect()
         self._is_waiting = True
         try:
-            self._socket.sendall(messages.encode_command(command))
-            line = self._replies.readline()
+            with suppress(BrokenPipeError, ConnectionResetError):  # a refusal can be read even so
+                self._connection.request(command.method, target, body)
+            response = self._connection.getresponse()
+            answer = response.read()
         except TimeoutError as error:
             raise ControlError(
                 f"the pool at {self.path} did not answer within {self._timeout_s} s; "
                 "does its engine hold the lock?"
             ) from error
-        except OSError as error:
-            raise ControlError(f"the pool at {self.path} closed the connection: {error.strerror}") from error
-        if not line.endswith(b"\n"):
-            raise ControlError(f"the pool at {self.path} closed the connection; was it stopped?")
+        except (OSError, IncompleteRead) as error:
+            raise ControlError(f"the pool at {self.path} closed the connection; was it stopped?") from error
+        except HTTPException as error:
+            raise messages.make_version_error(error) from error
         self._is_waiting = False
-        return messages.decode_reply(line, result_type)
+        return messages.decode_answer(response.status, answer, result_type)
+
+
+class _UnixConnection(HTTPConnection):
+    def __init__(self, path: Path, timeout_s: float) -> None:
+        super().__init__("localhost", timeout=timeout_s)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self.sock.settimeout(self.timeout)
+            self.sock.connect(os.fspath(self._path))
+        except OSError as error:
+            self.close()
+            raise ControlError(describe_failure(self._path, error)) from error
 
 
 def describe_failure(path: Path, error: OSError) -> str:

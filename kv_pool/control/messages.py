@@ -1,28 +1,31 @@
-"""The messages of the control socket: one JSON object per line, a command and then its reply.
+"""What the control socket is asked and what it answers: JSON over HTTP.
 
-| command | fields | result |
+| request | arguments | result |
 |---|---|---|
-| `{"command": "stats"}` | | `PoolStatistics` |
-| `{"command": "defrag"}` | `max_moves`, `max_evictions` | `DefragReport` |
-| `{"command": "layout"}` | | `PoolLayout` |
-| `{"command": "sequences"}` | | `SequenceList` |
-| `{"command": "holds"}` | `block_id` | `HoldList` |
-| `{"command": "migrate"}` | as `MigrateCommand` | `MigrationStatus` |
-| `{"command": "migrations"}` | `migration_id` | `MigrationList` |
-| `{"command": "cancel"}` | `migration_id` | `MigrationStatus` |
-| `{"command": "peers"}` | | `PeerList` |
-| `{"command": "tiers"}` | | `TierList` |
+| `GET /v1/stats` | | `PoolStatistics` |
+| `POST /v1/defrag` | `max_moves`, `max_evictions` | `DefragReport` |
+| `GET /v1/layout` | | `PoolLayout` |
+| `GET /v1/sequences` | | `SequenceList` |
+| `GET /v1/holds` | `block_id` | `HoldList` |
+| `POST /v1/migrate` | as `MigrateCommand` | `MigrationStatus` |
+| `GET /v1/migrations` | `migration_id` | `MigrationList` |
+| `POST /v1/cancel` | `migration_id` | `MigrationStatus` |
+| `GET /v1/peers` | | `PeerList` |
+| `GET /v1/tiers` | | `TierList` |
 
-A reply is `{"result": ...}`, or `{"error": "InvalidArgumentError", "message": ...}` with the name of an error
-of `kv_pool.errors`. A connection carries any number of commands, one after another.
+The arguments of GET are in the query, those of POST in the body, a JSON object. An error has a status of 400
+or more and the body `{"error": "InvalidArgumentError", "message": ...}`, with the name of an error of
+`kv_pool.errors`.
 """
 
-from typing import Annotated, TypeVar, get_args
+from http import HTTPStatus
+from typing import Annotated, ClassVar, TypeVar, get_args
+from urllib.parse import urlencode
 
 import msgspec
 
 from kv_pool.error_names import ERRORS_BY_NAME, find_error_name
-from kv_pool.errors import ControlError, InvalidArgumentError
+from kv_pool.errors import ControlError, InvalidArgumentError, describe_known
 from kv_pool.foreign_bytes import UNDECODABLE, UNENCODABLE
 from kv_pool.ids import BlockId, NodeName, RequestId, SequenceId
 from kv_pool.migration.messages import MigrationStatus
@@ -33,14 +36,14 @@ MAX_COMMAND_BYTES = 4096
 _Result = TypeVar("_Result")
 
 
-class _Command(
-    msgspec.Struct,
-    frozen=True,
-    tag_field="command",
-    tag=lambda name: name.removesuffix("Command").lower(),
-    forbid_unknown_fields=True,
-):
-    """A command, named by its class."""
+class _Command(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A command, named by its class.
+
+    Attributes:
+        method: GET for a command that only reads, POST for one that changes the pool or its node.
+    """
+
+    method: ClassVar[str] = "GET"
 
 
 class StatsCommand(_Command, frozen=True):
@@ -50,6 +53,7 @@ class StatsCommand(_Command, frozen=True):
 class DefragCommand(_Command, frozen=True):
     """A request to compact the pool; see `GPUKVPool.defragment`."""
 
+    method: ClassVar[str] = "POST"
     max_moves: Annotated[int, msgspec.Meta(ge=1)] | None = None
     max_evictions: Annotated[int, msgspec.Meta(ge=0)] = 0
 
@@ -71,6 +75,7 @@ class HoldsCommand(_Command, frozen=True):
 class MigrateCommand(_Command, frozen=True):
     """A request to start a migration; see `LiveNode.migrate`. `MigrationsCommand` returns its progress."""
 
+    method: ClassVar[str] = "POST"
     target: NodeName | None = None
     sequence_id: SequenceId | RequestId | None = None
     is_move: bool = True
@@ -87,6 +92,7 @@ class MigrationsCommand(_Command, frozen=True):
 class CancelCommand(_Command, frozen=True):
     """A request to cancel a migration, unless it is too late."""
 
+    method: ClassVar[str] = "POST"
     migration_id: str
 
 
@@ -108,7 +114,12 @@ Command = (
     | TiersCommand
     | NodeCommand
 )
-COMMAND_NAMES = tuple(str(one.__struct_config__.tag) for one in get_args(Command))
+COMMANDS: dict[str, type[Command]] = {
+    kind.__name__.removesuffix("Command").lower(): kind for kind in get_args(Command)
+}
+"""The commands by name, which ends the path of their requests."""
+
+PATH = "/v1/"
 
 
 class DefragReport(msgspec.Struct, frozen=True):
@@ -174,72 +185,91 @@ class TierList(msgspec.Struct, frozen=True):
     num_dropped: int = 0
 
 
-class _Name(msgspec.Struct):
-    command: str
+class _Error(msgspec.Struct):
+    error: str
+    message: str
 
 
-class _Reply(msgspec.Struct):
-    result: msgspec.Raw = msgspec.Raw(b"")
-    error: str | None = None
-    message: str = ""
+def encode_command(command: Command) -> tuple[str, bytes | None]:
+    """Return the target and the body of a command's request; without a body for GET.
 
-
-def encode_command(command: Command) -> bytes:
-    """Return a command as one line. Raises InvalidArgumentError for text that JSON cannot represent."""
+    Raises:
+        InvalidArgumentError: JSON or a query cannot represent a text of the command.
+    """
+    path = PATH + type(command).__name__.removesuffix("Command").lower()
     try:
-        return msgspec.json.encode(command) + b"\n"
+        if command.method == "POST":
+            return path, msgspec.json.encode(command)
+        arguments = msgspec.to_builtins(command)
+        return (f"{path}?{urlencode(arguments)}" if arguments else path), None
     except UNENCODABLE as error:
         raise InvalidArgumentError(f"this command cannot be sent: {error}") from error
 
 
-def decode_command(line: bytes) -> Command:
-    """Return the command in a line. Raises ControlError for any other line, with the valid form."""
+def decode_command(name: str, arguments: bytes | dict[str, str]) -> Command:
+    """Return the command of a request.
+
+    Args:
+        name: a name of `COMMANDS`.
+        arguments: the body of a POST, or the query of a GET.
+    Raises:
+        InvalidArgumentError: an argument is unknown, missing or invalid.
+    """
+    kind = COMMANDS[name]
     try:
-        name = msgspec.json.decode(line, type=_Name).command
-        if name not in COMMAND_NAMES:
-            raise ControlError(f"unknown command {name!r}; known are {', '.join(COMMAND_NAMES)}")
-        command: Command = msgspec.json.decode(line, type=Command)
-        return command
+        if isinstance(arguments, bytes):
+            return msgspec.json.decode(arguments or b"{}", type=kind)
+        return msgspec.convert(arguments, kind, strict=False)
     except UNDECODABLE as error:
-        raise ControlError(
-            f'a command is one line of JSON such as {{"command": "stats"}}: {error}'
-        ) from error
+        known = describe_known("", kind.__struct_fields__) if kind.__struct_fields__ else "it takes none"
+        raise InvalidArgumentError(f"the arguments of {name} are not valid: {error}; {known}") from error
 
 
 def encode_result(result: msgspec.Struct) -> bytes:
-    """Return the reply to a command that succeeded, as one line.
+    """Return the answer to a command that succeeded.
 
     Raises:
         InvalidArgumentError: JSON cannot represent the result, such as a name with a lone surrogate.
     """
     try:
-        return msgspec.json.encode({"result": result}) + b"\n"
+        return msgspec.json.encode(result)
     except UNENCODABLE as error:
         raise InvalidArgumentError(f"the reply cannot be sent: {error}") from error
 
 
-def encode_error(error: Exception) -> bytes:
-    """Return the reply to a command that raised `error`, as one line. Foreign errors become ControlError."""
-    name, message = find_error_name(error), str(error)
+def encode_error(error: Exception) -> tuple[int, bytes]:
+    """Return the status and the answer to a command that raised `error`.
+
+    An error of another library becomes a ControlError.
+    """
+    name, message, status = find_error_name(error), str(error), HTTPStatus.CONFLICT
     if name is None:
         name, message = ControlError.__name__, f"the pool raised {type(error).__name__}: {message}"
+        status = HTTPStatus.INTERNAL_SERVER_ERROR
+    elif isinstance(error, InvalidArgumentError):
+        status = HTTPStatus.BAD_REQUEST
     sendable = message.encode(errors="backslashreplace").decode()
-    return msgspec.json.encode({"error": name, "message": sendable}) + b"\n"
+    return status, msgspec.json.encode(_Error(name, sendable))
 
 
-def decode_reply(line: bytes, result_type: type[_Result]) -> _Result:
-    """Return the result in a reply.
+def decode_answer(status: int, body: bytes, result_type: type[_Result]) -> _Result:
+    """Return the result in an answer.
 
     Raises:
-        KVPoolError: the error that the reply reports.
-        ControlError: the line is not a reply.
+        KVPoolError: the error that the answer reports.
+        ControlError: the answer is not one of this version.
     """
     try:
-        reply = msgspec.json.decode(line, type=_Reply)
-        if reply.error is None:
-            return msgspec.json.decode(reply.result, type=result_type)
+        if status == HTTPStatus.OK:
+            return msgspec.json.decode(body, type=result_type)
+        reported = msgspec.json.decode(body, type=_Error)
     except UNDECODABLE as error:
-        raise ControlError(
-            f"the reply is not one of this version of kv_pool: {error}. Does the server run another version?"
-        ) from error
-    raise ERRORS_BY_NAME.get(reply.error, ControlError)(reply.message)
+        raise make_version_error(error) from error
+    raise ERRORS_BY_NAME.get(reported.error, ControlError)(reported.message)
+
+
+def make_version_error(error: Exception) -> ControlError:
+    """Return the error for an answer that cannot be decoded."""
+    return ControlError(
+        f"the reply is not one of this version of kv_pool: {error}. Does the server run another version?"
+    )

@@ -1,31 +1,31 @@
-"""Arbitrary bytes over a control socket."""
+"""Arbitrary bytes over a control socket or a network port."""
 
 import json
 import select
 import socket
 
+STATS = b"GET /v1/stats HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
 
 class RawClient:
-    """A client that sends any bytes and reads replies as lines."""
+    """A client that sends any bytes and reads HTTP answers. `address` is a path, or a host and a port."""
 
-    def __init__(self, path):
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    def __init__(self, address):
+        is_tcp = isinstance(address, tuple)
+        self._socket = socket.socket(socket.AF_INET if is_tcp else socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.settimeout(30)
-        self._socket.connect(str(path))
-        self._lines = self._socket.makefile("rb")
+        self._socket.connect(address if is_tcp else str(address))
+        self._answers = self._socket.makefile("rb")
 
     def __enter__(self):
         return self
 
     def __exit__(self, *error):
-        self._lines.close()
+        self._answers.close()
         self._socket.close()
 
     def send(self, data):
         self._socket.sendall(data)
-
-    def end_sending(self):
-        self._socket.shutdown(socket.SHUT_WR)
 
     def wait_for_hang_up(self):
         """Wait, without reading, until the server has closed the connection."""
@@ -34,9 +34,18 @@ class RawClient:
         assert poll.poll(30_000), "the server did not close the connection"
 
     def read(self):
-        """Return the next reply, or None if the server has closed the connection."""
-        line = self._lines.readline()
-        return json.loads(line) if line else None
+        """Return the status and the content of the next answer; None if the connection is closed."""
+        try:
+            first = self._answers.readline()
+        except ConnectionResetError:
+            return None
+        if not first:
+            return None
+        length = 0
+        while (line := self._answers.readline()) != b"\r\n":
+            name, _, value = line.partition(b":")
+            length = int(value) if name.lower() == b"content-length" else length
+        return int(first.split()[1]), json.loads(self._answers.read(length))
 
     def ask(self, data):
         self.send(data)

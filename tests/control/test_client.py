@@ -10,6 +10,7 @@ from kv_pool import ControlError
 from kv_pool.control import ControlClient, ControlServer
 from kv_pool.control.client import describe_failure
 
+OK = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n"
 START_ONE = "Start one with kv-pool serve, or name another socket with --socket"
 
 
@@ -64,10 +65,14 @@ class _Listener:
     ("answer", "message"),
     [
         (b"", "closed the connection; was it stopped?"),
-        (b'{"result": {"total_', "closed the connection; was it stopped?"),
-        (b"HTTP/1.1 200 OK\r\n", "the reply is not one of this version of kv_pool"),
-        (b'{"result": {}}\n', "the reply is not one of this version of kv_pool"),
-        (b'{"error": "OutOfBlocksError", "message": "asked for 3"}\n', "asked for 3"),
+        (OK % 99 + b'{"total_', "closed the connection; was it stopped?"),
+        (b'{"result": {}}\n', "is not one of this version of kv_pool"),
+        (OK % 2 + b"{}", "the reply is not one of this version of kv_pool"),
+        (OK.replace(b"200", b"404") % 2 + b"no", "the reply is not one of this version of kv_pool"),
+        (
+            OK.replace(b"200", b"409") % 55 + b'{"error": "OutOfBlocksError", "message": "asked for 3"}',
+            "asked for 3",
+        ),
     ],
 )
 def test_invalid_reply_is_refused_with_the_reason(path, answer, message):

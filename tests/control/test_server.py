@@ -9,11 +9,12 @@ import stat
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from adapter.made_pool import check, draw, make, make_scattered, make_storage, take
-from control.raw_client import RawClient
+from control.raw_client import STATS, RawClient
 from made_threads import no_new_threads
 from migration.made_channels import LONG, beside
 
@@ -22,8 +23,6 @@ from kv_pool.control import ControlClient, ControlServer
 from kv_pool.control.socket_path import lock_socket
 from kv_pool.errors import OutOfThreadsError
 
-STATS = b'{"command": "stats"}\n'
-
 
 @pytest.fixture
 def path(tmp_path):
@@ -31,7 +30,8 @@ def path(tmp_path):
 
 
 def is_stats(reply):
-    return reply["result"]["total_blocks"] == 10
+    status, content = reply
+    return status == 200 and content["total_blocks"] == 10
 
 
 # ---- replies -----------------------------------------------------------------------------------------
@@ -63,14 +63,6 @@ def test_one_connection_carries_several_commands(path):
         client.send(STATS + STATS)
         assert is_stats(client.read())
         assert is_stats(client.read())
-
-
-def test_last_command_needs_no_end_of_line(path):
-    with ControlServer(make(), path), RawClient(path) as client:
-        client.send(STATS.strip())
-        client.end_sending()
-        assert is_stats(client.read())
-        assert client.read() is None
 
 
 def test_server_without_a_thread_leaves_no_socket(path):
@@ -281,29 +273,49 @@ def test_running_server_cannot_be_started_again(path):
 
 
 @pytest.mark.parametrize(
-    "line", [b"\n", b"\0\n", b"stats\n", b'{"command": "stop"}\n', b"[" * 4000 + b"\n", b"\xff\xfe\n"]
+    ("target", "status", "message"),
+    [
+        ("/v1/stop", 404, "the commands under /v1/ are stats, defrag, layout"),
+        ("/v1/defrag", 405, "Method Not Allowed"),
+        ("/v1/stats?verbose=1", 400, "unknown field `verbose`; it takes none"),
+        ("/v1/holds?block_id=-1", 400, "Expected `int` >= 0"),
+        ("/v1/holds?block_id=11", 409, "block 11 is not one of 1 to 10"),
+        ("/v1/peers", 409, "is not a node"),
+    ],
 )
-def test_invalid_command_gets_an_error_and_the_next_a_reply(path, line):
+def test_invalid_command_gets_an_error_and_the_next_a_reply(path, target, status, message):
     with ControlServer(make(), path), RawClient(path) as client:
-        assert client.ask(line)["error"] == "ControlError"
+        found, error = client.ask(f"GET {target} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        assert found == status
+        assert message in error["message"]
         assert is_stats(client.ask(STATS))
 
 
-def test_too_long_command_gets_an_error_and_a_disconnect(path):
-    with ControlServer(make(), path), RawClient(path) as client:
-        reply = client.ask(b'{"command": "' + b"x" * 5000)
-        assert "at most 4096 bytes" in reply["message"]
-        assert client.read() is None
-        with RawClient(path) as another:
-            assert is_stats(another.ask(STATS))
+POST = b"POST /v1/defrag HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
 
 
-def test_stalled_command_is_disconnected_and_blocks_no_client(path):
-    with ControlServer(make(), path, timeout_s=0.2), RawClient(path) as slow, RawClient(path) as other:
-        slow.send(STATS[:7])
+@pytest.mark.parametrize(
+    ("request_bytes", "reason", "status", "message"),
+    [
+        (b"\0\xff" * 500 + b"\r\n\r\n", "garbage", 400, "Invalid HTTP request"),
+        (b"GET / HTTP/1.1\r\nX: " + b"x" * 200_000, "headers", 431, "the headers have at most 8192 bytes"),
+        (POST % 5000 + b"x" * 5000, "body", 413, "a command has at most 4096 bytes"),
+        (POST % 10**12 + b"x" * 100_000, "body", 413, "a command has at most 4096 bytes"),
+        (STATS[:9], "slow", 408, "did not arrive within 0.2 s"),
+        (POST % 5 + b"{", "slow", 408, "did not arrive within 0.2 s"),
+    ],
+)
+def test_bad_request_is_refused_and_affects_no_other_client(path, request_bytes, reason, status, message):
+    server = ControlServer(make(), path, timeout_s=0.2)
+    with server, RawClient(path) as bad, RawClient(path) as other:
+        with suppress(BrokenPipeError):
+            bad.send(request_bytes)
         assert is_stats(other.ask(STATS))
-        assert "did not arrive within 0.2 s" in slow.read()["message"]
-        assert slow.read() is None
+        found, error = bad.read()
+        assert found == status
+        assert message in error["message"]
+        assert bad.read() is None
+        assert server.refusals == {reason: 1}
         assert is_stats(other.ask(STATS))
 
 
@@ -319,7 +331,7 @@ def test_client_that_disconnects_mid_command_affects_no_other(path):
 def test_client_that_does_not_read_is_disconnected(path):
     pool = make(200_000)
     with ControlServer(pool, path, timeout_s=0.2), RawClient(path) as deaf, ControlClient(path) as other:
-        deaf.send(b'{"command": "layout"}\n' * 20)
+        deaf.send(STATS.replace(b"stats", b"layout") * 20)
         for _ in range(3):
             assert other.get_statistics().total_blocks == 200_000
         deaf.wait_for_hang_up()
@@ -331,7 +343,9 @@ def test_clients_beyond_the_limit_are_refused(path):
         assert is_stats(first.ask(STATS))
         assert is_stats(second.ask(STATS))
         with RawClient(path) as third:
-            assert "2 clients are already connected" in third.read()["message"]
+            status, error = third.read()
+            assert status == 503
+            assert "2 clients are already connected" in error["message"]
             assert third.read() is None
         assert is_stats(first.ask(STATS))
 

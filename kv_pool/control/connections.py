@@ -1,0 +1,225 @@
+"""`Connections`: the clients of one listening socket, served by uvicorn's HTTP within limits."""
+
+import asyncio
+import logging
+import socket
+from collections import Counter
+from contextlib import suppress
+from functools import partial
+from typing import cast
+
+import h11
+from starlette.types import ASGIApp
+from uvicorn.config import Config
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
+
+from kv_pool.control import messages
+from kv_pool.control.network_port import NetworkPort
+from kv_pool.errors import ControlError
+from kv_pool.loggers import get_logger
+
+_MAX_HEADER_BYTES = 8192
+_SLICE_BYTES = 4096
+_PAUSE_S = 0.1
+_NEVER_S = 10**9
+
+# uvicorn warns of each invalid request, with which clients could fill the log. They are counted instead.
+_logger = logging.Logger(__package__, logging.ERROR)
+_logger.parent = get_logger(__name__)
+
+
+class Connections:
+    """The connections of a Unix socket or of a `NetworkPort`.
+
+    Args:
+        application: answers the requests.
+        refusals: counts what is refused, by reason: "clients" beyond the limit, a failed "handshake" of TLS,
+            "garbage", "headers" that are too long, a "slow" request, and an "unread" answer.
+        max_clients: maximum number of connections, TLS handshakes included.
+        timeout_s: seconds for a request to arrive, and for its answer to be read. A connection through a
+            network port is also closed if no request arrives for this time.
+    Raises:
+        ControlError: the certificate or the key cannot be used.
+    """
+
+    def __init__(
+        self,
+        application: ASGIApp,
+        refusals: Counter[str],
+        max_clients: int,
+        timeout_s: float,
+        port: NetworkPort | None = None,
+    ) -> None:
+        self.refusals = refusals
+        self.timeout_s = timeout_s
+        self.port = port
+        self.state = ServerState()
+        # Logging is the host's: uvicorn changes its own loggers unless these arguments are as here.
+        self.config = Config(
+            cast("type[ASGIApp]", application),
+            http=HttpConnection,
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            log_config=None,
+            proxy_headers=False,
+            server_header=False,
+            workers=1,
+            timeout_keep_alive=_NEVER_S,
+            h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
+            ssl_certfile=port.certificate if port else None,
+            ssl_keyfile=port.key if port else None,
+        )
+        try:
+            self.config.load()
+        except OSError as error:
+            raise ControlError(f"{port and port.certificate}: not usable for TLS: {error}") from error
+        self._max_clients = max_clients
+        full = f"{max_clients} clients are already connected; try again later"
+        self._full = b"" if self.config.ssl else _encode_answer(h11.Connection(h11.SERVER), 503, full)
+        self._accepted: set[asyncio.Task[None]] = set()
+
+    async def accept(self, listener: socket.socket) -> None:
+        """Accept connections until the task is cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                client, _ = await loop.sock_accept(listener)
+            except OSError:  # no file descriptor, or a client that is gone
+                await asyncio.sleep(_PAUSE_S)
+                continue
+            if len(self._accepted) + len(self.state.connections) >= self._max_clients:
+                self._turn_away(client)
+                continue
+            accepted = loop.create_task(self._connect(client))
+            self._accepted.add(accepted)
+            accepted.add_done_callback(self._accepted.discard)
+
+    async def close(self) -> None:
+        """Close all connections, and wait for the requests that run."""
+        for accepted in self._accepted:
+            accepted.cancel()
+        for connection in self.state.connections:
+            connection.transport.abort()
+        await asyncio.gather(*self.state.tasks, *self._accepted, return_exceptions=True)
+
+    async def _connect(self, client: socket.socket) -> None:
+        """Begin a connection; uvicorn adds it to `state.connections` until it is lost."""
+        limits = {}
+        if self.config.ssl is not None:
+            limits = {"ssl_handshake_timeout": self.timeout_s, "ssl_shutdown_timeout": self.timeout_s}
+        make = partial(HttpConnection, self, asyncio.get_running_loop())
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                make, client, ssl=self.config.ssl, **limits
+            )
+        except OSError:
+            self.refusals["handshake"] += 1
+
+    def _turn_away(self, client: socket.socket) -> None:
+        self.refusals["clients"] += 1
+        with client, suppress(OSError):
+            client.send(self._full)
+
+
+class HttpConnection(H11Protocol):
+    """One connection: uvicorn's protocol with a deadline for each wait for the client.
+
+    |<- request arrives ->|<- command runs ->|<- answer is read ->|<- next request ->|
+          timeout_s             no limit            timeout_s        port: timeout_s
+    """
+
+    def __init__(self, owner: Connections, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(owner.config, owner.state, {"port": owner.port}, loop)
+        self.logger = _logger
+        self.access_log = False
+        self._owner = owner
+        self._request_deadline: asyncio.TimerHandle | None = None
+        self._answer_deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # uvicorn's
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(1, 0)  # pause_writing() as soon as the client does not read
+        self._watch_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._watch_request()
+        self.resume_writing()
+
+    def data_received(self, data: bytes) -> None:
+        # h11 limits the headers that are incomplete: in slices no long ones arrive at once.
+        for start in range(0, len(data), _SLICE_BYTES):
+            if self.transport.is_closing():
+                return
+            super().data_received(data[start : start + _SLICE_BYTES])
+        self._watch_request()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch_request()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._answer_deadline = self.loop.call_later(self._owner.timeout_s, self._end_unread)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._answer_deadline is not None:
+            self._answer_deadline.cancel()
+            self._answer_deadline = None
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what h11 could not parse."""
+        if len(self.conn.trailing_data[0]) > _MAX_HEADER_BYTES:
+            self._refuse(431, "headers", f"the headers have at most {_MAX_HEADER_BYTES} bytes")
+        else:
+            self._refuse(400, "garbage", msg)
+
+    def _watch_request(self) -> None:
+        """Start the deadline of the next request, or end it."""
+        is_answering = self.cycle is not None and not self.cycle.response_complete
+        has_arrived = self.conn.their_state not in (h11.IDLE, h11.SEND_BODY)
+        may_wait = (is_answering and has_arrived) or (self._owner.port is None and self._is_idle())
+        if may_wait or self.transport.is_closing():
+            if self._request_deadline is not None:
+                self._request_deadline.cancel()
+                self._request_deadline = None
+        elif self._request_deadline is None:
+            self._request_deadline = self.loop.call_later(self._owner.timeout_s, self._end_slow)
+
+    def _is_idle(self) -> bool:
+        """Return True between two requests, and before the first one."""
+        return self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]
+
+    def _end_slow(self) -> None:
+        if self.cycle is not None and self._is_idle():
+            self.transport.abort()
+            return
+        self._refuse(408, "slow", f"the request did not arrive within {self._owner.timeout_s} s")
+
+    def _end_unread(self) -> None:
+        self._owner.refusals["unread"] += 1
+        self.transport.abort()
+
+    def _refuse(self, status: int, reason: str, message: str) -> None:
+        """Count a refusal, answer unless an answer has begun, and close the connection."""
+        self._owner.refusals[reason] += 1
+        if self.cycle is not None:
+            self.cycle.disconnected = True  # its answer would follow this one
+            self.cycle.message_event.set()
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.abort()
+            return
+        self.transport.write(_encode_answer(self.conn, status, message))
+        self.transport.close()
+
+
+def _encode_answer(connection: h11.Connection, status: int, message: str) -> bytes:
+    """Return an answer that refuses a request, as bytes; the connection ends with it."""
+    _, body = messages.encode_error(ControlError(message))
+    length = str(len(body))
+    headers = [("content-type", "application/json"), ("content-length", length), ("connection", "close")]
+    answer = h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage()
+    return b"".join(connection.send(event) or b"" for event in answer)

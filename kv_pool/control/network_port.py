@@ -1,0 +1,149 @@
+"""`NetworkPort`: a TCP port of the control server, and what it refuses."""
+
+import base64
+import binascii
+import hmac
+import ipaddress
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from kv_pool.errors import ControlError, InvalidArgumentError
+from kv_pool.migration.secret import check_secret, load_secret
+
+_OPEN_PATHS = ("/v1/reading", "/v1/view", "/v1/watch")
+_LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a request is refused before anything is done for it.
+
+    Attributes:
+        reason: the key in `ControlServer.refusals`.
+    """
+
+    status: int
+    reason: str
+    message: str
+    headers: dict[str, str] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkPort:
+    """A TCP port on which `ControlServer` answers, beside its Unix socket.
+
+        ControlServer(pool, port=NetworkPort(port=9400))                                # this machine only
+        ControlServer(pool, port=NetworkPort(host="0.0.0.0", port=9400, token=Path("token"),
+                                             certificate="cert.pem", key="key.pem"))    # TLS
+
+    Args:
+        host: the address to bind; only processes of this machine reach the default.
+        port: 0 for a free port; see `ControlServer.url`.
+        token: the secret of clients, or the path of a file with it; see `load_secret`. A client sends it as
+            `Authorization: Bearer TOKEN`, or as the password of HTTP's Basic scheme, which browsers ask for.
+        certificate, key: PEM files for TLS. Without them a token can be read on the way.
+    Raises:
+        InvalidArgumentError: other machines can reach the host and there is no token, the token is short or
+            cannot be read, or there is a key without a certificate.
+
+    The port only reads. Compaction and migration need the Unix socket, which only its owner can open.
+
+    Every user and every browser of a machine can reach its loopback addresses. So without a token the port
+    serves only what keeps the pool's lock for less than a millisecond: the page, `/metrics`, health,
+    `/v1/reading`, `/v1/view` and `/v1/watch`. It refuses names of hosts other than `localhost`, to which the
+    owner of a web site may have rebound its own name, and requests that a page of another site has made.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    token: str | Path | None = None
+    certificate: str | Path | None = None
+    key: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.token, Path):
+            object.__setattr__(self, "token", load_secret(self.token).decode(errors="replace"))
+        elif self.token is not None:
+            check_secret(self.token.encode(errors="replace"), "the token of the port: ")
+        if self.token is None and not _is_loopback(self.host):
+            raise InvalidArgumentError(
+                f"other machines can reach port {self.port} of {self.host}, so it needs a token: pass "
+                "--token-file FILE, or token= to NetworkPort; or serve on 127.0.0.1 and forward the port, "
+                "such as with ssh -L"
+            )
+        if self.key is not None and self.certificate is None:
+            raise InvalidArgumentError("a key needs its certificate; pass --certificate, too")
+
+    @classmethod
+    def parse(cls, address: str, **options: str | Path | None) -> "NetworkPort":
+        """Return the port at `[HOST:]PORT`. Raises InvalidArgumentError for other text, or as the class."""
+        host, _, port = address.rpartition(":")
+        if not port.isascii() or not port.isdecimal() or int(port) > 65535:
+            raise InvalidArgumentError(
+                f"{address!r} is not a port; write PORT or HOST:PORT, such as 127.0.0.1:9400"
+            )
+        return cls(host=host.strip("[]") or cls.host, port=int(port), **options)
+
+    def listen(self, backlog: int) -> socket.socket:
+        """Return a socket that listens on the port. Raises ControlError if that is not possible."""
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        try:
+            listener = socket.create_server((self.host, self.port), family=family, backlog=backlog)
+        except OSError as error:
+            raise ControlError(
+                f"port {self.port} of {self.host}: cannot listen there: {error.strerror}; choose another"
+            ) from error
+        listener.setblocking(False)
+        return listener
+
+    def get_url(self, listener: socket.socket) -> str:
+        """Return the address of the port's socket as a URL."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http{'s' if self.certificate else ''}://{host}:{listener.getsockname()[1]}/"
+
+    def find_refusal(self, method: str, path: str, headers: Mapping[str, str]) -> Refusal | None:
+        """Return why a request through this port is refused, or None."""
+        if self.token is None and _find_host_name(headers.get("host", "")) not in {
+            self.host,
+            *_LOOPBACK_NAMES,
+        }:
+            return Refusal(403, "host", "this port answers to the names localhost, 127.0.0.1 and [::1]")
+        if headers.get("sec-fetch-site", "none") not in ("none", "same-origin") and path != "/":
+            return Refusal(403, "site", "a page of another site has made this request")
+        if self.token is not None and not self._has_token(headers.get("authorization", "")):
+            asks = {"www-authenticate": 'Basic realm="kv_pool", Bearer'}
+            return Refusal(401, "token", "this port needs its token; send Authorization: Bearer TOKEN", asks)
+        if method not in ("GET", "HEAD"):
+            return Refusal(403, "method", "this port only reads; use the Unix socket to change the pool")
+        if self.token is None and path.startswith("/v1/") and path not in _OPEN_PATHS:
+            message = f"this port has no token, so {path} is available at the Unix socket only"
+            return Refusal(403, "token", f"{message}; see kv-pool serve --token-file")
+        return None
+
+    def _has_token(self, authorization: str) -> bool:
+        scheme, _, credentials = authorization.partition(" ")
+        given = credentials.strip().encode()
+        if scheme.lower() == "basic":
+            try:
+                given = base64.b64decode(given).partition(b":")[2]
+            except binascii.Error:
+                return False
+        return hmac.compare_digest(given, str(self.token).encode(errors="replace"))
+
+
+def _find_host_name(host: str) -> str | None:
+    """Return the name in the header Host, without the port."""
+    try:
+        return urlsplit(f"//{host}").hostname
+    except ValueError:
+        return None
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
