@@ -72,12 +72,9 @@ class PoolCommands:
         """Note the state of the pool again and again."""
         while True:
             with suppress(Exception):  # such as of an interrupted pool: the history lacks this state
-                await asyncio.wrap_future(self.at_pool.submit(self._note_state))
+                state = await asyncio.wrap_future(self.at_pool.submit(self._monitor.read_state))
+                self._monitor.history.append(state)
             await asyncio.sleep(HISTORY_INTERVAL_S)
-
-    def _note_state(self) -> None:
-        with self._guard:
-            self._monitor.history.append(self._monitor.read_state())
 
     def stop(self) -> None:
         """Cancel the commands that have not started."""
@@ -87,6 +84,8 @@ class PoolCommands:
     def _carry_out(self, command: messages.Command) -> bytes:
         if isinstance(command, messages.NodeCommand):
             return messages.encode_result(self._carry_out_at_node(command))
+        if isinstance(command, messages.HistoryCommand):
+            return messages.encode_result(self._monitor.summarize())
         with self._guard:
             result = self._carry_out_at_pool(command)
         return messages.encode_result(result)
@@ -123,8 +122,6 @@ class PoolCommands:
                         "--host-tier BLOCKS and --disk-tier FOLDER, other engines with ControlServer(tiers=)"
                     )
                 return self.tiers()
-            case messages.HistoryCommand():
-                return self._monitor.summarize()
             case messages.StatsCommand():
                 return self.pool.get_statistics()
             case messages.DefragCommand():

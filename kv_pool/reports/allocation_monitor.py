@@ -10,7 +10,6 @@ import msgspec
 
 from kv_pool.core.arguments import as_count
 from kv_pool.core.deadlines import read_clock
-from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.reports.controlled_pool import ControlledPool
 from kv_pool.reports.pool_reading import PoolReading, PoolSources, read_pool
 
@@ -87,7 +86,7 @@ class AllocationMonitor:
         {'one sequence': 0.25}
 
     Args:
-        pool: a pool as in `PoolSources`, or an object with a `manager` of blocks such as `KVCacheAllocator`.
+        pool: a `ControlledPool` such as `GPUKVPool`, or a `KVCacheAllocator`.
         max_states: number of states to keep; the oldest are dropped.
         clock: returns the time in seconds, for timestamps.
 
@@ -112,7 +111,7 @@ class AllocationMonitor:
 
     def calculate_fragmentation(self) -> float:
         """Return the pool's fragmentation rate of this moment, 0 to 1, see `PoolStatistics`."""
-        return self.pool.get_statistics().fragmentation_rate
+        return float(self.pool.get_statistics().fragmentation_rate)
 
     def summarize(self) -> PoolHistory:
         """Return what the states in `history` and the current one say about `WINDOWS_S`. O(states)."""
@@ -129,8 +128,8 @@ class AllocationMonitor:
     def read_state(self, scenario: str = "") -> AllocationState:
         """Return the current state, without a fragmentation rate that needs a scan. Cost: `read_pool`."""
         now, pool = self._clock(), self.pool
-        if not isinstance(pool, ControlledPool | BlockPoolCore):
-            pool = getattr(pool, "manager", pool)
+        if not isinstance(pool, ControlledPool):
+            pool = pool.manager
         reading = read_pool(PoolSources(pool=pool))
         return AllocationState(
             timestamp=now,
