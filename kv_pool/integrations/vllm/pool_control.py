@@ -174,13 +174,13 @@ def name_models(scheduler_class: Any) -> None:
     create = scheduler_class.__init__
 
     @wraps(create)
-    def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+    def create_and_name(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         create(self, vllm_config, *args, **kwargs)
         control = getattr(self.kv_cache_manager.block_pool, "control", None)
         if control is not None:
             control.model_name = vllm_config.model_config.served_model_name
 
-    scheduler_class.__init__ = __init__
+    scheduler_class.__init__ = create_and_name
 
 
 def open_socket(pool: BlockPool, control: PoolControl, setting: str) -> None:
