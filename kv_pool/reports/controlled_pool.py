@@ -107,7 +107,7 @@ class ControlledPool(ABC, Generic[Pool]):
             ids = self._list_ids()
             return SequenceList([self.describe(one, self._get_rows(one) or [], immovable) for one in ids])
 
-    def describe(self, sequence_id: Any, rows: Rows, immovable: frozenset[KVCacheBlock]) -> SequenceReport:
+    def describe(self, sequence_id: Any, rows: Rows, immovable: set[KVCacheBlock]) -> SequenceReport:
         """Return the report of a sequence with these rows. Call it with the lock held.
 
         Args:
@@ -156,9 +156,9 @@ class ControlledPool(ABC, Generic[Pool]):
             return get_fragmentation_rate(list_free_runs(read_states(self.block_pool)), self.run_length)
 
 
-def list_immovable(pool: BlockPoolCore) -> frozenset[KVCacheBlock]:
+def list_immovable(pool: BlockPoolCore) -> set[KVCacheBlock]:
     """Return the blocks of a pool that must not be moved. O(held blocks)."""
-    return frozenset(pool.blocks[block_id] for block_id in pool.holds.list_immovable_ids())
+    return {pool.blocks[block_id] for block_id in pool.holds.list_immovable_ids()}
 
 
 class Manager(Protocol):

@@ -6,7 +6,7 @@
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -118,6 +118,9 @@ class CountsMigrations(Protocol):
 
     def count_migrations(self) -> dict[str, int]:
         """Return the running migrations by phase, and the ended ones so far."""
+
+    def list_migrations(self) -> Sequence[Any]:
+        """Return the status of the running migrations and of the last ones that ended, oldest first."""
 
 
 @dataclass(frozen=True, kw_only=True)
