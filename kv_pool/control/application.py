@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from kv_pool.control import messages
 from kv_pool.control.commands import PoolCommands
+from kv_pool.control.health import Health
 from kv_pool.control.network_port import NetworkPort, Refusal
 from kv_pool.errors import ControlError
 from kv_pool.threads import Workers
@@ -29,6 +30,7 @@ class ControlApplication:
     def __init__(self, commands: PoolCommands, refusals: Counter[str], max_threads: int) -> None:
         self._commands = commands
         self._refusals = refusals
+        self.health = Health(commands)
         self._at_pool = Workers("kv_pool control of the pool", 1)
         self._at_node = Workers("kv_pool control of the node", max_threads)
         answers = {name: partial(self._answer, name) for name in messages.COMMANDS}
@@ -36,7 +38,8 @@ class ControlApplication:
             routes=[
                 Route(messages.PATH + name, answer, methods=[messages.COMMANDS[name].method])
                 for name, answer in answers.items()
-            ],
+            ]
+            + [Route("/live", self._live), Route("/ready", self._ready)],
             exception_handlers={HTTPException: self._refuse_path},
         )
 
@@ -50,6 +53,7 @@ class ControlApplication:
 
     def stop(self) -> None:
         """Cancel the commands that have not started."""
+        self.health.stop()
         self._at_pool.stop()
         self._at_node.stop()
 
@@ -64,6 +68,13 @@ class ControlApplication:
             return Response()
         except Exception as error:  # A pool's callback may raise anything; the server continues.
             return _reply(*messages.encode_error(error))
+
+    async def _live(self, request: Request) -> Response:
+        return _reply(200, b'{"is_live":true}')
+
+    async def _ready(self, request: Request) -> Response:
+        report = await self.health.get_report()
+        return _reply(200 if report.is_ready else 503, messages.encode_result(report))
 
     async def _carry_out(self, command: messages.Command) -> bytes:
         workers = self._at_node if isinstance(command, messages.NodeCommand) else self._at_pool
