@@ -714,9 +714,12 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
         self._expire_claims()
         return self._allocation.count_available(priority)
 
-    def _list_rows(self) -> dict[SequenceId, list[Collection[KVCacheBlock]]]:
-        """Return the blocks of each sequence in one row, the least recently accessed sequence first."""
-        return {holder.sequence_id: [holder.blocks] for holder in self.holdings.holders.values()}
+    def _list_ids(self) -> list[SequenceId]:
+        return list(self.holdings.holders)
+
+    def _get_rows(self, sequence_id: SequenceId) -> list[Collection[KVCacheBlock]] | None:
+        holder = self.holdings.holders.get(sequence_id)
+        return None if holder is None else [holder.blocks]
 
     def _report_sequence(
         self, sequence_id: SequenceId, num_blocks: int, num_immovable: int

@@ -11,7 +11,7 @@ from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH, RunBlockPool
 from kv_pool.core.arguments import as_count, as_int, check_type
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
-from kv_pool.errors import ControlError
+from kv_pool.errors import ControlError, InvalidArgumentError
 from kv_pool.ids import BlockId, GroupId, RequestId
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.requests.request import SchedulableRequest
@@ -88,10 +88,12 @@ class ControlledManager(ControlledPool[BlockPoolCore]):
 
     # ---- reports ---------------------------------------------------------------------------------
 
-    def _list_rows(self) -> dict[RequestId, list[list[KVCacheBlock]]]:
-        """Return the rows of each request, in the order of admission; those without tables come last."""
-        rows = list_rows(self.manager)
-        return rows | {one: [] for one in self.manager.detached_requests if one not in rows}
+    def _list_ids(self) -> list[RequestId]:
+        """Return the requests in the order of admission; those without tables come last."""
+        return list(dict.fromkeys([*self.manager.list_request_ids(), *self.manager.detached_requests]))
+
+    def _get_rows(self, sequence_id: RequestId) -> list[list[KVCacheBlock]] | None:
+        return get_rows(self.manager, sequence_id)
 
     def _report_sequence(self, sequence_id: RequestId, num_blocks: int, num_immovable: int) -> SequenceReport:
         request = self._requests.get(sequence_id)
@@ -181,13 +183,13 @@ class ControlledManager(ControlledPool[BlockPoolCore]):
         return pool
 
 
-def list_rows(manager: KVCacheManager) -> dict[RequestId, list[list[KVCacheBlock]]]:
-    """Return the blocks of each request of a manager, one row per group, in the order of admission."""
+def get_rows(manager: KVCacheManager, request_id: RequestId) -> list[list[KVCacheBlock]] | None:
+    """Return the blocks of a request, one row per group; [] while it is detached, None if it has ended."""
     group_ids = [GroupId(group_id) for group_id in range(len(manager.groups))]
-    return {
-        request_id: [manager.get_table(request_id, group_id).blocks for group_id in group_ids]
-        for request_id in manager.list_request_ids()
-    }
+    try:
+        return [manager.get_table(request_id, group_id).blocks for group_id in group_ids]
+    except InvalidArgumentError:
+        return [] if request_id in manager.detached_requests else None
 
 
 def count_use(manager: KVCacheManager) -> dict[str, Any]:

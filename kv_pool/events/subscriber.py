@@ -48,6 +48,7 @@ class SubscriberStatistics:
         is_silent: see `PublisherSilent`.
         num_queued: live batches queued until the answer is complete.
         num_connections: number of times that the live connection was established.
+        is_connected: a publisher is connected now; with several, the last of them that came or went.
         num_unreadable: messages with invalid frames, or of more than `MAX_PUBLISHERS` publishers.
         publishers: the publishers that have sent messages.
     """
@@ -60,6 +61,7 @@ class SubscriberStatistics:
     num_queued: int
     num_connections: int
     num_unreadable: int
+    is_connected: bool = False
     publishers: tuple[StreamSource, ...] = ()
 
 
@@ -232,6 +234,7 @@ class KVEventSubscriber(Closing):
             num_queued=machine.num_queued,
             num_connections=self._num_connections,
             num_unreadable=self._num_unreadable,
+            is_connected=self._sockets.is_connected,
             publishers=tuple(one.source for one in list(self._machines.values())),
         )
 

@@ -41,6 +41,7 @@ class SubscriberSockets:
     Attributes:
         endpoint: with the actual port.
         reconnecting: the pause before `reconnect_if_due` reconnects.
+        is_connected: a publisher is connected now, as far as is known by the last `read`.
 
     Raises:
         EndpointError: an endpoint that cannot be connected to or bound. Nothing is left open.
@@ -65,6 +66,7 @@ class SubscriberSockets:
         self._clock = clock
         self._binds = binds
         self.reconnecting = GrowingPause(_FIRST_RECONNECT_S, _MAX_RECONNECT_S)
+        self.is_connected = False
         self._owns_context = context is None
         self._monitor: zmq.SyncSocket | None = None
         self._replay: zmq.SyncSocket | None = None
@@ -133,7 +135,8 @@ class SubscriberSockets:
         num_events = num_connections = 0
         while self._monitor is not None and (event := receive(self._monitor)) is not None:
             num_events += 1
-            if int.from_bytes(event[0][:2], sys.byteorder) == zmq.EVENT_DISCONNECTED:
+            self.is_connected = int.from_bytes(event[0][:2], sys.byteorder) != zmq.EVENT_DISCONNECTED
+            if not self.is_connected:
                 # ZeroMQ reconnects by itself, but not after a message beyond the size limit.
                 if not self._binds and self.reconnecting.due_s is None:
                     self.reconnecting.plan(self._clock())

@@ -1,9 +1,10 @@
 """`ControlledPool`: a pool with its sequences, as operators see it: its reports and its compaction."""
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
-from itertools import chain
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -14,8 +15,16 @@ from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.reports.layout import PoolLayout, list_free_runs, read_states, read_tables
 from kv_pool.reports.sequences import SequenceList, SequenceReport
 from kv_pool.reports.statistics import PoolStatistics, read_statistics
+from kv_pool.threads import REST_S
 
 Pool = TypeVar("Pool", bound=BlockPoolCore)
+Rows = Sequence[Collection[KVCacheBlock]]
+"""The blocks of a sequence or request, one row per KV cache group."""
+
+SLICE_NS = 500_000
+"""Time after which a long report releases the lock of a pool for a moment."""
+
+_Found = TypeVar("_Found")
 
 
 class ControlledPool(ABC, Generic[Pool]):
@@ -41,8 +50,12 @@ class ControlledPool(ABC, Generic[Pool]):
     num_moved_blocks: int = 0
 
     @abstractmethod
-    def _list_rows(self) -> Mapping[Any, Collection[Collection[KVCacheBlock]]]:
-        """Return the blocks of each sequence or request, one row per group. Called with the lock held."""
+    def _list_ids(self) -> list[Any]:
+        """Return the ids of the sequences or requests that have blocks. Called with the lock held."""
+
+    @abstractmethod
+    def _get_rows(self, sequence_id: Any) -> Rows | None:
+        """Return the blocks of a sequence; None if it has ended. Called with the lock held."""
 
     @abstractmethod
     def _report_sequence(self, sequence_id: Any, num_blocks: int, num_immovable: int) -> SequenceReport:
@@ -72,7 +85,8 @@ class ControlledPool(ABC, Generic[Pool]):
         """Return a snapshot of each block's state and each sequence's runs. O(number of blocks)."""
         with self.lock:
             pool, states = self.block_pool, read_states(self.block_pool)
-            joins, holders = read_tables(len(states), list(chain.from_iterable(self._list_rows().values())))
+            tables = [row for one in self._list_ids() for row in self._get_rows(one) or []]
+            joins, holders = read_tables(len(states), tables)
             return PoolLayout(
                 self.block_size, self.run_length, pool.epoch, self.device_id, states, joins, holders
             )
@@ -80,13 +94,46 @@ class ControlledPool(ABC, Generic[Pool]):
     def describe_sequences(self) -> SequenceList:
         """Return a report on each sequence that holds blocks, the least recent first. O(held blocks)."""
         with self.lock:
-            immovable_ids = set(self.block_pool.holds.list_immovable_ids())
-            reports = []
-            for sequence_id, rows in self._list_rows().items():
-                ids = [block.block_id for row in rows for block in row if not block.is_null]
-                num_immovable = sum(block_id in immovable_ids for block_id in ids)
-                reports.append(self._report_sequence(sequence_id, len(ids), num_immovable))
-            return SequenceList(reports)
+            immovable = list_immovable(self.block_pool)
+            ids = self._list_ids()
+            return SequenceList([self.describe(one, self._get_rows(one) or [], immovable) for one in ids])
+
+    def describe(self, sequence_id: Any, rows: Rows, immovable: frozenset[KVCacheBlock]) -> SequenceReport:
+        """Return the report of a sequence with these rows. Call it with the lock held.
+
+        Args:
+            immovable: the blocks of the pool that must not be moved.
+        Cost: some nanoseconds per block.
+        """
+        null_block = self.block_pool.null_block
+        num_nulls = sum(row.count(null_block) for row in rows if isinstance(row, list))
+        num_immovable = sum(len(immovable.intersection(row)) for row in rows) if immovable else 0
+        return self._report_sequence(sequence_id, sum(map(len, rows)) - num_nulls, num_immovable)
+
+    def read_sequences(
+        self, read: Callable[[Any, Rows], _Found], sequence_ids: Iterable[Any] | None = None
+    ) -> list[_Found]:
+        """Return what `read` returns for the id and the rows of each sequence.
+
+        The lock is released after each half millisecond, so the results may be of different moments.
+
+        Args:
+            read: called with the lock held; must not change the pool.
+            sequence_ids: the sequences; None for all. Those that have ended are left out.
+        """
+        with self.lock:
+            left = deque(self._list_ids() if sequence_ids is None else sequence_ids)
+        found = []
+        while left:
+            with self.lock:
+                until_ns = time.perf_counter_ns() + SLICE_NS
+                while left and time.perf_counter_ns() < until_ns:
+                    sequence_id = left.popleft()
+                    rows = self._get_rows(sequence_id)
+                    if rows is not None:
+                        found.append(read(sequence_id, rows))
+            time.sleep(REST_S)
+        return found
 
     def get_fragmentation_rate(self) -> float:
         """Return the share of possible free runs that is lost to fragmentation, 0 to 1. O(number of blocks).
@@ -98,3 +145,8 @@ class ControlledPool(ABC, Generic[Pool]):
         """
         with self.lock:
             return get_fragmentation_rate(list_free_runs(read_states(self.block_pool)), self.run_length)
+
+
+def list_immovable(pool: BlockPoolCore) -> frozenset[KVCacheBlock]:
+    """Return the blocks of a pool that must not be moved. O(held blocks)."""
+    return frozenset(pool.blocks[block_id] for block_id in pool.holds.list_immovable_ids())

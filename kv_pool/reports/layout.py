@@ -33,17 +33,7 @@ def read_states(pool: BlockPoolCore) -> bytes:
     Free blocks without a hash but with a reuse watcher are CACHED.
     Cost: O(number of blocks); a few nanoseconds per block of a `RunBlockPool`, some tens of a `BlockPool`.
     """
-    if isinstance(pool, RunBlockPool):
-        states = pool.run_index.ages.translate(_STATES_BY_AGE)
-    else:
-        states = bytearray(
-            BlockState.IN_USE
-            if block.ref_cnt
-            else BlockState.EMPTY
-            if block.block_hash is None
-            else BlockState.CACHED
-            for block in pool.blocks
-        )
+    states = read_states_of(pool, slice(None))
     states[0] = BlockState.NULL
     for block_id in pool.holds.list_immovable_ids():
         if states[block_id] == BlockState.IN_USE:
@@ -51,6 +41,16 @@ def read_states(pool: BlockPoolCore) -> bytes:
         elif states[block_id] == BlockState.EMPTY:  # free, without a hash, with a reuse watcher
             states[block_id] = BlockState.CACHED
     return bytes(states)
+
+
+def read_states_of(pool: BlockPoolCore, ids: slice) -> bytearray:
+    """Return the state of these blocks, without regard to holds: EMPTY, CACHED or IN_USE."""
+    if isinstance(pool, RunBlockPool):
+        return pool.run_index.ages[ids].translate(_STATES_BY_AGE)
+    in_use, empty, cached = map(int, (BlockState.IN_USE, BlockState.EMPTY, BlockState.CACHED))
+    return bytearray(
+        in_use if block.ref_cnt else empty if block.key is None else cached for block in pool.blocks[ids]
+    )
 
 
 def list_free_runs(states: bytes) -> list[int]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH
-from kv_pool.control.controlled_manager import count_use, list_rows
+from kv_pool.control.controlled_manager import count_use, get_rows
 from kv_pool.control.messages import TierList
 from kv_pool.control.server import ControlServer
 from kv_pool.control.socket_path import remove_dead_sockets
@@ -95,10 +95,14 @@ class PoolControl(ControlledPool[BlockPool]):
     def block_size(self) -> int:  # type: ignore[override]  # of the engine's pool
         return self.block_pool.hash_block_size
 
-    def _list_rows(self) -> dict[RequestId, list[list[KVCacheBlock]]]:
-        """Return the rows of each request, in the order of admission; {} if vLLM's own manager has them."""
+    def _list_ids(self) -> list[RequestId]:
+        """Return the requests in the order of admission; [] if vLLM's own manager has their tables."""
         manager = self._get_manager()
-        return {} if manager is None else list_rows(manager.manager)
+        return [] if manager is None else manager.manager.list_request_ids()
+
+    def _get_rows(self, sequence_id: RequestId) -> list[list[KVCacheBlock]] | None:
+        manager = self._get_manager()
+        return None if manager is None else get_rows(manager.manager, sequence_id)
 
     def _report_sequence(self, sequence_id: RequestId, num_blocks: int, num_immovable: int) -> SequenceReport:
         return SequenceReport(sequence_id, num_blocks, None, None, False, num_immovable_blocks=num_immovable)
