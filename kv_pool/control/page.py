@@ -1,0 +1,28 @@
+"""`load_page`: the web page of a pool, with the headers that confine it."""
+
+import re
+from base64 import b64encode
+from hashlib import sha256
+from importlib.resources import files
+
+
+def load_page() -> tuple[bytes, dict[str, str]]:
+    """Return the page, HTML without any data of a pool, and the headers to send with it.
+
+    They allow its own script and style only, by their hashes, and connections to its own server.
+    """
+    page = files("kv_pool.control").joinpath("page.html").read_bytes()
+    hashes = {}
+    for tag in (b"script", b"style"):
+        [content] = re.findall(b"<%b>(.*?)</%b>" % (tag, tag), page, re.DOTALL)
+        hashes[tag.decode()] = f"'sha256-{b64encode(sha256(content).digest()).decode()}'"
+    return page, {
+        "Content-Type": "text/html; charset=utf-8",
+        "Content-Security-Policy": (
+            f"default-src 'none'; script-src {hashes['script']}; style-src {hashes['style']}; "
+            "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        ),
+        "Cache-Control": "no-store",
+        "Referrer-Policy": "no-referrer",
+        "X-Content-Type-Options": "nosniff",
+    }
