@@ -39,17 +39,15 @@ class Served:
         self.readings = Readings(padding)
         self.watch = Watch({"view": Feed(self.readings, interval_s)})
         self.refusals = Counter()
-        self._connections = Connections(self.watch, self.refusals, 64, timeout_s)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._listener.setblocking(False)
+        self._connections = Connections(self.watch, self.refusals, 64, timeout_s, self._listener)
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever)
 
     def __enter__(self):
         self._thread.start()
-        self._accepting = asyncio.run_coroutine_threadsafe(
-            self._connections.accept(self._listener), self.loop
-        )
+        self._accepting = asyncio.run_coroutine_threadsafe(self._connections.accept(), self.loop)
         return self
 
     def __exit__(self, *_):
