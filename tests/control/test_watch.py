@@ -47,11 +47,10 @@ class Served:
 
     def __enter__(self):
         self._thread.start()
-        self._accepting = asyncio.run_coroutine_threadsafe(self._connections.accept(), self.loop)
+        self.loop.call_soon_threadsafe(self._connections.start)
         return self
 
     def __exit__(self, *_):
-        self._accepting.cancel()
         self.stop_watch()
         asyncio.run_coroutine_threadsafe(self._connections.close(), self.loop).result(10)
         self.loop.call_soon_threadsafe(self.loop.stop)
