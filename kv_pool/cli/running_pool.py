@@ -22,7 +22,6 @@ from kv_pool.drawing import check_can_draw
 from kv_pool.errors import DrawingError
 from kv_pool.ids import BlockId, NodeName
 from kv_pool.lab.tables import Column, Report, ReportTable, make_table
-from kv_pool.metrics.latency import CallLatency
 from kv_pool.option import Option, setting
 from kv_pool.reports import (
     HoldList,
@@ -32,6 +31,7 @@ from kv_pool.reports import (
     PoolStatistics,
     SequenceList,
 )
+from kv_pool.reports.latency import CallLatency
 
 WATCH = Option("Refresh until Ctrl-C.")
 

@@ -29,7 +29,7 @@ from kv_pool.errors import ControlError, InvalidArgumentError, describe_known
 from kv_pool.foreign_bytes import UNDECODABLE, UNENCODABLE
 from kv_pool.ids import BlockId, NodeName, RequestId, SequenceId
 from kv_pool.migration.messages import MigrationStatus
-from kv_pool.tiers.tier import TierStatistics
+from kv_pool.reports.tiers import TierList as TierList
 
 MAX_COMMAND_BYTES = 4096
 
@@ -170,19 +170,6 @@ class MigrationList(msgspec.Struct, frozen=True):
 
     name: NodeName
     migrations: list[MigrationStatus]
-
-
-class TierList(msgspec.Struct, frozen=True):
-    """The tiers of a pool, fastest first, and the media in which prefixes of requests were hit.
-
-    Attributes:
-        hit_blocks: hit blocks by medium; GPU is the pool itself.
-        num_dropped: evicted blocks that were offloaded to no tier.
-    """
-
-    hit_blocks: dict[str, int]
-    tiers: list[TierStatistics]
-    num_dropped: int = 0
 
 
 class _Error(msgspec.Struct):

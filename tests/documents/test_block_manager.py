@@ -1,7 +1,7 @@
 """The report on a block manager for one GPU (hash map, reference counts, preemption), call by call.
 
-In the order of the report: hashes, `allocate`, `deallocate`, figures. `integrations/test_nano_vllm_random.py`
-has its scheduler. Its activation buffers (a pool of 128 MB in C++) are left out: they hold no KV.
+In the order of the report: hashes, `allocate`, `deallocate`, figures. `integrations/test_nano_vllm.py`
+replays its scheduler. Its activation buffers (a pool of 128 MB in C++) are left out: they hold no KV.
 """
 
 import random

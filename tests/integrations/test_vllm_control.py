@@ -2,11 +2,13 @@
 
 import gc
 import logging
+import multiprocessing
 import os
 import threading
 from types import SimpleNamespace
 
 import pytest
+from events.peers.dynamo_indexer import find_free_port
 from integrations.test_vllm_plugin import made_up_vllm, run  # noqa: F401, a fixture
 
 from kv_pool import BlockPool, ControlError
@@ -151,3 +153,16 @@ def test_setting_1_opens_the_default_socket_of_the_process(control, made_up_vllm
     _, logged = run(made_up_vllm, code, VLLM_PLUGINS="kv_pool", KV_POOL_VLLM_CONTROL=control)
     assert len([text for _, text in logged if "kv-pool stats --socket" in text]) == (control == "1")
     assert not list(made_up_vllm.rglob("*.sock")), os.listdir(made_up_vllm)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "rank"), [("EngineCore", "{}", 0), ("EngineCore_DP3", "127.0.0.1:{}", 3)]
+)
+def test_each_rank_answers_at_a_port_of_its_own(path, monkeypatch, caplog, name, given, rank):
+    first = find_free_port()
+    monkeypatch.setenv("KV_POOL_VLLM_CONTROL_PORT", given.format(first))
+    monkeypatch.setattr(multiprocessing.current_process(), "name", name)
+    with caplog.at_level(logging.INFO, "vllm.kv_pool"):
+        pool = make_pool()
+    assert pool.control.block_pool is pool
+    assert f"and at http://127.0.0.1:{first + rank}/" in caplog.text

@@ -28,12 +28,6 @@ def end(driver, *requests):
         driver.end(request, 0.0)
 
 
-def test_calls_are_timed():
-    driver = make_driver(2)
-    driver.look_up(make_request(1, 4))
-    assert driver.finish(0.0).look_up.total_ns > 0
-
-
 def test_blocks_per_run_is_a_mean_over_all_tables():
     driver = make_driver(10)
     first, second, third = make_request(1, 4), make_request(2, 4), make_request(3, 12)

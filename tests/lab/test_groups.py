@@ -211,37 +211,6 @@ def test_hits_of_several_groups_match_a_slow_model(tmp_path, groups, chunk_token
 # ---- cost of groups ----------------------------------------------------------------------------
 
 
-def run_conversations(num_blocks, groups, **settings):
-    return run_replay(
-        ReplaySettings("mooncake_conversation", num_blocks, groups=groups, limit=1000, **settings)
-    )
-
-
-@pytest.mark.parametrize("clock", ["instant", "trace"])
-def test_window_needs_no_more_blocks_than_full_attention(clock):
-    full, window, narrow = (
-        run_conversations(5000, groups, clock=clock, chunk_tokens=2048)
-        for groups in ("full", "window:8192", "window:1024")
-    )
-    assert narrow.peak_blocks_in_use <= window.peak_blocks_in_use <= full.peak_blocks_in_use
-    assert narrow.mean_blocks_in_use < window.mean_blocks_in_use < full.mean_blocks_in_use
-
-
-def test_second_group_reduces_hits_of_the_first():
-    full, hybrid = (run_conversations(2000, groups) for groups in ("full", "full,window:1024"))
-    assert 0 < hybrid.blocks_hit < full.blocks_hit
-    assert hybrid.evictions > full.evictions
-
-
-def test_without_evictions_all_groups_hit_as_full_attention():
-    full, hybrid = (
-        run_conversations(100_000, groups, chunk_tokens=512)
-        for groups in ("full", "full,window:1024,chunked:4096,mamba")
-    )
-    assert full.evictions == hybrid.evictions == 0
-    assert hybrid.tokens_hit == full.tokens_hit > 0
-
-
 def test_steps_with_a_window_fit_prompts_larger_than_the_pool(tmp_path):
     path = write_trace(tmp_path / "trace.jsonl", [record(800, list(range(100)))] * 2)
     settings = ReplaySettings(str(path), 10, trace_block_size=8, groups="window:17")

@@ -86,17 +86,3 @@ def test_random_traces_match_a_slow_model(tmp_path, convention, partial_ids, see
     assert report.token_hit_rate == model.counts["tokens_hit"] / model.counts["tokens_in"]
     assert report.block_hit_rate == model.counts["blocks_hit"] / model.counts["blocks_looked_up"]
     assert report.mean_blocks_in_use == pytest.approx(model.sum_in_use / len(records))
-
-
-def run_small(tmp_path, records, num_blocks, **settings):
-    path = write_trace(tmp_path / "trace.jsonl", records)
-    return run_replay(ReplaySettings(str(path), num_blocks, trace_block_size=8, **settings))
-
-
-@pytest.mark.parametrize(("block_size", "blocks_hit", "tokens_hit"), [(4, 4, 16), (8, 2, 16), (16, 1, 16)])
-def test_pool_and_trace_block_sizes_may_differ(tmp_path, block_size, blocks_hit, tokens_hit):
-    records = [record(32, [1, 2, 3, 4]), record(32, [1, 2, 5, 6])]
-    report = run_small(tmp_path, records, 20, block_size=block_size)
-    assert report.block_size == block_size
-    assert (report.blocks_hit, report.tokens_hit) == (blocks_hit, tokens_hit)
-    assert report.blocks_looked_up == 2 * 32 // block_size

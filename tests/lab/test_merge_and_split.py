@@ -11,7 +11,6 @@ from kv_pool import InvalidArgumentError, TraceError
 from kv_pool.lab import trace_writer
 from kv_pool.lab.merge import merge_traces, name_tenants, split_trace
 from kv_pool.lab.trace import Trace
-from kv_pool.lab.trace_info import describe_trace
 from kv_pool.lab.trace_writer import open_trace_writer
 
 
@@ -76,17 +75,6 @@ def test_shared_ids_stay(tmp_path):
     ids = {hash_id for one in lines for hash_id in one["hash_ids"]}
     assert ids == {hash_id for _, ones in parts for one in ones for hash_id in one["hash_ids"]}
     assert {one["hash_id_offset"] for one in lines} == {0}
-
-
-def test_hits_of_disjoint_tenants_are_the_sums(tmp_path):
-    parts = make_parts(tmp_path, 2)
-    merged = describe_trace(Trace(merge(tmp_path, parts), block_size=8))
-    singles = [describe_trace(Trace(path, block_size=8)) for path, _ in parts]
-    for convention, found in merged.ceilings.items():
-        assert found.tokens_hit == sum(one.ceilings[convention].tokens_hit for one in singles)
-    assert merged.distinct_blocks == sum(one.distinct_blocks for one in singles)
-    assert merged.sessions == sum(one.sessions for one in singles)
-    assert merged.tenants == 3
 
 
 def test_late_requests_come_with_their_predecessors(tmp_path):

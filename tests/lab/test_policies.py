@@ -6,7 +6,6 @@ from itertools import islice
 
 import pytest
 from lab.made_trace import make_random_records, write_trace
-from lab.test_instant_clock import REFERENCE, assert_reference
 
 from kv_pool import BlockPool, BlockRemoved, InvalidArgumentError, KVCacheManager
 from kv_pool.adapter.gpu_kv_pool import GPUKVPool
@@ -42,19 +41,6 @@ def list_removed(settings):
     publisher = Removed()
     run_replay(settings, feed=EventFeed(publisher))
     return publisher.hashes
-
-
-@pytest.mark.parametrize(
-    "capacity", ["10000", *(pytest.param(one, marks=pytest.mark.slow) for one in ("1000", "30000"))]
-)
-@pytest.mark.parametrize("convention", ["full_blocks_cap", "ids_as_blocks_cap"])
-def test_lru_as_a_policy_gives_the_reference_counts(convention, capacity):
-    settings = ReplaySettings(
-        "mooncake_conversation", int(capacity), convention=convention, policy=LRU_AS_POLICY
-    )
-    report = run_replay(settings)
-    assert_reference(report, REFERENCE["mooncake_conversation"]["conventions"][convention][capacity])
-    assert report.settings["policy"] == LRU_AS_POLICY
 
 
 @pytest.mark.parametrize("clock", ["instant", "trace"])

@@ -58,17 +58,6 @@ def test_no_block_hash_is_shared_after_a_difference():
 
 
 @pytest.mark.parametrize(
-    ("block_size", "num_blocks", "num_shared"),
-    [(8, 4, 2), (4, 8, 4), (16, 2, 1), (6, 5, 2), (12, 2, 1), (32, 1, 0), (33, 0, 0), (1, 32, 16)],
-)
-def test_shared_ids_determine_the_shared_blocks(block_size, num_blocks, num_shared):
-    first = hash_ids_to_block_hashes([1, 2, 3, 4], 8, 32, block_size)
-    second = hash_ids_to_block_hashes([1, 2, 8, 9], 8, 32, block_size)
-    assert len(first) == num_blocks
-    assert count_shared(first, second) == num_shared
-
-
-@pytest.mark.parametrize(
     ("convention", "num_tokens", "num_cacheable_blocks", "max_hit_tokens"),
     [
         ("full_blocks_cap", 20, 2, 19),

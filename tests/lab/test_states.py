@@ -10,11 +10,9 @@ import random
 import pytest
 from lab.made_trace import record, write_trace
 
-from kv_pool import InvalidArgumentError
 from kv_pool.core.kv_events import BlockStored
 from kv_pool.events.event_publisher import NullEventPublisher
 from kv_pool.lab.event_feed import EventFeed
-from kv_pool.lab.groups import STATES, make_prefix_rules
 from kv_pool.lab.request_outcomes import RequestOutcome
 from kv_pool.lab.settings import ReplaySettings
 from kv_pool.lab.simulator import run_replay
@@ -94,12 +92,3 @@ def test_states_at_every_block_hit_whole_prefixes(workload, tmp_path):
     _, outcomes, states = replay(tmp_path, make_records(*workload, "turns", 0), "blocks")
     assert max(states) == 2200 // 528
     assert {outcome.tokens_hit for outcome in outcomes} == {0, workload[0] // 528 * 528}
-
-
-def test_unknown_states_are_refused(tmp_path):
-    with pytest.raises(InvalidArgumentError, match="unknown states 'all'; known are steps, blocks"):
-        replay(tmp_path, make_records(1600, 600, "turns", 0), "all")
-
-
-def test_each_choice_has_rules():
-    assert [make_prefix_rules(states) is None for states in STATES] == [True, True, False, False]

@@ -11,7 +11,6 @@ import random
 from collections import Counter
 from dataclasses import dataclass
 
-from manager.random_companions import RandomRetention, RandomSwaps
 from manager.slow_manager_model import (
     count_blocks,
     count_free_blocks,
@@ -54,9 +53,6 @@ class Setup:
     max_model_len: int = 48
     caching: bool = True
     runs: bool = False
-    num_host_blocks: int = 0
-    keeps: bool = False
-    """With retention."""
     bounded: bool = False
     """With `PrefixRules(bounded_states=True)`, whose counts the model does not compute."""
 
@@ -110,17 +106,13 @@ class RandomScheduler:
         pool_class = RunBlockPool if setup.runs else BlockPool
         self.pool = pool_class(setup.num_blocks + 1, setup.caching, setup.hash_block_size)
         self.engine = TokenEngine(setup.num_blocks + 1, setup.groups)
-        retention = RandomRetention(self, setup.num_blocks // 4) if setup.keeps else None
         self.manager = KVCacheManager(
             self.pool,
             groups=setup.groups,
             max_model_len=setup.max_model_len,
             watermark=setup.watermark,
-            retention=retention and retention.retention,
             prefix_rules=PrefixRules(bounded_states=True, partial_hits=False) if setup.bounded else None,
         )
-        self.swaps = RandomSwaps(self, setup.num_host_blocks) if setup.num_host_blocks else None
-        self.companions = [one for one in (self.swaps, retention) if one is not None]
         self.hasher = BlockHasher("sha256", "s", setup.hash_block_size)
         self.encoders = [[self.rng.getrandbits(60) for _ in range(size)] for size in (1, 5, 8)]
         self.documents = [self._draw_tokens(setup.max_model_len) for _ in range(4)]
@@ -136,12 +128,8 @@ class RandomScheduler:
 
     def drain(self):
         """End all requests and check that no block is in use."""
-        if self.swaps is not None:
-            self.swaps.drain()
         for sequence in [*self.running, *self.loading]:
             self.manager.free(sequence.request)
-        for companion in self.companions:
-            companion.drain()
         self.running, self.loading = [], {}
         assert self.manager.list_request_ids() == []
         assert self.manager.take_block_copies() == []
@@ -167,8 +155,6 @@ class RandomScheduler:
             self._arrive()
         for sequence in [one for one in self.loading if rng.random() < 0.3]:
             self._finish_loading(sequence)
-        for companion in self.companions:
-            companion.act()
         for _ in range(2):
             if self.running and rng.random() < 0.08:
                 self._take_slots_early(rng.choice(self.running))
@@ -188,11 +174,7 @@ class RandomScheduler:
         if rng.random() < 0.03:
             self.pool.evict_blocks(rng.sample(range(1, self.setup.num_blocks + 1), 2))
         if rng.random() < (0.01 if self.running or self.loading else 0.2):
-            held = [hold.reason for hold in self.pool.holds.list_holds() if hold.has_blocks]
-            is_idle = not self.manager.list_request_ids() and not {*held} - {"pinned by a directive"}
-            if self.swaps is not None:
-                swapper = self.swaps.swapper
-                is_idle = is_idle and not swapper.list_swapped_out() and not swapper.list_open_plans()
+            is_idle = not self.manager.list_request_ids()
             assert self.manager.reset_prefix_cache() == is_idle
             self.done["reset"] += is_idle
 
@@ -390,9 +372,7 @@ class RandomScheduler:
             if self.last_status is AllocStatus.NEVER:
                 self.waiting.remove(sequence)
                 self.done["too large"] += 1
-            elif not (
-                self.running or self.loading or any(hold.has_blocks for hold in self.pool.holds.list_holds())
-            ):
+            elif not (self.running or self.loading):
                 raise AssertionError(f"{sequence.name} waits for blocks that no request holds")
             self.done["refusals"] += 1
             return
@@ -471,7 +451,7 @@ class RandomScheduler:
 
     def _check_order(self, released):
         """Check that these blocks, if still free, are last in the queue, in this order."""
-        if self.setup.keeps or self.setup.runs:
+        if self.setup.runs:
             return
         queue = [block.block_id for block in self.pool.free_block_queue.get_all_free_blocks()]
         left = [block_id for block_id in released if block_id in queue]
@@ -576,8 +556,6 @@ class RandomScheduler:
 
     def _check(self):
         check_manager(self.manager, [one.request for one in [*self.running, *self.loading]])
-        for companion in self.companions:
-            companion.check()
         for sequence in self.running:
             num_computed = sequence.request.num_computed_tokens
             for group_id, spec in enumerate(self.setup.groups):

@@ -91,27 +91,6 @@ SETUPS = [
     ),
     Setup(name="cross attention", groups=(FULL, CrossAttentionSpec(block_size=3)), num_blocks=34),
     Setup(name="encoder only", groups=(EncoderOnlyAttentionSpec(block_size=4), FULL), num_blocks=24),
-    Setup(name="full attention, with a host", groups=(FULL,), num_blocks=20, num_host_blocks=20),
-    Setup(
-        name="full and window, with a host",
-        groups=(FULL, SlidingWindowSpec(block_size=4, sliding_window=9)),
-        num_blocks=36,
-        num_host_blocks=24,
-        watermark=0.05,
-    ),
-    Setup(
-        name="full and states, with a host",
-        groups=(FULL, MambaSpec(block_size=8)),
-        num_blocks=34,
-        num_host_blocks=24,
-    ),
-    Setup(name="full attention, with retention", groups=(FULL,), num_blocks=24, keeps=True),
-    Setup(
-        name="full and window, with retention",
-        groups=(FULL, SlidingWindowSpec(block_size=4, sliding_window=9)),
-        num_blocks=36,
-        keeps=True,
-    ),
     Setup(
         name="all at once",
         groups=(
@@ -121,10 +100,8 @@ SETUPS = [
             CrossAttentionSpec(block_size=4),
         ),
         num_blocks=44,
-        num_host_blocks=24,
         hash_block_size=2,
         watermark=0.05,
-        keeps=True,
     ),
 ]
 

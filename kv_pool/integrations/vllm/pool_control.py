@@ -5,26 +5,34 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cache, wraps
+from multiprocessing import current_process
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH
-from kv_pool.control.controlled_manager import count_use, get_rows
-from kv_pool.control.messages import TierList
+from kv_pool.control.controlled_manager import get_rows
+from kv_pool.control.network_port import NetworkPort
 from kv_pool.control.server import ControlServer
 from kv_pool.control.socket_path import remove_dead_sockets
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_pool import BlockPool
 from kv_pool.core.kv_events import MEDIUM_GPU, KVCacheEvent
-from kv_pool.environment import CONTROL, LEVEL, find_control
-from kv_pool.errors import ControlError, MissingDependencyError, OutOfThreadsError
+from kv_pool.environment import CONTROL, CONTROL_PORT, LEVEL, find_control
+from kv_pool.errors import (
+    ControlError,
+    InvalidArgumentError,
+    MissingDependencyError,
+    OutOfThreadsError,
+)
 from kv_pool.ids import NodeName, RequestId
 from kv_pool.loggers import get_logger
 from kv_pool.manager.engine.engine_manager import EngineManager
-from kv_pool.reports.controlled_pool import ControlledPool
+from kv_pool.reports.controlled_pool import ControlledPool, count_use
 from kv_pool.reports.sequences import SequenceList, SequenceReport
+from kv_pool.reports.tiers import TierList
 
 if TYPE_CHECKING:
     from kv_pool.integrations.vllm.connector.tier_scheduler import TierScheduler
@@ -107,7 +115,7 @@ class PoolControl(ControlledPool[BlockPool]):
     def _report_sequence(self, sequence_id: RequestId, num_blocks: int, num_immovable: int) -> SequenceReport:
         return SequenceReport(sequence_id, num_blocks, None, None, False, num_immovable_blocks=num_immovable)
 
-    def _count_more(self) -> dict[str, Any]:
+    def count_more(self) -> dict[str, Any]:
         manager = self._get_manager()
         own = {"taken_events": dict(self.taken_events), **self.lookups}
         return own if manager is None else own | count_use(manager.manager)
@@ -141,6 +149,21 @@ class PoolControl(ControlledPool[BlockPool]):
         raise ControlError(_NOTHING_MOVES)
 
 
+def get_rank() -> int:
+    """Return the data-parallel rank of this process, by the name that vLLM gives to an engine's process."""
+    rank = current_process().name.partition("EngineCore_DP")[2]
+    return int(rank) if rank.isdecimal() else 0
+
+
+def find_port() -> NetworkPort | None:
+    """Return the TCP port of this engine, or None. Raises InvalidArgumentError, see `NetworkPort.parse`."""
+    given = os.environ.get(CONTROL_PORT, "0")
+    if given in ("", "0"):
+        return None
+    port = NetworkPort.parse(given)
+    return replace(port, port=port.port + get_rank())
+
+
 def open_socket(pool: BlockPool, control: PoolControl, setting: str) -> None:
     """Serve a pool until it is discarded or the process ends. A failure is logged; the engine continues.
 
@@ -154,14 +177,16 @@ def open_socket(pool: BlockPool, control: PoolControl, setting: str) -> None:
             node_name=NodeName(f"vllm-{os.getpid()}"),
             why_no_node=_NOTHING_MOVES,
             tiers=control.get_tiers,
+            port=find_port(),
         )
         server.start()
-    except (ControlError, MissingDependencyError, OutOfThreadsError) as error:
+    except (ControlError, InvalidArgumentError, MissingDependencyError, OutOfThreadsError) as error:
         own = "" if setting == "1" else f". With {CONTROL}=1 each engine process has its own"
         logger.warning("kv_pool could not open a control socket: %s%s", error, own)
         return
     weakref.finalize(pool, _stop, server, os.getpid())
-    logger.info("kv_pool answers at %s: kv-pool stats --socket %s", server.path, server.path)
+    also = "" if server.url is None else f", and at {server.url}"
+    logger.info("kv_pool answers at %s: kv-pool stats --socket %s%s", server.path, server.path, also)
 
 
 def remove_sockets_at_exit(setting: str) -> None:

@@ -2,19 +2,17 @@
 
 import random
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import combinations
 
 import pytest
 from lab.curves.made_reuse import make_repeating_records, read_prompts, read_reuse, record_reuse
 from lab.made_trace import make_random_records, write_trace
 
 from kv_pool import InvalidArgumentError
-from kv_pool.lab.curves.lru_curve import LruCurve
 from kv_pool.lab.curves.optimum_curve import OptimumCurve
 from kv_pool.lab.replay_request import CONVENTIONS
 from kv_pool.lab.settings import ReplaySettings
 from kv_pool.lab.simulator import run_replay
-from kv_pool.lab.sweep import count_infinite_hits
 
 SIZE = 4
 
@@ -93,30 +91,6 @@ def test_exhaustive_search_finds_no_more_hits(tmp_path, part):
                 if curve.is_prefix_closed:
                     assert keeping_prefixes == num_blocks
     assert num_cases >= 250
-
-
-@pytest.mark.parametrize("convention", CONVENTIONS)
-@pytest.mark.parametrize("seed", range(4))
-def test_lru_is_below_and_both_rise_to_the_infinite_cache(tmp_path, convention, seed):
-    path = write_trace(
-        tmp_path / "trace.jsonl", make_random_records(random.Random(seed), 90, SIZE, partial_ids=True)
-    )
-    settings = ReplaySettings(str(path), 1, trace_block_size=SIZE, convention=convention)
-    reuse = read_reuse(settings)
-    lru, optimum = LruCurve(reuse), OptimumCurve(reuse)
-    capacities = range(1, reuse.num_distinct + reuse.largest_request + 2)
-    for capacity in capacities:
-        lru_blocks, lru_tokens = lru.count_hits(capacity)
-        assert lru_blocks <= optimum.count_hits(capacity)[0]
-        assert lru_tokens <= optimum.bound_tokens(capacity)
-    without_refusals = [capacity for capacity in capacities if capacity >= reuse.largest_request]
-    for smaller, larger in pairwise(without_refusals):
-        assert lru.count_hits(smaller) <= lru.count_hits(larger)
-        assert optimum.count_hits(smaller) <= optimum.count_hits(larger)
-    bound = count_infinite_hits(settings)
-    ceiling = (bound.blocks_hit, bound.tokens_hit)
-    assert lru.count_hits(capacities[-1]) == optimum.count_hits(capacities[-1]) == ceiling
-    assert optimum.bound_tokens(capacities[-1]) == bound.tokens_hit
 
 
 @pytest.mark.parametrize("seed", range(8))

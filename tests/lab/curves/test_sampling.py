@@ -81,16 +81,6 @@ def test_estimates_of_a_real_trace_are_within_their_errors():
             assert true_counts.token_rate_error == 0
 
 
-def test_independent_sessions_give_close_estimates(tmp_path):
-    settings = settings_for(tmp_path, make_sessions(1500, 4, with_sessions=True))
-    capacities = [1000, 3000, 6000, 12_500]
-    exact = measure_curves(settings, capacities)
-    estimated = measure_curves(settings, capacities, sample_rate=0.2)
-    for true, found in zip(exact.points, estimated.points, strict=True):
-        assert found.lru.block_hit_rate == pytest.approx(true.lru.block_hit_rate, abs=0.03)
-        assert found.optimum.block_hit_rate == pytest.approx(true.optimum.block_hit_rate, abs=0.03)
-
-
 def test_sampled_report_matches_its_schema(tmp_path):
     settings = settings_for(tmp_path, make_sessions(200, 4, with_sessions=True))
     write_json(measure_curves(settings, sample_rate=0.5), str(tmp_path / "curve.json"))

@@ -78,7 +78,6 @@ def test_columns_are_found_by_name(tmp_path, header, unit, arrival_ms):
         (AZURE + "yesterday,4,1\n", r":5: "),
         (AZURE + "2023-11-16 18:17:00,1e999,1\n", r":5: "),
         (AZURE + "2023-11-16 18:17:00,150000000,1\n", r":5: the prompt has 150,000,000 tokens"),
-        (AZURE + "1e308,4,1\n", r":5: the arrival is"),
         (AZURE + "2023-11-16 18:17:00,4,1e30\n", r":5: the output has"),
     ],
 )

@@ -117,8 +117,6 @@ BROKEN = {
     "not JSON": "nonsense",
     "no requests": '{"block_size": 64}',
     "no block size": '{"requests": []}',
-    "not text": b"\xff\xfe",
-    "nested": '{"x": ' + "[" * 10**5 + "]" * 10**5 + "}",
     "no ids": json.dumps({"block_size": 64, "requests": [{"t": 0.0, "in": 65}]}),
     "no length": json.dumps({"block_size": 64, "requests": [{"t": 0.0, "hash_ids": []}]}),
     "time of 1e308": json.dumps({"block_size": 64, "requests": [request(1e308, [1])]}),

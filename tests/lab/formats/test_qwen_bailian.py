@@ -73,7 +73,6 @@ def test_a_trace_is_converted(tmp_path):
         "nonsense",
         {},
         chat(1, -1, -1, [1]),
-        chat(1, -1, 1e308, [1]),
         chat(1, -1, 0, [1], input_length=100),
         chat(1, -1, 0, ["x"]),
     ],

@@ -5,7 +5,7 @@ import hashlib
 import math
 import statistics
 import tracemalloc
-from collections import Counter, defaultdict
+from collections import Counter
 from itertools import islice, pairwise
 
 import msgspec
@@ -159,21 +159,6 @@ def test_memory_is_that_of_living_sessions():
 # ---- statistics --------------------------------------------------------------------------------
 
 
-def collect(requests):
-    """Return the requests of each session, in order."""
-    sessions = defaultdict(list)
-    for one in requests:
-        sessions[one.session_id].append(one)
-    return sessions
-
-
-def check_lognormal(values, median, sigma):
-    logs = [math.log(value) for value in values]
-    error = sigma / math.sqrt(len(logs))
-    assert abs(statistics.mean(logs) - math.log(median)) < 4 * error + 0.01
-    assert abs(statistics.stdev(logs) - sigma) < 4 * error + 0.01
-
-
 def test_sessions_arrive_as_a_poisson_process():
     requests = generate("rag", 5000, seed=8, sessions_per_s=4.0)
     gaps = [(later.timestamp - one.timestamp) / 1000 for one, later in pairwise(requests)]
@@ -183,20 +168,6 @@ def test_sessions_arrive_as_a_poisson_process():
     num_seconds = requests[-1].timestamp // 1000
     empty = sum(second not in seconds for second in range(num_seconds)) / num_seconds
     assert abs(empty - math.exp(-4)) < 4 * math.sqrt(math.exp(-4) / num_seconds)
-
-
-def test_conversations_have_the_stated_turns_and_pauses():
-    settings = {"think_time": Distribution("lognormal", 1.26, 1.0), "max_tokens": 16_000_000}
-    requests = generate("chat", 20_000, seed=10, sessions_per_s=10.0, **settings)
-    sessions = collect(requests)
-    # A conversation that starts well before the end is over.
-    done = [one for one in sessions.values() if one[0].timestamp < requests[-1].timestamp - 120_000]
-    assert len(done) > 4000
-    turns = [len(one) for one in done]
-    assert abs(statistics.mean(turns) - 2.5) < 4 * math.sqrt(1.5 * 2.5 / len(done)) + 0.02
-    assert abs(sum(num == 1 for num in turns) / len(done) - 0.4) < 4 * math.sqrt(0.24 / len(done))
-    pauses = [later.timestamp - one.timestamp + 0.5 for turn in done for one, later in pairwise(turn)]
-    check_lognormal(pauses, 1260, 1.0)
 
 
 # ---- limits ------------------------------------------------------------------------------------
