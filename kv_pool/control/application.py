@@ -46,6 +46,7 @@ class ControlApplication:
         routes = [
             Route("/live", self._live),
             Route("/ready", self._ready),
+            Route("/metrics", self._answer_metrics),
             Route(f"{messages.PATH}watch", self._watch, methods=["GET"]),
         ]
         for name, kind in messages.COMMANDS.items():
@@ -96,6 +97,18 @@ class ControlApplication:
     async def _ready(self, request: Request) -> Response:
         report = await self.health.get_report()
         return _reply(200 if report.is_ready else 503, messages.encode_result(report))
+
+    async def _answer_metrics(self, request: Request) -> Response:
+        accept = request.headers.get("accept", "")
+        try:
+            from kv_pool.metrics.prometheus import PoolMetrics, encode_metrics
+
+            metrics = PoolMetrics([self._commands.sources])
+            answer = self._at_pool.submit(lambda: encode_metrics(metrics, accept))
+            content_type, body = await asyncio.wrap_future(answer)
+        except Exception as error:  # such as of an interrupted pool, or without prometheus_client
+            return _reply(*messages.encode_error(error))
+        return Response(body, headers={"content-type": content_type})
 
     async def _carry_out(self, command: messages.Command) -> bytes:
         workers = self._at_node if isinstance(command, messages.NodeCommand) else self._at_pool
