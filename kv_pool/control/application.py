@@ -4,10 +4,10 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 import msgspec
 from starlette.applications import Starlette
@@ -20,12 +20,16 @@ from starlette.types import Receive, Scope, Send
 from kv_pool.control import messages
 from kv_pool.control.network_port import NetworkPort, Refusal
 from kv_pool.errors import ControlError
+from kv_pool.reports.allocation_monitor import WINDOWS_S, AllocationMonitor
 from kv_pool.reports.controlled_pool import ControlledPool
 from kv_pool.reports.holds import explain_block, list_holds
 from kv_pool.threads import Workers
 
 if TYPE_CHECKING:
     from kv_pool.control.live_node import LiveNode
+
+HISTORY_INTERVAL_S = 3
+"""Seconds between two states of the pool that the server keeps; 300 states are 15 minutes."""
 
 
 class PoolCommands:
@@ -52,6 +56,7 @@ class PoolCommands:
         self._path = path
         self._why_no_node = why_no_node
         self._guard = guard
+        self._monitor = AllocationMonitor(pool, max(WINDOWS_S) // HISTORY_INTERVAL_S)
         self.at_pool = Workers("kv_pool control of the pool", 1)
         self.at_node = Workers("kv_pool control of the node", max_threads)
 
@@ -63,6 +68,14 @@ class PoolCommands:
         except asyncio.CancelledError as error:  # by `stop`, before it has started
             raise ControlError(f"the server at {self._path} stops") from error
 
+    async def keep_history(self) -> Never:
+        """Note the state of the pool again and again."""
+        while True:
+            with suppress(Exception):  # such as of an interrupted pool: the history lacks this state
+                state = await asyncio.wrap_future(self.at_pool.submit(self._monitor.read_state))
+                self._monitor.history.append(state)
+            await asyncio.sleep(HISTORY_INTERVAL_S)
+
     def stop(self) -> None:
         """Cancel the commands that have not started."""
         self.at_pool.stop()
@@ -71,6 +84,8 @@ class PoolCommands:
     def _carry_out(self, command: messages.Command) -> bytes:
         if isinstance(command, messages.NodeCommand):
             return messages.encode_result(self._carry_out_at_node(command))
+        if isinstance(command, messages.HistoryCommand):
+            return messages.encode_result(self._monitor.summarize())
         with self._guard:
             result = self._carry_out_at_pool(command)
         return messages.encode_result(result)

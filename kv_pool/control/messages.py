@@ -12,6 +12,7 @@
 | `POST /v1/cancel` | `migration_id` | `MigrationStatus` |
 | `GET /v1/peers` | | `PeerList` |
 | `GET /v1/tiers` | | `TierList` |
+| `GET /v1/history` | | `PoolHistory` |
 
 The arguments of GET are in the query, those of POST in the body, a JSON object. An error has a status of 400
 or more and the body `{"error": "InvalidArgumentError", "message": ...}`, with the name of an error of
@@ -104,6 +105,10 @@ class TiersCommand(_Command, frozen=True):
     """A request for the statistics of the pool's tiers."""
 
 
+class HistoryCommand(_Command, frozen=True):
+    """A request for the pool's use and rates in the last minutes."""
+
+
 NodeCommand = MigrateCommand | MigrationsCommand | CancelCommand | PeersCommand
 Command = (
     StatsCommand
@@ -112,6 +117,7 @@ Command = (
     | SequencesCommand
     | HoldsCommand
     | TiersCommand
+    | HistoryCommand
     | NodeCommand
 )
 COMMANDS: dict[str, type[Command]] = {

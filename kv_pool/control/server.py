@@ -222,11 +222,12 @@ class ControlServer(Running):
     async def _serve(
         self, commands: "PoolCommands", served: "list[tuple[Connections, socket.socket]]"
     ) -> None:
-        accepting = [asyncio.create_task(one.accept(listener)) for one, listener in served]
+        running = [asyncio.create_task(one.accept(listener)) for one, listener in served]
+        running.append(asyncio.create_task(commands.keep_history()))
         await self._stopping.wait()
-        for task in accepting:
+        for task in running:
             task.cancel()
         commands.stop()
-        await asyncio.gather(*accepting, *(one.close() for one, _ in served), return_exceptions=True)
+        await asyncio.gather(*running, *(one.close() for one, _ in served), return_exceptions=True)
         for _, listener in served:
             listener.close()

@@ -11,6 +11,12 @@ from kv_pool.reports.histogram import Histogram as Histogram
 from kv_pool.reports.pool_reading import PoolReading as PoolReading
 from kv_pool.reports.pool_reading import PoolSources as PoolSources
 from kv_pool.reports.pool_reading import read_pool as read_pool
+from kv_pool.reports.pool_view import HotPrefix as HotPrefix
+from kv_pool.reports.pool_view import MapCell as MapCell
+from kv_pool.reports.pool_view import PoolMap as PoolMap
+from kv_pool.reports.pool_view import PoolView as PoolView
+from kv_pool.reports.pool_view import RunningMigration as RunningMigration
+from kv_pool.reports.pool_view import read_view as read_view
 from kv_pool.reports.sequences import SequenceList as SequenceList
 from kv_pool.reports.sequences import SequenceReport as SequenceReport
 from kv_pool.reports.statistics import PoolStatistics as PoolStatistics

@@ -43,6 +43,7 @@ class ControlledPool(ABC, Generic[Pool]):
         device_id: id of the pool's device.
         num_moved_blocks: number of id changes of blocks so far, temporary moves included.
         latencies: the durations of "take", "free" and "lookup" calls; {} if they are not timed.
+        model_name, engine: labels of a reading whose `PoolSources` have none.
     """
 
     block_pool: Pool
@@ -52,6 +53,8 @@ class ControlledPool(ABC, Generic[Pool]):
     device_id: int = 0
     num_moved_blocks: int = 0
     latencies: Mapping[str, LatencyWindow] = MappingProxyType({})
+    model_name: str = ""
+    engine: str = "0"
 
     @abstractmethod
     def _list_ids(self) -> list[Any]:
@@ -104,7 +107,7 @@ class ControlledPool(ABC, Generic[Pool]):
             ids = self._list_ids()
             return SequenceList([self.describe(one, self._get_rows(one) or [], immovable) for one in ids])
 
-    def describe(self, sequence_id: Any, rows: Rows, immovable: frozenset[KVCacheBlock]) -> SequenceReport:
+    def describe(self, sequence_id: Any, rows: Rows, immovable: set[KVCacheBlock]) -> SequenceReport:
         """Return the report of a sequence with these rows. Call it with the lock held.
 
         Args:
@@ -153,9 +156,9 @@ class ControlledPool(ABC, Generic[Pool]):
             return get_fragmentation_rate(list_free_runs(read_states(self.block_pool)), self.run_length)
 
 
-def list_immovable(pool: BlockPoolCore) -> frozenset[KVCacheBlock]:
+def list_immovable(pool: BlockPoolCore) -> set[KVCacheBlock]:
     """Return the blocks of a pool that must not be moved. O(held blocks)."""
-    return frozenset(pool.blocks[block_id] for block_id in pool.holds.list_immovable_ids())
+    return {pool.blocks[block_id] for block_id in pool.holds.list_immovable_ids()}
 
 
 class Manager(Protocol):
