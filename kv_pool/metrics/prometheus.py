@@ -34,7 +34,7 @@ class PoolMetrics(Collector):
         push_to_gateway("gateway:9091", job="batch", registry=registry) # or push
 
     Args:
-        sources: of pools that differ in `model_name`, `engine` or `name`.
+        sources: of pools that differ in their model name or engine.
         names: the metrics to export in addition to kv_pool's: "vllm" under the names of vLLM 0.33, "sglang"
             under SGLang's, or both; () beside an engine that exports them itself.
     Raises:
@@ -47,8 +47,7 @@ class PoolMetrics(Collector):
     def __init__(self, sources: Iterable[PoolSources], names: Sequence[str] | str = "vllm") -> None:
         self.sources = list(sources)
         self._metrics = list_metrics("kv_pool", *([names] if isinstance(names, str) else names))
-        labels = [(one.model_name, one.engine, one.name if not names else "") for one in self.sources]
-        if len(set(labels)) < len(labels):
+        if len({one.labels for one in self.sources}) < len(self.sources):
             raise InvalidArgumentError(
                 "two sources have the same model_name and engine; give each pool another engine, since "
                 "Prometheus tells metrics apart by their labels"
@@ -79,19 +78,10 @@ def _make_family(metric: Metric, found: list[tuple[PoolReading, Values]]) -> Any
         common = (reading.model_name, reading.engine, *((reading.name,) if is_ours else ()))
         for own, value in values.items():
             if isinstance(value, Histogram):
-                family.add_metric((*common, *own), _make_buckets(value), value.sum_s)
+                family.add_metric((*common, *own), list(value.iter_cumulative()), value.sum_s)
             else:
                 family.add_metric((*common, *own), value)
     return family
-
-
-def _make_buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    """Return the cumulative counts by the bounds as text."""
-    num_below, buckets = 0, []
-    for bound, count in zip((*histogram.bounds_s, float("inf")), histogram.counts, strict=True):
-        num_below += count
-        buckets.append(("+Inf" if bound == float("inf") else repr(bound), float(num_below)))
-    return buckets
 
 
 def encode_metrics(metrics: PoolMetrics, accept: str = "") -> tuple[str, bytes]:
