@@ -39,6 +39,7 @@ class Connections:
         max_clients: maximum number of connections, TLS handshakes included.
         timeout_s: seconds for a request to arrive, and for its answer to be read. A connection through a
             network port is also closed if no request arrives for this time.
+        listener: a socket that listens and does not block.
     Raises:
         ControlError: the certificate or the key cannot be used.
     """
@@ -49,6 +50,7 @@ class Connections:
         refusals: Counter[str],
         max_clients: int,
         timeout_s: float,
+        listener: socket.socket,
         port: NetworkPort | None = None,
     ) -> None:
         self.refusals = refusals
@@ -75,17 +77,18 @@ class Connections:
             self.config.load()
         except OSError as error:
             raise ControlError(f"{port and port.certificate}: not usable for TLS: {error}") from error
+        self._listener = listener
         self._max_clients = max_clients
         full = f"{max_clients} clients are already connected; try again later"
         self._full = b"" if self.config.ssl else _encode_answer(h11.Connection(h11.SERVER), 503, full)
         self._accepted: set[asyncio.Task[None]] = set()
 
-    async def accept(self, listener: socket.socket) -> None:
+    async def accept(self) -> None:
         """Accept connections until the task is cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             try:
-                client, _ = await loop.sock_accept(listener)
+                client, _ = await loop.sock_accept(self._listener)
             except OSError:  # no file descriptor, or a client that is gone
                 await asyncio.sleep(_PAUSE_S)
                 continue
@@ -97,7 +100,8 @@ class Connections:
             accepted.add_done_callback(self._accepted.discard)
 
     async def close(self) -> None:
-        """Close all connections, and wait for the requests that run."""
+        """Stop to listen, close all connections, and wait for the requests that run."""
+        self._listener.close()
         for accepted in self._accepted:
             accepted.cancel()
         for connection in self.state.connections:
