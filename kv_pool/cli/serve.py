@@ -24,7 +24,7 @@ trace blocks kv_pool_size block_size kv_block_size manager run_length live_curve
 defrag_threshold defrag_interval defrag_moves max_evictions speedup trace_block_size timestamp_unit duration
 name listen bulk_port peer nodes registry secret_file backend block_bytes max_rate
 migration_threshold host_tier disk_tier disk_tier_blocks publish publish_replay publish_config
-port token_file certificate key socket config
+port token_file certificate key web socket config
 """
 
 
@@ -57,7 +57,13 @@ def serve(
         if settings.name is not None:
             node = stack.enter_context(LiveNode(replay.pool, settings, owner=replay))
         server = ControlServer(
-            replay.pool, settings.socket, node=node, tiers=tiers, publisher=publisher, port=port
+            replay.pool,
+            settings.socket,
+            node=node,
+            tiers=tiers,
+            publisher=publisher,
+            port=port,
+            web=settings.web,
         )
         stack.enter_context(server)
         where = "" if node is None else f" --node {node.migrator.name}"
@@ -69,7 +75,7 @@ def serve(
         )
         print(first_line, flush=True)
         if server.url is not None:
-            print(f"its port answers at {server.url}ready", flush=True)
+            print(f"its {'page' if settings.web else 'port'} is at {server.url}", flush=True)
         if node is not None:
             print(f"{describe_node(node)}", flush=True)
         _run(replay, settings.duration, asked_to_end)

@@ -15,8 +15,12 @@ from kv_pool.control import messages
 from kv_pool.control.commands import PoolCommands
 from kv_pool.control.health import Health
 from kv_pool.control.network_port import NetworkPort, Refusal
+from kv_pool.control.page import load_page
+from kv_pool.control.watch import Feed, Watch
 from kv_pool.errors import ControlError
 from kv_pool.threads import Workers
+
+_VIEW_S = 0.5
 
 
 class ControlApplication:
@@ -25,23 +29,29 @@ class ControlApplication:
     Args:
         refusals: counts the requests that are refused before a command, by reason.
         max_threads: maximum number of commands that wait for other nodes at the same time.
+        web: whether `/` is the page.
     """
 
-    def __init__(self, commands: PoolCommands, refusals: Counter[str], max_threads: int) -> None:
+    def __init__(
+        self, commands: PoolCommands, refusals: Counter[str], max_threads: int, *, web: bool
+    ) -> None:
         self._commands = commands
         self._refusals = refusals
         self.health = Health(commands)
         self._at_pool = Workers("kv_pool control of the pool", 1)
         self._at_node = Workers("kv_pool control of the node", max_threads)
-        answers = {name: partial(self._answer, name) for name in messages.COMMANDS}
-        self._routes = Starlette(
-            routes=[
-                Route(messages.PATH + name, answer, methods=[messages.COMMANDS[name].method])
-                for name, answer in answers.items()
-            ]
-            + [Route("/live", self._live), Route("/ready", self._ready)],
-            exception_handlers={HTTPException: self._refuse_path},
-        )
+        self._watch = Watch({"view": Feed(partial(self._carry_out, messages.ViewCommand()), _VIEW_S)})
+        routes = [
+            Route("/live", self._live),
+            Route("/ready", self._ready),
+            Route(f"{messages.PATH}watch", self._watch, methods=["GET"]),
+        ]
+        for name, kind in messages.COMMANDS.items():
+            routes.append(Route(messages.PATH + name, partial(self._answer, name), methods=[kind.method]))
+        if web:
+            page, headers = load_page()
+            routes.append(Route("/", lambda _: Response(page, headers=headers)))
+        self._routes = Starlette(routes=routes, exception_handlers={HTTPException: self._refuse_path})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request. `scope["state"]["port"]` is the `NetworkPort` that it came through, or None."""
@@ -51,8 +61,9 @@ class ControlApplication:
         answer = self._refuse(refusal) if refusal else self._routes
         await answer(scope, receive, send)
 
-    def stop(self) -> None:
-        """Cancel the commands that have not started."""
+    async def stop(self) -> None:
+        """End the streams of views, and cancel the commands that have not started."""
+        await self._watch.stop()
         self.health.stop()
         self._at_pool.stop()
         self._at_node.stop()

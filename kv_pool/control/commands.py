@@ -13,6 +13,8 @@ from kv_pool.control import messages
 from kv_pool.errors import ControlError
 from kv_pool.reports.controlled_pool import ControlledPool
 from kv_pool.reports.holds import explain_block, list_holds
+from kv_pool.reports.pool_reading import PoolSources, read_pool
+from kv_pool.reports.pool_view import read_view
 
 if TYPE_CHECKING:
     from kv_pool.control.live_node import LiveNode
@@ -31,10 +33,20 @@ class PoolCommands:
     tiers: Callable[[], messages.TierList] | None = None
     publisher: "EventPublisher | None" = None
 
+    @property
+    def sources(self) -> PoolSources:
+        """What readings and views of the pool are made from. They do not need the guard."""
+        node = None if self.node is None else self.node.migrator
+        return PoolSources(pool=self.pool, tiers=self.tiers, publisher=self.publisher, node=node)
+
     def carry_out(self, command: messages.Command) -> msgspec.Struct:
         """Return the result of a command. Blocks; raises what the pool or the node raises."""
         if isinstance(command, messages.NodeCommand):
             return self._carry_out_at_node(command)
+        if isinstance(command, messages.ReadingCommand):
+            return read_pool(self.sources)
+        if isinstance(command, messages.ViewCommand):
+            return read_view(self.sources, **msgspec.structs.asdict(command))
         with self.guard:
             return self._carry_out_at_pool(command)
 

@@ -113,6 +113,9 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     key: Annotated[
         str | None, _of_network("The private key, if the file above does not have it.", metavar="FILE")
     ] = None
+    web: Annotated[
+        bool, _of_network("Serve a web page of the pool, by default on a free port of 127.0.0.1.")
+    ] = False
     name: Annotated[
         str | None,
         _of_nodes("Make the pool a node with this name; sequences can migrate to it and from it."),
@@ -202,14 +205,14 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     @property
     def network_port(self) -> NetworkPort | None:
         """The port of the options about the network. Raises InvalidArgumentError as `NetworkPort`."""
-        if self.port is None:
+        if self.port is None and not self.web:
             if self.token_file or self.certificate or self.key:
                 raise InvalidArgumentError(
                     "token_file, certificate and key are options of a port; set port, too"
                 )
             return None
         token = None if self.token_file is None else Path(self.token_file)
-        return NetworkPort.parse(self.port, token=token, certificate=self.certificate, key=self.key)
+        return NetworkPort.parse(self.port or "0", token=token, certificate=self.certificate, key=self.key)
 
     @property
     def has_tiers(self) -> bool:

@@ -55,6 +55,7 @@ class ControlServer(Running):
         tiers: returns the report for `kv-pool tiers`, such as `LiveTiers.get_report`; None without tiers.
         publisher: the publisher of the pool's events, if there is one, for `/ready`.
         port: a TCP port on which the server answers, too; None for the socket only.
+        web: serve a page for browsers at `url`.
         guard: entered around each command that concerns the pool, such as a lock that the engine holds during
             a step. It keeps a compaction from running between the engine's reading and using block ids.
         timeout_s: seconds a client may take to send the rest of a command, or to read its reply.
@@ -89,6 +90,7 @@ class ControlServer(Running):
         tiers: Callable[[], messages.TierList] | None = None,
         publisher: "EventPublisher | None" = None,
         port: NetworkPort | None = None,
+        web: bool = False,
         guard: AbstractContextManager[object] | None = None,
         timeout_s: float = 10.0,
         max_clients: int = 64,
@@ -96,6 +98,7 @@ class ControlServer(Running):
         self.pool = pool
         self.path = resolve_path(path, node_name if node is None else node.migrator.name)
         self.port = port
+        self._web = web
         self.url: str | None = None
         self.refusals: Counter[str] = Counter()
         held = nullcontext() if guard is None else guard
@@ -124,7 +127,7 @@ class ControlServer(Running):
             raise MissingDependencyError(
                 f"serving a pool needs starlette and uvicorn: {describe_install('serve')}"
             ) from error
-        application = ControlApplication(self._commands, self.refusals, self._max_clients)
+        application = ControlApplication(self._commands, self.refusals, self._max_clients, web=self._web)
         connect = partial(Connections, application, self.refusals, self._max_clients, self._timeout_s)
         with ExitStack() as on_failure:
             served = [connect(on_failure.enter_context(self._listen()))]
@@ -216,9 +219,8 @@ class ControlServer(Running):
             runner.run(self._serve(application, served))
 
     async def _serve(self, application: "ControlApplication", served: "list[Connections]") -> None:
-        accepting = [asyncio.create_task(one.accept()) for one in served]
+        for one in served:
+            one.start()
         await self._stopping.wait()
-        for task in accepting:
-            task.cancel()
-        application.stop()
-        await asyncio.gather(*accepting, *(one.close() for one in served), return_exceptions=True)
+        await application.stop()
+        await asyncio.gather(*(one.close() for one in served))

@@ -43,6 +43,7 @@ class ControlledPool(ABC, Generic[Pool]):
         device_id: id of the pool's device.
         num_moved_blocks: number of id changes of blocks so far, temporary moves included.
         latencies: the durations of "take", "free" and "lookup" calls; {} if they are not timed.
+        model_name, engine: labels of a reading whose `PoolSources` have none.
     """
 
     block_pool: Pool
@@ -52,6 +53,8 @@ class ControlledPool(ABC, Generic[Pool]):
     device_id: int = 0
     num_moved_blocks: int = 0
     latencies: Mapping[str, LatencyWindow] = MappingProxyType({})
+    model_name: str = ""
+    engine: str = "0"
 
     @abstractmethod
     def _list_ids(self) -> list[Any]:

@@ -137,7 +137,8 @@ class PoolSources:
         tiers: returns the report of the lower tiers, such as `LiveTiers.get_report`.
         node: the migrator of the pool.
         ages: returns the ages of blocks, such as `BlockAges.get_histograms`.
-        name, model_name, engine: of the pool, as labels; `engine` is the index of an engine's core.
+        name: of the pool, as a label.
+        model_name, engine: as labels; "" for those of the pool. `engine` is the index of an engine's core.
     """
 
     pool: "ControlledPool[Any] | BlockPoolCore | Manager"
@@ -148,7 +149,7 @@ class PoolSources:
     ages: Callable[[], Mapping[str, Histogram]] | None = None
     name: str = ""
     model_name: str = ""
-    engine: str = "0"
+    engine: str = ""
 
 
 @dataclass
@@ -212,8 +213,8 @@ def read_pool(sources: PoolSources, *, clock: Callable[[], float] = time.time) -
     return PoolReading(
         time_s=clock(),
         name=sources.name,
-        model_name=sources.model_name,
-        engine=sources.engine,
+        model_name=sources.model_name or getattr(pool, "model_name", ""),
+        engine=sources.engine or getattr(pool, "engine", "0"),
         block_size=block_size,
         looked_up_tokens=None if looked_up is None else looked_up * block_size,
         hit_tokens=None if hit is None else hit * block_size,

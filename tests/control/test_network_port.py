@@ -1,6 +1,5 @@
 """The TCP port of a real server: who may read, what is refused, and clients that mean harm."""
 
-import base64
 import json
 import shutil
 import socket
@@ -73,9 +72,8 @@ def test_port_with_a_token_asks_for_it_and_still_only_reads(path, tmp_path):
     secret = tmp_path / "token"
     secret.write_text(f"{TOKEN}\n")
     secret.chmod(0o600)
-    basic = base64.b64encode(f"prometheus:{TOKEN}".encode()).decode()
     with ControlServer(make(), path, port=NetworkPort(host="0.0.0.0", token=secret)) as server:
-        for given in (f"Bearer {TOKEN}", f"bearer  {TOKEN} ", f"Basic {basic}"):
+        for given in (f"Bearer {TOKEN}", f"bearer  {TOKEN} "):
             status, content = ask(server, "/v1/stats", host="pool.example", Authorization=given)
             assert (status, content["total_blocks"]) == (200, 10)
         wrong = [
@@ -83,8 +81,7 @@ def test_port_with_a_token_asks_for_it_and_still_only_reads(path, tmp_path):
             TOKEN,
             f"Bearer {TOKEN[:-1]}",
             f"Bearer {TOKEN}x",
-            "Basic x",
-            "Basic eDp5",
+            f"Basic {TOKEN}",
             "Bearer \xff",
         ]
         for given in wrong:
@@ -121,9 +118,9 @@ def test_port_is_free_after_the_server_has_stopped(path):
         with pytest.raises(ControlError, match="cannot listen there: Address already in use"):
             ControlServer(make(), path.with_name("other.sock"), port=NetworkPort(port=port)).start()
         assert [found.name for found in path.parent.iterdir()] == ["c.sock"]
-        open_client = RawClient((host, port))
-    with open_client:
-        assert open_client.read() is None
+        silent = RawClient((host, port))
+    with silent:
+        assert silent.read() is None
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((host, port))
     with ControlServer(make(), path, port=NetworkPort.parse(f"{host}:{port}")) as server:
@@ -146,7 +143,7 @@ def test_port_with_a_certificate_speaks_tls_and_limits_handshakes(path, tmp_path
     ]
     subprocess.run([*made, "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"], check=True)
     port = NetworkPort(certificate=tmp_path / "cert.pem", key=tmp_path / "key.pem", token=TOKEN)
-    server = ControlServer(make(200_000), path, port=port, max_clients=2, timeout_s=0.5)
+    server = ControlServer(make(200_000), path, port=port, max_clients=2, timeout_s=1.5)
     with server, ControlClient(path) as owner:
         trusted = ssl.create_default_context(cafile=tmp_path / "cert.pem")
         asked = urllib.request.Request(f"{server.url}v1/layout", headers={"Authorization": f"Bearer {TOKEN}"})

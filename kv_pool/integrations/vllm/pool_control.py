@@ -69,6 +69,7 @@ class PoolControl(ControlledPool[BlockPool]):
         self._tier_block_bytes = 0
         self.taken_events: Counter[str] = Counter()
         self.lookups: Counter[str] = Counter(looked_up_blocks=0, hit_blocks=0)
+        self.engine = str(get_rank())
 
     @property
     def block_pool(self) -> BlockPool:  # type: ignore[override]  # weak
@@ -162,6 +163,24 @@ def find_port() -> NetworkPort | None:
         return None
     port = NetworkPort.parse(given)
     return replace(port, port=port.port + get_rank())
+
+
+@cache
+def name_models(scheduler_class: Any) -> None:
+    """Let each new scheduler of this class of vLLM's tell the control of its pool the name of the model.
+
+    A second call changes nothing. vLLM gives its configuration to neither the pool nor the manager.
+    """
+    create = scheduler_class.__init__
+
+    @wraps(create)
+    def create_and_name(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        create(self, vllm_config, *args, **kwargs)
+        control = getattr(self.kv_cache_manager.block_pool, "control", None)
+        if control is not None:
+            control.model_name = vllm_config.model_config.served_model_name
+
+    scheduler_class.__init__ = create_and_name
 
 
 def open_socket(pool: BlockPool, control: PoolControl, setting: str) -> None:
