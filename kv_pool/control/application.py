@@ -2,7 +2,9 @@
 
 import asyncio
 from collections import Counter
+from contextlib import suppress
 from functools import partial
+from typing import Never
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -12,7 +14,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kv_pool.control import messages
-from kv_pool.control.commands import PoolCommands
+from kv_pool.control.commands import HISTORY_INTERVAL_S, PoolCommands
 from kv_pool.control.health import Health
 from kv_pool.control.network_port import NetworkPort, Refusal
 from kv_pool.control.page import load_page
@@ -60,6 +62,14 @@ class ControlApplication:
         refusal = port and port.find_refusal(request.method, request.url.path, request.headers)
         answer = self._refuse(refusal) if refusal else self._routes
         await answer(scope, receive, send)
+
+    async def keep_history(self) -> Never:
+        """Note the state of the pool again and again."""
+        monitor = self._commands.monitor
+        while True:
+            with suppress(Exception):  # such as of an interrupted pool: the history lacks this state
+                monitor.history.append(await asyncio.wrap_future(self._at_pool.submit(monitor.read_state)))
+            await asyncio.sleep(HISTORY_INTERVAL_S)
 
     async def stop(self) -> None:
         """End the streams of views, and cancel the commands that have not started."""

@@ -13,6 +13,7 @@ from kv_pool.control.socket_path import find_path
 from kv_pool.errors import ControlError
 from kv_pool.ids import BlockId, NodeName, RequestId, SequenceId
 from kv_pool.migration.messages import MigrationStatus
+from kv_pool.reports.allocation_monitor import PoolHistory
 from kv_pool.reports.holds import HoldList
 from kv_pool.reports.layout import PoolLayout
 from kv_pool.reports.pool_reading import PoolReading
@@ -59,6 +60,10 @@ class ControlClient(Closing):
     def get_statistics(self) -> PoolStatistics:
         """Return the pool's statistics; see `GPUKVPool.get_statistics`."""
         return self._ask(messages.StatsCommand(), PoolStatistics)
+
+    def get_history(self) -> PoolHistory:
+        """Return the use and the rates of the pool in the last 1, 5 and 15 minutes that it was served."""
+        return self._ask(messages.HistoryCommand(), PoolHistory)
 
     def defragment(self, max_moves: int | None = None, max_evictions: int = 0) -> messages.DefragReport:
         """Compact the pool; see `GPUKVPool.defragment`."""

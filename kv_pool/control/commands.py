@@ -11,6 +11,7 @@ import msgspec
 
 from kv_pool.control import messages
 from kv_pool.errors import ControlError
+from kv_pool.reports.allocation_monitor import WINDOWS_S, AllocationMonitor
 from kv_pool.reports.controlled_pool import ControlledPool
 from kv_pool.reports.holds import explain_block, list_holds
 from kv_pool.reports.pool_reading import PoolSources, read_pool
@@ -19,6 +20,10 @@ from kv_pool.reports.pool_view import read_view
 if TYPE_CHECKING:
     from kv_pool.control.live_node import LiveNode
     from kv_pool.events.event_publisher import EventPublisher
+
+HISTORY_INTERVAL_S = 3
+"""Seconds between two states of the pool that the server keeps."""
+NUM_STATES = max(WINDOWS_S) // HISTORY_INTERVAL_S
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,7 @@ class PoolCommands:
     path: Path
     guard: AbstractContextManager[object]
     why_no_node: str
+    monitor: AllocationMonitor
     node: "LiveNode | None" = None
     tiers: Callable[[], messages.TierList] | None = None
     publisher: "EventPublisher | None" = None
@@ -43,6 +49,8 @@ class PoolCommands:
         """Return the result of a command. Blocks; raises what the pool or the node raises."""
         if isinstance(command, messages.NodeCommand):
             return self._carry_out_at_node(command)
+        if isinstance(command, messages.HistoryCommand):
+            return self.monitor.summarize()
         if isinstance(command, messages.ReadingCommand):
             return read_pool(self.sources)
         if isinstance(command, messages.ViewCommand):

@@ -14,6 +14,7 @@
 | `GET /v1/tiers` | | `TierList` |
 | `GET /v1/reading` | | `PoolReading` |
 | `GET /v1/view` | `num_cells`, `num_sequences`, `num_prefixes` | `PoolView` |
+| `GET /v1/history` | | `PoolHistory` |
 
 The arguments of GET are in the query, those of POST in the body, a JSON object. An error has a status of 400
 or more and the body `{"error": "InvalidArgumentError", "message": ...}`, with the name of an error of
@@ -118,6 +119,10 @@ class ViewCommand(_Command, frozen=True):
     num_prefixes: Annotated[int, msgspec.Meta(ge=0)] = 10
 
 
+class HistoryCommand(_Command, frozen=True):
+    """A request for the pool's use and rates in the last minutes."""
+
+
 NodeCommand = MigrateCommand | MigrationsCommand | CancelCommand | PeersCommand
 Command = (
     StatsCommand
@@ -128,6 +133,7 @@ Command = (
     | TiersCommand
     | ReadingCommand
     | ViewCommand
+    | HistoryCommand
     | NodeCommand
 )
 COMMANDS: dict[str, type[Command]] = {

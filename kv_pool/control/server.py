@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kv_pool.closing import Running
 from kv_pool.control import messages
-from kv_pool.control.commands import PoolCommands
+from kv_pool.control.commands import NUM_STATES, PoolCommands
 from kv_pool.control.network_port import NetworkPort
 from kv_pool.control.socket_path import (
     get_default_folder,
@@ -27,6 +27,7 @@ from kv_pool.control.socket_path import (
 from kv_pool.core.arguments import as_count
 from kv_pool.errors import ControlError, MissingDependencyError, describe_install
 from kv_pool.ids import NodeName
+from kv_pool.reports.allocation_monitor import AllocationMonitor
 from kv_pool.reports.controlled_pool import ControlledPool
 from kv_pool.threads import start_thread
 
@@ -102,7 +103,9 @@ class ControlServer(Running):
         self.url: str | None = None
         self.refusals: Counter[str] = Counter()
         held = nullcontext() if guard is None else guard
-        self._commands = PoolCommands(pool, self.path, held, why_no_node, node, tiers, publisher)
+        self._commands = PoolCommands(
+            pool, self.path, held, why_no_node, AllocationMonitor(pool, NUM_STATES), node, tiers, publisher
+        )
         self._timeout_s = timeout_s
         self._max_clients = as_count("max_clients", max_clients, 1)
         self._thread: threading.Thread | None = None
@@ -221,6 +224,8 @@ class ControlServer(Running):
     async def _serve(self, application: "ControlApplication", served: "list[Connections]") -> None:
         for one in served:
             one.start()
+        history = asyncio.create_task(application.keep_history())
         await self._stopping.wait()
+        history.cancel()
         await application.stop()
         await asyncio.gather(*(one.close() for one in served))
