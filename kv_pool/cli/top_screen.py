@@ -22,8 +22,14 @@ _BAR_CELLS = 24
 _MIN_NAME = 8
 _SPARKS = "▁▂▃▄▅▆▇█"
 _MAX_SPARKS = 60
-_SIGNS = (("_", "bright_black"), ("=", "yellow"), ("#", "blue"), ("P", "red"))
-"""By the fields of `MapCell`; those of `kv-pool layout`."""
+_SIGNS = (
+    ("_", "bright_black", "empty"),
+    ("=", "yellow", "cached"),
+    ("+", "cyan", "partly"),
+    ("#", "blue", "in use"),
+    ("P", "red", "held in place"),
+)
+"""Those of `kv-pool layout`, and one for a cell that is partly in use."""
 
 
 @dataclass
@@ -75,7 +81,11 @@ def draw(frame: Frame, choices: Choices, width: int, height: int, keys: str = ""
     size = max((len(bar.name) + 1 for bar in frame.bars), default=0)
     lines += [_draw_bar(bar, max(_MIN_NAME, size)) for bar in frame.bars]
     lines += _draw_hits(frame, width) + _draw_evictions(frame)
-    words = [f"{name.removeprefix('num_')} {_show(level)}" for name, level in frame.levels.items() if level]
+    words = [
+        f"{name.removeprefix('num_')} {f'{level:.1%}' if name.endswith('rate') else _show(level)}"
+        for name, level in frame.levels.items()
+        if level
+    ]
     words += [
         f"{name} {rate:,.1f}/s"
         for name, rate in frame.rates.items()
@@ -84,17 +94,13 @@ def draw(frame: Frame, choices: Choices, width: int, height: int, keys: str = ""
     together = "  ".join(word.replace(" ", "\xa0").replace("_", "\xa0") for word in map(escape_text, words))
     lines += [[(line.replace("\xa0", " "), "")] for line in wrap(together, width)]
     if frame.map is not None:
-        heading: Line = [
-            (f"{'map':{_MIN_NAME}}", "bold"),
-            (f"cells of {frame.map.blocks_per_cell:,} blocks,", ""),
-        ]
-        for (sign, style), kind in zip(_SIGNS, ("empty", "cached", "in use", "held in place"), strict=True):
-            heading += [(f" {sign}", style), (f" {kind}", "")]
-        lines.append(heading)
-        kinds = [3 if cell.immovable else _find_most(cell) for cell in frame.map.cells]
-        for first in range(0, len(kinds), width):
-            runs = groupby(kinds[first : first + width])
-            lines.append([(_SIGNS[kind][0] * len(list(run)), _SIGNS[kind][1]) for kind, run in runs])
+        blocks = f"cells of {frame.map.blocks_per_cell:,} blocks,"
+        lines.append([(f"{'map':{_MIN_NAME}}", "bold"), (blocks, "")])
+        lines[-1] += [(f" {sign} {kind}", style) for sign, style, kind in _SIGNS]
+        signs = list(map(_find_sign, frame.map.cells))
+        for first in range(0, len(signs), width):
+            runs = groupby(signs[first : first + width])
+            lines.append([(sign * len(list(run)), style) for (sign, style, _), run in runs])
     end: list[Line] = [[(f"not here: {frame.absent}", "dim")]] if frame.absent else []
     if keys:
         typed = f"  / {escape_text(choices.filter)}{'_' * choices.is_typing}"
@@ -107,9 +113,10 @@ def draw(frame: Frame, choices: Choices, width: int, height: int, keys: str = ""
     return [*lines, *([[]] * (height - len(lines) - len(end)) if keys else []), *end]
 
 
-def _find_most(cell: MapCell) -> int:
-    counts = (cell.empty, cell.cached, cell.in_use)
-    return counts.index(max(counts))
+def _find_sign(cell: MapCell) -> tuple[str, str, str]:
+    if cell.immovable or not cell.in_use:
+        return _SIGNS[4 if cell.immovable else cell.cached >= cell.empty]
+    return _SIGNS[2 if cell.cached or cell.empty else 3]
 
 
 def _draw_bar(bar: Bar, size: int) -> Line:

@@ -3,8 +3,9 @@
 import time
 import urllib.request
 from collections import defaultdict, deque
+from collections.abc import Iterable
 from http.client import HTTPException
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -121,7 +122,7 @@ class PoolSource:
 
     def look(self, num_cells: int) -> Frame:
         view = self._client.view(num_cells, _MAX_ROWS, _MAX_ROWS)
-        found, rate = view.reading, view.reading.fragmentation_rate
+        found = view.reading
         levels: dict[str, Any] = {name: getattr(found, name) for name in _LEVELS}
         levels |= {f"{kind} holds": count for kind, count in found.holds.items()}
         counters: dict[str, float | None] = {HIT: found.hit_tokens, LOOKED_UP: found.looked_up_tokens}
@@ -136,7 +137,7 @@ class PoolSource:
             time_s=found.time_s,
             bars=bars,
             counters=_find_known(counters),
-            levels=levels | {"fragmentation": None if rate is None else f"{rate:.1%}"},
+            levels=levels,
             map=view.map,
             tables=msgspec.to_builtins(tables),
         )
@@ -144,7 +145,14 @@ class PoolSource:
 
 _LEVELS = (
     *("name", "model_name", "block_size", "num_sequences", "evicted_sequences", "pinned_blocks"),
-    *("reserved_blocks", "largest_free_run", "moved_blocks", "overdue_leases", "invariant_failures"),
+    *(
+        "reserved_blocks",
+        "fragmentation_rate",
+        "largest_free_run",
+        "moved_blocks",
+        "overdue_leases",
+        "invariant_failures",
+    ),
     *("interrupted_calls", "is_interrupted"),
 )
 """Fields of a reading."""
@@ -190,30 +198,18 @@ class MetricsSource:
                     found[sample.name].append(sample)
         except (OSError, ValueError, HTTPException) as error:
             raise ControlError(f"no metrics can be read at {self.name}: {error}") from error
-        sums = {name: sum(one.value for one in samples) for name, samples in found.items()}
-        sums = {name: int(value) if value.is_integer() else value for name, value in sums.items()}
-        get = {
-            label: next((sums[one] for one in names.split() if one in sums), None)
-            for label, names in (_COUNTERS | _GAUGES).items()
-        }
-        usage = found["vllm:kv_cache_usage_perc"]
-        if usage:  # a share, of each engine
-            sizes = [one.labels.get("num_gpu_blocks", "") for one in found["vllm:cache_config_info"]]
-            total = sum(int(size) for size in sizes if size.isdecimal()) or None
-            share = sum(one.value for one in usage) / len(usage)
-            bars = [Bar("GPU", share * total, total) if total else Bar("GPU", share, 1, unit="")]
-        else:
-            bars = [Bar("GPU", get["used"], get["total"], get["cached"], "tokens")]
-        if get["host total"]:
-            bars.append(Bar("CPU", get["host used"], get["host total"], unit="tokens"))
-        models = {one.labels.get("model_name") for some in found.values() for one in some} - {None}
+        get = {label: _find_sum(found, names) for label, names in (_COUNTERS | _LEVELS_OF_METRICS).items()}
+        evictions = _sum_by(found["kv_pool_evictions_total"], "cause")
+        models = _sum_by(chain.from_iterable(found.values()), "model_name")
         return Frame(
             source=self.name,
-            bars=bars,
-            counters=_find_known({label: get[label] for label in _COUNTERS}),
-            levels={label: get[label] for label in ("running", "waiting")}
-            | {"model": ", ".join(sorted(models))},
-            hit_rate=get["hit rate"],
+            bars=_make_bars(found),
+            counters=_find_known(
+                {label: get[label] for label in _COUNTERS}
+                | {EVICTED + cause: count for cause, count in evictions.items()}
+            ),
+            levels={label: get[label] for label in _LEVELS_OF_METRICS} | {"model": ", ".join(sorted(models))},
+            hit_rate=_find_sum(found, "sglang:cache_hit_rate"),
             absent="metrics have no map, prefixes, sequences and migrations; a control socket has them",
         )
 
@@ -222,22 +218,56 @@ class MetricsSource:
 
 
 _COUNTERS = {
-    HIT: "vllm:prefix_cache_hits_total sglang:cached_tokens_total",
-    LOOKED_UP: "vllm:prefix_cache_queries_total sglang:prompt_tokens_total",
+    HIT: "kv_pool_hit_tokens_total vllm:prefix_cache_hits_total sglang:cached_tokens_total",
+    LOOKED_UP: "kv_pool_looked_up_tokens_total vllm:prefix_cache_queries_total sglang:prompt_tokens_total",
     f"{EVICTED}tokens": "sglang:evicted_tokens_total",
     "preemptions": "vllm:num_preemptions_total sglang:num_retracted_requests_total",
     "generated tokens": "vllm:generation_tokens_total sglang:generation_tokens_total",
 }
-_GAUGES = {
+_LEVELS_OF_METRICS = {
     "running": "vllm:num_requests_running sglang:num_running_reqs",
     "waiting": "vllm:num_requests_waiting sglang:num_queue_reqs",
-    "hit rate": "sglang:cache_hit_rate",
-    "used": "sglang:kv_used_tokens sglang:num_used_tokens",
-    "cached": "sglang:kv_evictable_tokens",
-    "total": "sglang:max_total_num_tokens",
-    "host used": "sglang:hicache_host_used_tokens",
-    "host total": "sglang:hicache_host_total_tokens",
+    "sequences": "kv_pool_sequences",
+    "evicted sequences": "kv_pool_evicted_sequences_total",
+    "pinned blocks": "kv_pool_pinned_blocks",
+    "largest free run": "kv_pool_largest_free_run_blocks",
+    "fragmentation rate": "kv_pool_fragmentation_ratio",
+    "moved blocks": "kv_pool_moved_blocks_total",
 }
+
+
+def _sum_by(samples: Iterable[Any], label: str) -> dict[str, float]:
+    """Return the sums of the samples that have a label, by its value."""
+    sums: dict[str, float] = {}
+    for one in samples:
+        if label in one.labels:
+            sums[one.labels[label]] = sums.get(one.labels[label], 0) + one.value
+    return sums
+
+
+def _find_sum(found: dict[str, list[Any]], names: str) -> float | None:
+    """Return the sum of the samples of the first of these names that has any, over engines and pools."""
+    samples = next((found[name] for name in names.split() if found.get(name)), None)
+    total = None if samples is None else sum(one.value for one in samples)
+    return int(total) if total is not None and total == total // 1 else total
+
+
+def _make_bars(found: dict[str, list[Any]]) -> list[Bar]:
+    states, usage = _sum_by(found["kv_pool_blocks"], "state"), found["vllm:kv_cache_usage_perc"]
+    if states:
+        bars = [Bar("GPU", states.get("used"), sum(states.values()), states.get("cached"))]
+        sizes = _sum_by(found["kv_pool_tier_capacity_blocks"], "medium")
+        tiers = _sum_by(found["kv_pool_tier_blocks"], "medium")
+        return [*bars, *(Bar(medium, count, sizes.get(medium)) for medium, count in tiers.items())]
+    if usage:  # a share, of each engine
+        blocks = [one.labels.get("num_gpu_blocks", "") for one in found["vllm:cache_config_info"]]
+        total = sum(int(count) for count in blocks if count.isdecimal())
+        share = sum(one.value for one in usage) / len(usage)
+        return [Bar("GPU", share * total, total) if total else Bar("GPU", share, 1, unit="")]
+    used, total = (_find_sum(found, f"sglang:{name}") for name in ("kv_used_tokens", "max_total_num_tokens"))
+    bars = [Bar("GPU", used, total, _find_sum(found, "sglang:kv_evictable_tokens"), "tokens")]
+    used, total = (_find_sum(found, f"sglang:hicache_host_{name}_tokens") for name in ("used", "total"))
+    return [*bars, Bar("CPU", used, total, unit="tokens")] if total else bars
 
 
 class EventSource:

@@ -27,6 +27,8 @@ from kv_pool.control import ControlServer
 from kv_pool.events.event_publisher import PublisherConfig
 from kv_pool.events.publisher import ZMQEventPublisher
 from kv_pool.events.stream_state import StreamState
+from kv_pool.metrics.prometheus import PoolMetrics, encode_metrics
+from kv_pool.reports import PoolSources
 
 HERE = Path(__file__).parent
 
@@ -71,7 +73,7 @@ def test_once_prints_a_pool_as_text(tmp_path, pool):
     assert lines[1] == "GPU     ████████████████░░░░░░░░ 65.0% in use, 0.0% cached, of 20 blocks"
     assert lines[2] == "hits    66.7% of all tokens"
     assert lines[3].startswith("evicted 0 so far")
-    place = lines.index("map     cells of 1 blocks, _ empty = cached # in use P held in place")
+    place = lines.index("map     cells of 1 blocks, _ empty = cached + partly # in use P held in place")
     assert lines[place + 1] == "PP###########_______"
     assert lines[place + 2 :] == [
         "hot prefixes      tokens  sequences",
@@ -123,6 +125,18 @@ def test_metrics_of_engines_are_shown(tmp_path, engine, lines):
     shown = done.stdout.splitlines()
     assert shown[1:-1] == lines
     assert shown[-1].startswith("not here: metrics have no map")
+
+
+def test_metrics_of_a_pool_are_shown(tmp_path, pool):
+    metrics = PoolMetrics([PoolSources(pool=pool, model_name="llama")])
+    with serving_metrics([encode_metrics(metrics)[1].decode()]) as url:
+        shown = kv_pool_command("top", "--once", "--url", url, cwd=tmp_path).stdout.splitlines()
+    assert shown[1:4] == [
+        "GPU     ████████████████░░░░░░░░ 65.0% in use, 0.0% cached, of 20 blocks",
+        "hits    66.7% of all tokens",
+        "evicted 0 so far",
+    ]
+    assert shown[4].startswith("running 3  sequences 3  pinned blocks 2  largest free run 7")
 
 
 @pytest.mark.parametrize(
