@@ -264,10 +264,16 @@ def _make_bars(found: dict[str, list[Any]]) -> list[Bar]:
         total = sum(int(count) for count in blocks if count.isdecimal())
         share = sum(one.value for one in usage) / len(usage)
         return [Bar("GPU", share * total, total) if total else Bar("GPU", share, 1, unit="")]
-    used, total = (_find_sum(found, f"sglang:{name}") for name in ("kv_used_tokens", "max_total_num_tokens"))
-    bars = [Bar("GPU", used, total, _find_sum(found, "sglang:kv_evictable_tokens"), "tokens")]
-    used, total = (_find_sum(found, f"sglang:hicache_host_{name}_tokens") for name in ("used", "total"))
-    return [*bars, Bar("CPU", used, total, unit="tokens")] if total else bars
+    tokens = {name: _find_sum(found, f"sglang:{name}") for name in _SGLANG_TOKENS}
+    used, cached, size, host_used, host_size = tokens.values()
+    bars = [Bar("GPU", used, size, cached, "tokens")]
+    return [*bars, Bar("CPU", host_used, host_size, unit="tokens")] if host_size else bars
+
+
+_SGLANG_TOKENS = (
+    *("kv_used_tokens", "kv_evictable_tokens", "max_total_num_tokens"),
+    *("hicache_host_used_tokens", "hicache_host_total_tokens"),
+)
 
 
 class EventSource:
