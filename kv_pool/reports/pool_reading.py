@@ -16,11 +16,15 @@ import msgspec
 from kv_pool.contiguous.fragmentation import find_run_length
 from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH, RunBlockPool
 from kv_pool.core.holds import HoldState
+from kv_pool.core.kv_events import MEDIUM_GPU
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.events.event_publisher import EventPublisher, PublisherStatistics
 from kv_pool.reports.controlled_pool import ControlledPool, Manager, count_use
 from kv_pool.reports.histogram import Histogram
 from kv_pool.reports.tiers import TierList, TierStatistics
+
+_ENDED = ("done", "failed", "cancelled")
+"""The phases in which a migration has ended."""
 
 
 class PoolReading(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,7 +114,53 @@ class PoolReading(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def hit_rate(self) -> float | None:
         """Share of the looked up tokens that was cached, since the start; None if none was looked up."""
-        return self.hit_tokens / self.looked_up_tokens if self.hit_tokens and self.looked_up_tokens else None
+        return (self.hit_tokens or 0) / self.looked_up_tokens if self.looked_up_tokens else None
+
+    @property
+    def blocks_by_state(self) -> dict[str, int]:
+        """The blocks that are used, cached or empty; used or free without an index of runs."""
+        if self.cached_blocks is None:
+            return {"used": self.used_blocks, "free": self.free_blocks}
+        num_empty = self.free_blocks - self.cached_blocks
+        return {"used": self.used_blocks, "cached": self.cached_blocks, "empty": num_empty}
+
+    @property
+    def used_tokens(self) -> int:
+        """The slots of the blocks in use."""
+        return self.used_blocks * self.block_size
+
+    @property
+    def total_tokens(self) -> int:
+        """The slots of all blocks."""
+        return self.total_blocks * self.block_size
+
+    @property
+    def size(self) -> dict[str, int]:
+        """1, by the block size and the number of blocks with the null block: labels of an info metric."""
+        return {f"{self.block_size} {self.total_blocks + 1}": 1}
+
+    @property
+    def tier_looked_up_tokens(self) -> int | None:
+        """The tokens that were not cached in the pool, but looked up in tiers; None without tiers."""
+        if not self.tiers or self.looked_up_tokens is None:
+            return None
+        return self.looked_up_tokens - (self.hit_tokens or 0)
+
+    @property
+    def tier_hit_tokens(self) -> int | None:
+        """The tokens that lower tiers had; None without tiers."""
+        hits = [num for medium, num in self.hit_blocks_by_medium.items() if medium != MEDIUM_GPU]
+        return sum(hits) * self.block_size if self.tiers else None
+
+    @property
+    def running_migrations(self) -> dict[str, int]:
+        """The migrations that run now, by phase."""
+        return {one.replace(" ", "_"): num for one, num in self.migrations.items() if one not in _ENDED}
+
+    @property
+    def ended_migrations(self) -> dict[str, int]:
+        """The migrations that have ended so far, by phase."""
+        return {one: num for one, num in self.migrations.items() if one in _ENDED}
 
 
 class CountsMigrations(Protocol):

@@ -27,6 +27,11 @@ class TierStatistics(msgspec.Struct):
     num_write_errors: int = 0
     num_read_errors: int = 0
 
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the stored blocks."""
+        return self.num_blocks * self.block_bytes
+
 
 class TierList(msgspec.Struct, frozen=True):
     """The tiers of a pool, fastest first, and the media in which prefixes of requests were hit.

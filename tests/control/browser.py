@@ -102,7 +102,9 @@ class Browser:
         """Wait until a JavaScript expression is true in the page, and return its value."""
         until = time.monotonic() + timeout_s
         while not (value := self.run(expression)):
-            assert time.monotonic() < until, f"{expression} stays {value!r}: {self.run('document.body?.innerText')}"
+            assert time.monotonic() < until, (
+                f"{expression} stays {value!r}: {self.run('document.body?.innerText')}"
+            )
             time.sleep(0.05)
         return value
 

@@ -163,7 +163,9 @@ def test_the_page_fits_its_window(browser, serve, width, scheme):
         browser.wait_for(IS_LIVE)
         assert browser.run("document.documentElement.scrollWidth <= window.innerWidth")
         colours = browser.run("[colour('--ink'), getComputedStyle(document.body).backgroundColor]")
-        assert colours == (["#1a1e24", "rgb(247, 248, 250)"] if scheme == "light" else ["#e8ecf1", "rgb(16, 20, 25)"])
+        assert colours == (
+            ["#1a1e24", "rgb(247, 248, 250)"] if scheme == "light" else ["#e8ecf1", "rgb(16, 20, 25)"]
+        )
 
 
 def test_the_map_is_read_with_the_keyboard(browser, serve):

@@ -1,4 +1,4 @@
-"""Views: the map beside the blocks, the largest sequences, the shared prefixes, and how long the lock is held."""
+"""Views: the map, the largest sequences, the shared prefixes, and for how long the lock is held."""
 
 import time
 
