@@ -44,7 +44,7 @@ from kv_pool.ids import BlockId
 def check(pool: BlockPool) -> None:
     """Verify every invariant. O(number of blocks).
 
-    Changes nothing.
+    Changes nothing but its counts.
 
     Raises:
         PoolInterruptedError: a call was interrupted, so they need not hold.
@@ -52,6 +52,8 @@ def check(pool: BlockPool) -> None:
     """
     if pool.is_changing:
         refuse_interrupted()
+    pool.num_checks += 1
+    pool.num_failed_checks += 1  # until all have passed
     check_free_queue(pool.free_block_queue)
     check_blocks(pool)
     check_holds(pool)
@@ -59,6 +61,7 @@ def check(pool: BlockPool) -> None:
     check_runs(pool)
     check_live_curve(pool)
     check_prefix_map(pool)
+    pool.num_failed_checks -= 1
 
 
 def check_free_queue(queue: FreeKVCacheBlockQueue) -> None:

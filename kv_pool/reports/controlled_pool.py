@@ -167,6 +167,8 @@ class Manager(Protocol):
     block_pool: BlockPoolCore
     block_size: int
     watermark_blocks: int
+    looked_up_tokens: int
+    hit_tokens: int
     retention: Any
 
     def list_request_ids(self) -> Sequence[Any]:
@@ -180,4 +182,6 @@ def count_use(manager: Manager) -> dict[str, Any]:
         "pinned_blocks": 0 if retention is None else retention.num_pins,
         "reserved_blocks": manager.watermark_blocks,
         "num_sequences": len(manager.list_request_ids()),
+        "looked_up_blocks": manager.looked_up_tokens // manager.block_size,
+        "hit_blocks": manager.hit_tokens // manager.block_size,
     }

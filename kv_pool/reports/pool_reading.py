@@ -48,7 +48,7 @@ class PoolReading(msgspec.Struct, frozen=True, kw_only=True):
         epoch, moved_blocks: exchanges of ids so far, and id changes of blocks.
         evicted_sequences: sequences that have lost their blocks to others so far.
         looked_up_tokens, hit_tokens: tokens that were looked up so far, and those of them that were cached.
-        evictions: evicted cache keys so far by cause.
+        evictions: evicted cache keys so far by cause: "reuse", and those of `evicting.count_cause`.
         holds: blocks under holds by kind: "open", "leased" until a deadline, "quarantined", and "watched"
             until their reuse. A block under two holds counts twice.
         leases: number of holds with a deadline by state: "active", "quarantined".
@@ -282,6 +282,7 @@ def read_pool(sources: PoolSources, *, clock: Callable[[], float] = time.time) -
 
 def _read_blocks(pool: BlockPoolCore) -> dict[str, Any]:
     """Return what the blocks and their holds say. O(holds)."""
+    causes = dict(pool.evictions_by_cause)
     total_blocks, free_blocks = pool.num_gpu_blocks - 1, pool.free_block_queue.num_free_blocks
     holds = {"open": 0, "leased": 0, "quarantined": 0, "watched": len(pool.reuse_watchers)}
     leases = {"active": 0, "quarantined": 0}
@@ -297,10 +298,13 @@ def _read_blocks(pool: BlockPoolCore) -> dict[str, Any]:
         "used_blocks": total_blocks - free_blocks,
         "free_blocks": free_blocks,
         "epoch": pool.epoch,
-        "evictions": {"reuse": pool.num_evictions},
+        "evictions": {"reuse": pool.num_evictions - sum(causes.values())} | causes,
         "holds": holds,
         "leases": leases,
         "overdue_leases": pool.holds.num_overdue,
         "queued_events": len(pool.kv_event_queue),
+        "invariant_checks": pool.num_checks,
+        "invariant_failures": pool.num_failed_checks,
+        "interrupted_calls": pool.num_repairs + pool.is_changing,
         "is_interrupted": pool.is_changing,
     }

@@ -5,9 +5,18 @@ import random
 import msgspec
 import pytest
 
-from kv_pool import BlockAllocationRequest, BlockHasher, BlockPool, GPUKVPool, KVCacheManager, Request
+from kv_pool import (
+    BlockAllocationRequest,
+    BlockHasher,
+    BlockPool,
+    CorruptedPoolError,
+    GPUKVPool,
+    KVCacheManager,
+    Request,
+)
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.control import ControlledManager
+from kv_pool.core.invariants import check
 from kv_pool.reports import PoolReading, PoolSources, read_pool
 
 SAME = (
@@ -53,3 +62,50 @@ def test_pools_and_managers_without_a_server_are_read(pool_class):
         assert (reading.block_size, reading.model_name) == (4, "m")
         assert (reading.largest_free_run is None) == (pool_class is BlockPool)
         assert reading.num_sequences == (None if source is pool else 1)
+
+
+def test_evictions_are_counted_by_their_cause():
+    pool = GPUKVPool(12, 4)
+    blocks = pool.block_pool
+
+    def fill(number, num_blocks):
+        pool.allocate(BlockAllocationRequest(num_blocks=num_blocks, sequence_id=number))
+        pool.cache_prefix(number, [bytes([number, one]) * 16 for one in range(num_blocks)])
+        pool.free_sequence(number)
+
+    fill(1, 12)
+    fill(2, 5)
+    blocks.evict_blocks({blocks.blocks[1].block_id})
+    blocks.remove_last_blocks(2)
+    evictions = read_pool(PoolSources(pool=pool)).evictions
+    assert (evictions["reuse"], evictions["evict"], evictions["shrink"]) == (5, 1, 2)
+    fill(3, 10)
+    assert blocks.reset_prefix_cache()
+    fill(4, 3)
+    blocks.is_changing = True  # as after an interrupt
+    reading = read_pool(PoolSources(pool=pool))
+    assert (reading.is_interrupted, reading.interrupted_calls) == (True, 1)
+    pool.repair()
+    after = read_pool(PoolSources(pool=pool))
+    assert (after.is_interrupted, after.interrupted_calls) == (False, 1)
+    assert (after.evictions["reset"], after.evictions["repair"]) == (10, 3)
+    assert sum(after.evictions.values()) == blocks.num_evictions
+
+
+def test_checks_of_invariants_are_counted_with_their_failures():
+    pool = BlockPool(11, True, 4)
+    check(pool)
+    pool.blocks[3].ref_cnt = 1
+    with pytest.raises(CorruptedPoolError):
+        check(pool)
+    reading = read_pool(PoolSources(pool=pool))
+    assert (reading.invariant_checks, reading.invariant_failures) == (2, 1)
+
+
+def test_managers_count_the_tokens_that_their_requests_looked_up_and_hit():
+    manager, hasher = KVCacheManager(BlockPool(11, True, 4)), BlockHasher(block_size=4)
+    for request_id in ("a", "b"):
+        request = Request(request_id, range(10), hasher)
+        manager.allocate_slots(request, 10, manager.get_computed_blocks(request))
+    reading = read_pool(PoolSources(pool=manager))
+    assert (reading.looked_up_tokens, reading.hit_tokens, reading.hit_rate) == (20, 8, 0.4)

@@ -119,7 +119,7 @@ class PoolControl(ControlledPool[BlockPool]):
     def count_more(self) -> dict[str, Any]:
         manager = self._get_manager()
         own = {"taken_events": dict(self.taken_events), **self.lookups}
-        return own if manager is None else own | count_use(manager.manager)
+        return own if manager is None else count_use(manager.manager) | own
 
     def note_lookup(self, num_blocks: int, num_hits: int, *, is_seen_by_pool: bool = False) -> None:
         """Count blocks that a request has looked up, and those of them that it hit.
