@@ -5,33 +5,19 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-from kv_pool.control.controlled_manager import ControlledManager
 from kv_pool.errors import InvalidArgumentError
-from kv_pool.lab.driver import ReplayDriver
 from kv_pool.lab.report import OnProgress
 from kv_pool.lab.trace_writer import check_can_write, writing
+from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.reports.pool_reading import PoolSources
 from kv_pool.threads import REST_S
-
-
-class _ReplayedPool(ControlledManager):
-    """The pool of a replay, whose hits the replay counts."""
-
-    def __init__(self, driver: ReplayDriver, lock: Any) -> None:
-        super().__init__(driver.manager, lock=lock)
-        self._report = driver.report
-
-    def count_more(self) -> dict[str, Any]:
-        counted = {"looked_up_blocks": self._report.blocks_looked_up, "hit_blocks": self._report.blocks_hit}
-        return super().count_more() | counted
 
 
 @contextmanager
 def export_metrics(
     target: str | None, model_name: str, on_progress: OnProgress
-) -> Iterator[tuple[Callable[[ReplayDriver], object] | None, OnProgress]]:
+) -> Iterator[tuple[Callable[[KVCacheManager], object] | None, OnProgress]]:
     """Export the metrics of the replay that runs in a `with` block.
 
     Args:
@@ -65,9 +51,9 @@ def export_metrics(
     elif target != "-":
         check_can_write(target, "the metrics")
 
-    def start(driver: ReplayDriver) -> None:
-        pool = _ReplayedPool(driver, lock)
-        registry.register(PoolMetrics([PoolSources(pool=pool, model_name=model_name)], names=()))
+    def start(manager: KVCacheManager) -> None:
+        sources = PoolSources(pool=manager, lock=lock, model_name=model_name)
+        registry.register(PoolMetrics([sources], names=()))
 
     def let_read(now: str, share: float | None) -> None:
         on_progress(now, share)
