@@ -12,6 +12,8 @@
 | `POST /v1/cancel` | `migration_id` | `MigrationStatus` |
 | `GET /v1/peers` | | `PeerList` |
 | `GET /v1/tiers` | | `TierList` |
+| `GET /v1/reading` | | `PoolReading` |
+| `GET /v1/view` | `num_cells`, `num_sequences`, `num_prefixes` | `PoolView` |
 | `GET /v1/history` | | `PoolHistory` |
 
 The arguments of GET are in the query, those of POST in the body, a JSON object. An error has a status of 400
@@ -105,6 +107,18 @@ class TiersCommand(_Command, frozen=True):
     """A request for the statistics of the pool's tiers."""
 
 
+class ReadingCommand(_Command, frozen=True):
+    """A request for `PoolReading`."""
+
+
+class ViewCommand(_Command, frozen=True):
+    """A request for `PoolView`; see `read_view`."""
+
+    num_cells: Annotated[int, msgspec.Meta(ge=1, le=65_536)] = 256
+    num_sequences: Annotated[int, msgspec.Meta(ge=0)] = 20
+    num_prefixes: Annotated[int, msgspec.Meta(ge=0)] = 10
+
+
 class HistoryCommand(_Command, frozen=True):
     """A request for the pool's use and rates in the last minutes."""
 
@@ -117,6 +131,8 @@ Command = (
     | SequencesCommand
     | HoldsCommand
     | TiersCommand
+    | ReadingCommand
+    | ViewCommand
     | HistoryCommand
     | NodeCommand
 )

@@ -12,6 +12,7 @@ from kv_pool.control.page import load_page
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
 
 TOKEN = "0123456789abcdef+/0123456789abcdef=&"
+COLOURS = {"light": ["#1a1e24", "rgb(247, 248, 250)"], "dark": ["#e8ecf1", "rgb(16, 20, 25)"]}
 IS_LIVE = "document.body.dataset.link === 'live'"
 IS_LOST = "document.body.dataset.link === 'lost'"
 HOSTILE = '<img src=x onerror="document.title=1">&amp;'
@@ -42,7 +43,8 @@ def read_map(browser):
     """Return the states of the cells by the colours of the picture, as in `made_layout.STATES`."""
     return browser.run("""(() => {
         const { columns, side } = measureMap();
-        const pen = make("canvas", { width: 2000, height: 2000 }).getContext("2d", { willReadFrequently: true });
+        const copy = make("canvas", { width: 2000, height: 2000 });
+        const pen = copy.getContext("2d", { willReadFrequently: true });
         pen.drawImage(byId("map"), 0, 0);
         const signs = KINDS.map(({ colour: name }) => {
             pen.fillStyle = colour(name);
@@ -65,10 +67,10 @@ def test_the_page_shows_the_pool_and_follows_it(browser, serve):
         browser.wait_for(IS_LIVE)
         assert read_map(browser) == "####P#**...#*#.."
         assert read(browser, "legend").splitlines() == [
-            "in use, held in place: 1 (6.3 %)",
-            "in use: 7 (43.8 %)",
-            "cached: 3 (18.8 %)",
-            "empty: 5 (31.3 %)",
+            "in use, held in place: 6.3 %",
+            "in use: 43.8 %",
+            "cached: 18.8 %",
+            "empty: 31.3 %",
         ]
         assert "In use\n50.0 %\n8 of 16 blocks" in read(browser, "figures")
         take(pool, 30, 5)
@@ -163,9 +165,7 @@ def test_the_page_fits_its_window(browser, serve, width, scheme):
         browser.wait_for(IS_LIVE)
         assert browser.run("document.documentElement.scrollWidth <= window.innerWidth")
         colours = browser.run("[colour('--ink'), getComputedStyle(document.body).backgroundColor]")
-        assert colours == (
-            ["#1a1e24", "rgb(247, 248, 250)"] if scheme == "light" else ["#e8ecf1", "rgb(16, 20, 25)"]
-        )
+        assert colours == COLOURS[scheme]
 
 
 def test_the_map_is_read_with_the_keyboard(browser, serve):
@@ -185,4 +185,4 @@ def test_the_page_is_confined_to_its_server():
     assert "default-src 'none'; script-src 'sha256-" in policy
     assert "unsafe" not in policy
     assert b"://" not in page.replace(b"http://www.w3.org/", b"")
-    assert len(page.splitlines()) < 600
+    assert len(page.splitlines()) <= 600
