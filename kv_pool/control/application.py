@@ -22,7 +22,9 @@ from kv_pool.control.watch import Feed, Watch
 from kv_pool.errors import ControlError
 from kv_pool.threads import Workers
 
+_MAP_CELLS = 2048
 _VIEW_S = 0.5
+_NODES_S = 5.0
 
 
 class ControlApplication:
@@ -42,10 +44,15 @@ class ControlApplication:
         self.health = Health(commands)
         self._at_pool = Workers("kv_pool control of the pool", 1)
         self._at_node = Workers("kv_pool control of the node", max_threads)
-        self._watch = Watch({"view": Feed(partial(self._carry_out, messages.ViewCommand()), _VIEW_S)})
+        feeds = {"view": Feed(partial(self._carry_out, messages.ViewCommand(_MAP_CELLS)), _VIEW_S)}
+        if commands.node is not None:
+            feeds["nodes"] = Feed(partial(self._carry_out, messages.PeersCommand()), _NODES_S)
+        self._watch = Watch(feeds)
+        self._at_metrics = Workers("kv_pool control of metrics", 1)  # a scrape does not wait for a compaction
         routes = [
             Route("/live", self._live),
             Route("/ready", self._ready),
+            Route("/metrics", self._metrics, methods=["GET"]),
             Route(f"{messages.PATH}watch", self._watch, methods=["GET"]),
         ]
         for name, kind in messages.COMMANDS.items():
@@ -77,6 +84,7 @@ class ControlApplication:
         self.health.stop()
         self._at_pool.stop()
         self._at_node.stop()
+        self._at_metrics.stop()
 
     async def _answer(self, name: str, request: Request) -> Response:
         try:
@@ -96,6 +104,21 @@ class ControlApplication:
     async def _ready(self, request: Request) -> Response:
         report = await self.health.get_report()
         return _reply(200 if report.is_ready else 503, messages.encode_result(report))
+
+    async def _metrics(self, request: Request) -> Response:
+        """Answer a scrape. `?names=` chooses the sets of names beside kv_pool's, see `PoolMetrics`."""
+        names, accept = request.query_params.getlist("names"), request.headers.get("accept", "")
+
+        def encode() -> tuple[str, bytes]:
+            from kv_pool.metrics.prometheus import PoolMetrics, encode_metrics
+
+            return encode_metrics(PoolMetrics([self._commands.sources], names or "vllm"), accept)
+
+        try:
+            content_type, body = await asyncio.wrap_future(self._at_metrics.submit(encode))
+        except Exception as error:  # such as a missing prometheus_client, or a pool that is gone
+            return _reply(*messages.encode_error(error))
+        return Response(body, media_type=content_type)
 
     async def _carry_out(self, command: messages.Command) -> bytes:
         workers = self._at_node if isinstance(command, messages.NodeCommand) else self._at_pool

@@ -27,6 +27,7 @@ from kv_pool.control.socket_path import (
 from kv_pool.core.arguments import as_count
 from kv_pool.errors import ControlError, MissingDependencyError, describe_install
 from kv_pool.ids import NodeName
+from kv_pool.metrics.block_ages import BlockAges
 from kv_pool.reports.allocation_monitor import AllocationMonitor
 from kv_pool.reports.controlled_pool import ControlledPool
 from kv_pool.threads import start_thread
@@ -56,7 +57,7 @@ class ControlServer(Running):
         tiers: returns the report for `kv-pool tiers`, such as `LiveTiers.get_report`; None without tiers.
         publisher: the publisher of the pool's events, if there is one, for `/ready`.
         port: a TCP port on which the server answers, too; None for the socket only.
-        web: serve a page for browsers at `url`.
+        web: serve a page for browsers at `url`; without a port, on a free port of this machine.
         guard: entered around each command that concerns the pool, such as a lock that the engine holds during
             a step. It keeps a compaction from running between the engine's reading and using block ids.
         timeout_s: seconds a client may take to send the rest of a command, or to read its reply.
@@ -98,13 +99,22 @@ class ControlServer(Running):
     ) -> None:
         self.pool = pool
         self.path = resolve_path(path, node_name if node is None else node.migrator.name)
-        self.port = port
+        self.port = NetworkPort() if web and port is None else port
         self._web = web
         self.url: str | None = None
         self.refusals: Counter[str] = Counter()
         held = nullcontext() if guard is None else guard
+        self._ages = BlockAges(lambda: pool.block_pool, pool.lock)
         self._commands = PoolCommands(
-            pool, self.path, held, why_no_node, AllocationMonitor(pool, NUM_STATES), node, tiers, publisher
+            pool,
+            self.path,
+            held,
+            why_no_node,
+            AllocationMonitor(pool, NUM_STATES),
+            node,
+            tiers,
+            publisher,
+            self._ages.get_histograms,
         )
         self._timeout_s = timeout_s
         self._max_clients = as_count("max_clients", max_clients, 1)
@@ -225,7 +235,8 @@ class ControlServer(Running):
         for one in served:
             one.start()
         history = asyncio.create_task(application.keep_history())
-        await self._stopping.wait()
+        with self._ages:
+            await self._stopping.wait()
         history.cancel()
         await application.stop()
         await asyncio.gather(*(one.close() for one in served))
