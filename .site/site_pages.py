@@ -88,7 +88,7 @@ GUIDES: Mapping[str, tuple[Page, ...]] = {
         Page(
             "kv_pool/metrics/README.md",
             "Metrics",
-            "every metric of a pool for Prometheus and OpenTelemetry, and what to do when it looks bad",
+            "each metric and what to do when it looks bad; Prometheus, OpenTelemetry, the span of a request",
         ),
         Page(
             "examples/monitoring/README.md",
