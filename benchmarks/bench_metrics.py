@@ -3,13 +3,16 @@
 import random
 import threading
 import time
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
 
 from measuring import Row, in_turn, make_parser, print_header, read_options, start_run, write_results
 
 from kv_pool import BlockAllocationRequest, BlockHasher, GPUKVPool, KVCacheManager, Request
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.control import ControlledManager
+from kv_pool.ids import BlockHash, RequestId, SequenceId
 from kv_pool.metrics.block_ages import BlockAges
 from kv_pool.metrics.prometheus import PoolMetrics, encode_metrics
 from kv_pool.reports import PoolSources, read_pool
@@ -23,39 +26,39 @@ SCRAPE_EVERY_S = 1.0
 class TimedLock:
     """A pool's lock that notes for how long it was held, in milliseconds of the thread's processor time."""
 
-    def __init__(self, lock):
-        self.held_ms = []
+    def __init__(self, lock: AbstractContextManager[object]) -> None:
+        self.held_ms: list[float] = []
         self._lock = lock
 
-    def __enter__(self):
+    def __enter__(self) -> None:
         self._lock.__enter__()
         self._since_ns = time.thread_time_ns()
 
-    def __exit__(self, *raised):
+    def __exit__(self, *raised: Any) -> None:
         self.held_ms.append((time.thread_time_ns() - self._since_ns) / 1e6)
         self._lock.__exit__(*raised)
 
 
-def make_scattered(num_blocks, seed):
+def make_scattered(num_blocks: int, seed: int) -> GPUKVPool:
     """Return a full pool of which a random half of the sequences has ended: many short free runs."""
     pool, draw, number = GPUKVPool(num_blocks, BLOCK_SIZE), random.Random(seed), 0
     while pool.get_free_blocks():
         number += 1
         length = min(draw.randint(1, 32), pool.get_free_blocks())
-        pool.allocate(BlockAllocationRequest(num_blocks=length, sequence_id=number))
-        pool.cache_prefix(number, [draw.randbytes(32) for _ in range(length)])
+        pool.allocate(BlockAllocationRequest(num_blocks=length, sequence_id=SequenceId(number)))
+        pool.cache_prefix(SequenceId(number), [BlockHash(draw.randbytes(32)) for _ in range(length)])
     for one in draw.sample(range(1, number + 1), number // 2):
-        pool.free_sequence(one)
+        pool.free_sequence(SequenceId(one))
     return pool
 
 
-def measure_scrapes(pool, runs):
+def measure_scrapes(pool: GPUKVPool, runs: int) -> list[Row]:
     """Return rows of times of readings, scrapes and looks at ages, and for how long they held the lock."""
     lock = TimedLock(pool.lock)
     ages = BlockAges(lambda: pool.block_pool, lock)
     ages.look()
     metrics = PoolMetrics([PoolSources(pool=pool, lock=lock, ages=ages.get_histograms)])
-    calls = {
+    calls: dict[str, Callable[[], object]] = {
         "reading": lambda: read_pool(metrics.sources[0]),
         "scrape": lambda: encode_metrics(metrics),
         "look at ages": ages.look,
@@ -73,23 +76,23 @@ def measure_scrapes(pool, runs):
 
 
 class Engine:
-    """Requests over a `KVCacheManager`; a quarter of each prompt is shared, a step decodes a token of each."""
+    """Requests over a `KVCacheManager`; prompts share a quarter, a step decodes a token of each."""
 
-    def __init__(self, seed):
+    def __init__(self, seed: int) -> None:
         self.manager = KVCacheManager(RunBlockPool(8_000, True, BLOCK_SIZE))
         self.pool = ControlledManager(self.manager)
         self._draw = random.Random(seed)
-        self._running = []
+        self._running: list[tuple[Request, int]] = []
         self._number = 0
 
-    def step(self):
+    def step(self) -> None:
         """Run one step."""
         with self.pool.lock:
             while len(self._running) < NUM_RUNNING:
                 self._number += 1
                 shared = self._draw.randrange(20)
                 tokens = [*range(shared, shared + 256), *self._draw.choices(range(50_000), k=768)]
-                request = Request(str(self._number), tokens, HASHER)
+                request = Request(RequestId(str(self._number)), tokens, HASHER)
                 prefix = self.manager.get_computed_blocks(request)
                 self.manager.allocate_slots(request, request.num_tokens - prefix.num_tokens, prefix)
                 request.num_computed_tokens = request.num_tokens
@@ -107,11 +110,11 @@ class Engine:
 
 
 @contextmanager
-def watched(pool):
+def watched(pool: ControlledManager) -> Iterator[None]:
     """Watch a pool as a control server does that is scraped every second."""
     stop = threading.Event()
 
-    def scrape():
+    def scrape() -> None:
         while not stop.wait(SCRAPE_EVERY_S):
             encode_metrics(metrics)
 
@@ -124,7 +127,7 @@ def watched(pool):
         thread.join()
 
 
-def measure_steps(runs, seed, steps):
+def measure_steps(runs: int, seed: int, steps: int) -> Row:
     """Return a row of the processor time of the process per step, in turn without and with metrics."""
     row = Row("step", "us", {"without": [], "with metrics": []}, "without")
     engine = Engine(seed)
