@@ -9,6 +9,7 @@ import pytest
 from cli.running_commands import running, wait_until
 from documents.made_examples import EXAMPLES
 from events.peers.dynamo_indexer import find_free_port
+from lab.made_trace import record, write_trace
 from metrics.running_prometheus import check, needs_prometheus, running_prometheus
 
 MONITORING = EXAMPLES / "monitoring"
@@ -79,6 +80,16 @@ def choose_all(query):
     return re.sub(r"\$(model_name|engine|pool)", ".*", query.replace("$__rate_interval", "10s"))
 
 
+def make_chats(num_chats=20, num_turns=40):
+    """Return the records of chats that go on every 1.5 s: each turn hits the blocks of the one before."""
+    turns = [
+        (1500 * turn + 70 * chat, [1000 * chat + block for block in range(4 * turn + 4)])
+        for turn in range(num_turns)
+        for chat in range(num_chats)
+    ]
+    return [record(8 * len(blocks), blocks, 20, timestamp) for timestamp, blocks in turns]
+
+
 @needs_prometheus
 @pytest.mark.slow
 def test_every_panel_has_data_of_a_run(tmp_path):
@@ -89,8 +100,9 @@ def test_every_panel_has_data_of_a_run(tmp_path):
         assert configuration.count(given) == 1
         configuration = configuration.replace(given, used)
     shutil.copy(MONITORING / "kv_pool_alerts.yml", tmp_path)
-    options = "--blocks 2000 --speedup 60 --host-tier 1000 --disk-tier cold --name a --live-curve --port {} "
-    options += "--publish tcp://127.0.0.1:{} --publish-replay tcp://127.0.0.1:{}"
+    write_trace(tmp_path / "chats.jsonl", make_chats())
+    options = "chats.jsonl --blocks 400 --block-size 8 --trace-block-size 8 --host-tier 200 --disk-tier cold "
+    options += "--name a --port {} --publish tcp://127.0.0.1:{} --publish-replay tcp://127.0.0.1:{}"
     queries = {name: choose_all(one) for name, one in (list_queries() | list_queries_of_vllm()).items()}
     missing = set(queries)
     with (
