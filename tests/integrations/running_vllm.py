@@ -38,14 +38,12 @@ class VLLMServer:
     Attributes:
         log: the file of its log.
         runtime: the folder of its control sockets.
-        temporary: the folder of its temporary files.
     """
 
     def __init__(self, folder, *options, **environment):
         self.log = folder / "log"
-        self.runtime, self.temporary = folder / "run", folder / "tmp"
-        for path in (self.runtime, self.temporary):
-            path.mkdir(parents=True)
+        self.runtime = folder / "run"
+        self.runtime.mkdir(parents=True)
         port = find_free_port()
         self.url = f"http://127.0.0.1:{port}"
         write_metadata(folder)
@@ -62,7 +60,6 @@ class VLLMServer:
                     **os.environ,
                     "PYTHONPATH": ":".join(filter(None, path)),
                     "XDG_RUNTIME_DIR": str(self.runtime),
-                    "TMPDIR": str(self.temporary),
                     "HF_HUB_OFFLINE": "1",
                     "OMP_NUM_THREADS": "1",
                     "TORCHDYNAMO_DISABLE": "1",
