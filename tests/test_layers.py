@@ -30,7 +30,7 @@ LAYERS = {
     "drawing": 2,
     "events": 2,
     "storage": 2,
-    "metrics": 2,
+    "metrics": 4,
     "policies": 2,
     "shared_options": 2,
     "manager": 3,

@@ -7,14 +7,20 @@ ROWS = (
     ("L7", (("integrations", "vLLM, nano-vllm, transformers"), ("lab", "production traces"))),
     ("L6", (("control", "the control socket of a running pool"),)),
     ("L5", (("adapter", "GPUKVPool: blocks by id"),)),
-    ("L4", (("migration", "blocks between nodes"), ("tiers", "blocks in host memory, on disk"))),
+    (
+        "L4",
+        (
+            ("metrics", "Prometheus, OTel"),
+            ("migration", "blocks between nodes"),
+            ("tiers", "host memory, disk"),
+        ),
+    ),
     ("L3", (("manager", "KVCacheManager, sequences"), ("reports", "statistics, layout"))),
     (
         "L2",
         (
             ("contiguous", "runs, compaction"),
             ("events", "publisher, mirror"),
-            ("metrics", "block residency"),
             ("policies", "cache policies"),
             ("storage", "bytes of blocks"),
         ),
@@ -27,7 +33,7 @@ SMALL = {
     "L8": "replay",
     "L2": "drawing, shared_options",
     "L1": "error_names, foreign_bytes, option, protocol, quantities, regular_files, threads",
-    "L0": "ids, errors, environment, closing, lazy_names, documentation, version",
+    "L0": "ids, errors, environment, closing, lazy_names, loggers, documentation, version",
 }
 """Modules that are not drawn as boxes."""
 

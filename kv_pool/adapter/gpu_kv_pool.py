@@ -36,7 +36,6 @@ from kv_pool.errors import (
 from kv_pool.ids import BlockHash, BlockId, BlockMove, GroupId, NodeName, SequenceId, is_run
 from kv_pool.manager.sequences.holdings import Holder, Holdings, as_new_id, as_sequence_id, import_retention
 from kv_pool.manager.sequences.ranked_order import EvictionPolicy, LRUEviction
-from kv_pool.metrics.latency import TIMED_EVERY, LatencyWindow
 from kv_pool.protocol import (
     NO_SEQUENCE,
     NORMAL,
@@ -49,6 +48,7 @@ from kv_pool.protocol import (
     MigrationResult,
 )
 from kv_pool.reports.controlled_pool import ControlledPool
+from kv_pool.reports.latency import TIMED_EVERY, LatencyWindow
 from kv_pool.reports.sequences import SequenceReport
 
 if TYPE_CHECKING:
@@ -215,6 +215,7 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
         self._routes: MigrationRoutes | None = None
         self._allocation_latency = LatencyWindow()
         self._freeing_latency = LatencyWindow()
+        self.latencies = {"take": self._allocation_latency, "free": self._freeing_latency}
         self._num_looked_up_blocks = 0
         self._num_hit_blocks = 0
 
@@ -734,7 +735,7 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
             num_immovable_blocks=num_immovable,
         )
 
-    def _count_more(self) -> dict[str, Any]:
+    def count_more(self) -> dict[str, Any]:
         self._expire_claims()
         return {
             "pinned_blocks": len(self.holdings.pins),
@@ -743,8 +744,6 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
             "evicted_sequences": self._allocation.num_evicted,
             "looked_up_blocks": self._num_looked_up_blocks,
             "hit_blocks": self._num_hit_blocks,
-            "allocation": self._allocation_latency.summarize(),
-            "freeing": self._freeing_latency.summarize(),
         }
 
     def get_time(self) -> float:

@@ -9,10 +9,11 @@ from datetime import UTC, datetime
 from kv_pool.cli.foreign_text import escape_json, escape_lines
 from kv_pool.option import check_options, setting
 
-LEVELS = ("debug", "info", "warning", "error", "critical")
+_FORMATS = ("text", "json")
+_LEVELS = ("debug", "info", "warning", "error", "critical")
 
 _PLAIN = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"}
-_PANEL = "Log, on standard error"
+_PANEL = "Log and errors, on standard error"
 
 
 class TextLines(logging.Formatter):
@@ -70,16 +71,10 @@ class LogOptions:
     """The log of a command."""
 
     log_format: str = setting(
-        "The format of messages and errors: text, or json, one object per line.",
-        default="text",
-        choices=("text", "json"),
-        panel=_PANEL,
+        "The format: text, or json lines.", default="text", choices=_FORMATS, panel=_PANEL
     )
     log_level: str = setting(
-        f"The least severe messages to print: {', '.join(LEVELS)}.",
-        default="warning",
-        choices=LEVELS,
-        panel=_PANEL,
+        "The least severe: " + ", ".join(_LEVELS) + ".", default="warning", choices=_LEVELS, panel=_PANEL
     )
 
     def apply(self) -> None:

@@ -22,7 +22,6 @@ from kv_pool.drawing import check_can_draw
 from kv_pool.errors import DrawingError
 from kv_pool.ids import BlockId, NodeName
 from kv_pool.lab.tables import Column, Report, ReportTable, make_table
-from kv_pool.metrics.latency import CallLatency
 from kv_pool.option import Option, setting
 from kv_pool.reports import (
     HoldList,
@@ -32,6 +31,8 @@ from kv_pool.reports import (
     PoolStatistics,
     SequenceList,
 )
+from kv_pool.reports.allocation_monitor import PoolHistory
+from kv_pool.reports.latency import CallLatency
 
 WATCH = Option("Refresh until Ctrl-C.")
 
@@ -61,17 +62,23 @@ class RunningPool:
             return question(client)
 
 
-@takes("watch socket node json")
-def stats(pool: RunningPool, watch: bool = setting(WATCH, default=False)) -> None:
-    """Show the counts, shares and latencies of a running pool."""
+@takes("watch history socket node json")
+def stats(
+    pool: RunningPool,
+    watch: bool = setting(WATCH, default=False),
+    history: bool = setting("Show the use and the rates of the last 1, 5 and 15 minutes.", default=False),
+) -> None:
+    """Show the counts, shares and latencies of a running pool, or its rates."""
     with pool.connect() as client:
 
         def look() -> Text:
-            statistics = client.get_statistics()
+            found = client.get_history() if history else client.get_statistics()
             if pool.json:
-                return Text(encode_json_line(statistics))
+                return Text(encode_json_line(found))
+            if isinstance(found, PoolHistory):
+                return Text("\n".join(describe_history(found)))
             return Text(
-                "\n".join(["KV Pool Statistics:", *(f"  {line}" for line in describe_statistics(statistics))])
+                "\n".join(["KV Pool Statistics:", *(f"  {line}" for line in describe_statistics(found))])
             )
 
         if watch:
@@ -111,6 +118,25 @@ def describe_statistics(statistics: PoolStatistics) -> list[str]:
     if s.freeing is not None:
         lines += _describe_latency("Free Latency", s.freeing)
     return lines
+
+
+def describe_history(history: PoolHistory) -> list[str]:
+    """Return a history as a table in lines of text."""
+    windows = history.windows
+    rows = {"KV Pool History": [f"{window.window_s // 60} min" for window in windows]}
+    rows["Covered"] = [f"{window.covered_s:.0f} s" for window in windows]
+    rows["Used Blocks (avg)"] = [f"{window.utilization:.1%}" for window in windows]
+    rows["Used Blocks (max)"] = [f"{window.peak_utilization:.1%}" for window in windows]
+    rows["Hit Rate"] = [_show_hit_rate(window.rates) for window in windows]
+    for name in history.last.counters:
+        title = f"{name.replace('_', ' ').title()}/s"
+        rows[title] = [f"{window.rates[name]:,.1f}" if window.rates else "-" for window in windows]
+    return [f"{title:<22}" + "".join(f"{cell:>12}" for cell in cells) for title, cells in rows.items()]
+
+
+def _show_hit_rate(rates: dict[str, float]) -> str:
+    looked_up = rates.get("looked_up_tokens")
+    return f"{rates['hit_tokens'] / looked_up:.1%}" if looked_up else "-"
 
 
 def _describe_hits(statistics: PoolStatistics) -> str:

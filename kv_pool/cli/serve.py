@@ -23,7 +23,8 @@ _ORDER = """
 trace blocks kv_pool_size block_size kv_block_size manager run_length live_curve enable_defragmentation
 defrag_threshold defrag_interval defrag_moves max_evictions speedup trace_block_size timestamp_unit duration
 name listen bulk_port peer nodes registry secret_file backend block_bytes max_rate
-migration_threshold host_tier disk_tier disk_tier_blocks publish publish_replay publish_config socket config
+migration_threshold host_tier disk_tier disk_tier_blocks publish publish_replay publish_config
+port token_file certificate key web socket config
 """
 
 
@@ -41,6 +42,7 @@ def serve(
     """
     settings = read_settings(config, given)
     check_is_node(settings)
+    port = settings.network_port
     with (
         open_publisher(settings.publish, settings.publish_replay, settings.publish_config) as publisher,
         ExitStack() as stack,
@@ -54,7 +56,16 @@ def serve(
         node = None
         if settings.name is not None:
             node = stack.enter_context(LiveNode(replay.pool, settings, owner=replay))
-        server = stack.enter_context(ControlServer(replay.pool, settings.socket, node=node, tiers=tiers))
+        server = ControlServer(
+            replay.pool,
+            settings.socket,
+            node=node,
+            tiers=tiers,
+            publisher=publisher,
+            port=port,
+            web=settings.web,
+        )
+        stack.enter_context(server)
         where = "" if node is None else f" --node {node.migrator.name}"
         where = where if settings.socket is None else f" --socket {server.path}"
         events = "" if publisher is None else f", or: {describe_publisher(publisher)}"
@@ -63,6 +74,8 @@ def serve(
             f"{server.path}; in a second terminal: kv-pool stats{where}{events}"
         )
         print(first_line, flush=True)
+        if server.url is not None:
+            print(f"its {'page' if settings.web else 'port'} is at {server.url}", flush=True)
         if node is not None:
             print(f"{describe_node(node)}", flush=True)
         _run(replay, settings.duration, asked_to_end)

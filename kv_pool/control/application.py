@@ -1,15 +1,11 @@
-"""`ControlApplication`: what a running pool answers over HTTP. `PoolCommands`: carry out its commands."""
+"""`ControlApplication`: what a running pool answers over HTTP."""
 
 import asyncio
-import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import suppress
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Never
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -18,101 +14,17 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kv_pool.control import messages
+from kv_pool.control.commands import HISTORY_INTERVAL_S, PoolCommands
+from kv_pool.control.health import Health
 from kv_pool.control.network_port import NetworkPort, Refusal
+from kv_pool.control.page import load_page
+from kv_pool.control.watch import Feed, Watch
 from kv_pool.errors import ControlError
-from kv_pool.reports.controlled_pool import ControlledPool
-from kv_pool.reports.holds import explain_block, list_holds
 from kv_pool.threads import Workers
 
-if TYPE_CHECKING:
-    from kv_pool.control.live_node import LiveNode
-
-
-class PoolCommands:
-    """Carry out the commands of `messages` on a pool and its node; for the arguments see `ControlServer`.
-
-    Attributes:
-        at_pool: the thread of the commands about the pool, which run one at a time.
-        at_node: the threads of the commands about the node, which may wait for other nodes.
-    """
-
-    def __init__(
-        self,
-        pool: ControlledPool[Any],
-        path: Path,
-        node: "LiveNode | None",
-        why_no_node: str,
-        tiers: Callable[[], messages.TierList] | None,
-        guard: AbstractContextManager[object],
-        max_threads: int,
-    ) -> None:
-        self.pool = pool
-        self.node = node
-        self.tiers = tiers
-        self._path = path
-        self._why_no_node = why_no_node
-        self._guard = guard
-        self.at_pool = Workers("kv_pool control of the pool", 1)
-        self.at_node = Workers("kv_pool control of the node", max_threads)
-
-    async def run(self, command: messages.Command) -> bytes:
-        """Carry out a command in a thread, and return the encoded result. Raises what the command raises."""
-        workers = self.at_node if isinstance(command, messages.NodeCommand) else self.at_pool
-        try:
-            return await asyncio.wrap_future(workers.submit(partial(self._carry_out, command)))
-        except asyncio.CancelledError as error:  # by `stop`, before it has started
-            raise ControlError(f"the server at {self._path} stops") from error
-
-    def stop(self) -> None:
-        """Cancel the commands that have not started."""
-        self.at_pool.stop()
-        self.at_node.stop()
-
-    def _carry_out(self, command: messages.Command) -> bytes:
-        if isinstance(command, messages.NodeCommand):
-            return messages.encode_result(self._carry_out_at_node(command))
-        with self._guard:
-            result = self._carry_out_at_pool(command)
-        return messages.encode_result(result)
-
-    def _carry_out_at_node(self, command: messages.NodeCommand) -> msgspec.Struct:
-        node = self.node
-        if node is None:
-            raise ControlError(
-                f"the pool at {self._path} is not a node, so migration is not available: {self._why_no_node}"
-            )
-        match command:
-            case messages.MigrateCommand():
-                return node.migrate(**msgspec.structs.asdict(command))
-            case messages.MigrationsCommand():
-                return node.list_migrations(command.migration_id)
-            case messages.CancelCommand():
-                return node.cancel(command.migration_id)
-            case _:
-                return node.list_peers()
-
-    def _carry_out_at_pool(self, command: messages.Command) -> msgspec.Struct:
-        match command:
-            case messages.SequencesCommand():
-                return self.pool.describe_sequences()
-            case messages.HoldsCommand():
-                with self.pool.lock:
-                    if command.block_id is None:
-                        return list_holds(self.pool.block_pool)
-                    return explain_block(self.pool.block_pool, command.block_id)
-            case messages.TiersCommand():
-                if self.tiers is None:
-                    raise ControlError(
-                        f"the pool at {self._path} has no lower tiers; kv-pool serve adds them with "
-                        "--host-tier BLOCKS and --disk-tier FOLDER, other engines with ControlServer(tiers=)"
-                    )
-                return self.tiers()
-            case messages.StatsCommand():
-                return self.pool.get_statistics()
-            case messages.DefragCommand():
-                return defragment(self.pool, command.max_moves, command.max_evictions)
-            case _:
-                return self.pool.get_layout()
+_MAP_CELLS = 2048
+_VIEW_S = 0.5
+_NODES_S = 5.0
 
 
 class ControlApplication:
@@ -120,19 +32,35 @@ class ControlApplication:
 
     Args:
         refusals: counts the requests that are refused before a command, by reason.
+        max_threads: maximum number of commands that wait for other nodes at the same time.
+        web: whether `/` is the page.
     """
 
-    def __init__(self, commands: PoolCommands, refusals: Counter[str]) -> None:
+    def __init__(
+        self, commands: PoolCommands, refusals: Counter[str], max_threads: int, *, web: bool
+    ) -> None:
         self._commands = commands
         self._refusals = refusals
-        answers = {name: partial(self._answer, name) for name in messages.COMMANDS}
-        self._routes = Starlette(
-            routes=[
-                Route(messages.PATH + name, answer, methods=[messages.COMMANDS[name].method])
-                for name, answer in answers.items()
-            ],
-            exception_handlers={HTTPException: self._refuse_path},
-        )
+        self.health = Health(commands)
+        self._at_pool = Workers("kv_pool control of the pool", 1)
+        self._at_node = Workers("kv_pool control of the node", max_threads)
+        feeds = {"view": Feed(partial(self._carry_out, messages.ViewCommand(_MAP_CELLS)), _VIEW_S)}
+        if commands.node is not None:
+            feeds["nodes"] = Feed(partial(self._carry_out, messages.PeersCommand()), _NODES_S)
+        self._watch = Watch(feeds)
+        self._at_metrics = Workers("kv_pool control of metrics", 1)  # a scrape does not wait for a compaction
+        routes = [
+            Route("/live", self._live),
+            Route("/ready", self._ready),
+            Route("/metrics", self._metrics, methods=["GET"]),
+            Route(f"{messages.PATH}watch", self._watch, methods=["GET"]),
+        ]
+        for name, kind in messages.COMMANDS.items():
+            routes.append(Route(messages.PATH + name, partial(self._answer, name), methods=[kind.method]))
+        if web:
+            page, headers = load_page()
+            routes.append(Route("/", lambda _: Response(page, headers=headers)))
+        self._routes = Starlette(routes=routes, exception_handlers={HTTPException: self._refuse_path})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request. `scope["state"]["port"]` is the `NetworkPort` that it came through, or None."""
@@ -142,17 +70,63 @@ class ControlApplication:
         answer = self._refuse(refusal) if refusal else self._routes
         await answer(scope, receive, send)
 
+    async def keep_history(self) -> Never:
+        """Note the state of the pool again and again."""
+        monitor = self._commands.monitor
+        while True:
+            with suppress(Exception):  # such as of an interrupted pool: the history lacks this state
+                monitor.history.append(await asyncio.wrap_future(self._at_pool.submit(monitor.read_state)))
+            await asyncio.sleep(HISTORY_INTERVAL_S)
+
+    async def stop(self) -> None:
+        """End the streams of views, and cancel the commands that have not started."""
+        await self._watch.stop()
+        self.health.stop()
+        self._at_pool.stop()
+        self._at_node.stop()
+        self._at_metrics.stop()
+
     async def _answer(self, name: str, request: Request) -> Response:
         try:
             arguments = dict(request.query_params) if request.method != "POST" else await _read_body(request)
             if arguments is None:
                 message = f"a command has at most {messages.MAX_COMMAND_BYTES} bytes"
                 return self._refuse(Refusal(413, "body", message, {"connection": "close"}))
-            return _reply(200, await self._commands.run(messages.decode_command(name, arguments)))
+            return _reply(200, await self._carry_out(messages.decode_command(name, arguments)))
         except ClientDisconnect:
             return Response()
         except Exception as error:  # A pool's callback may raise anything; the server continues.
             return _reply(*messages.encode_error(error))
+
+    async def _live(self, request: Request) -> Response:
+        return _reply(200, b'{"is_live":true}')
+
+    async def _ready(self, request: Request) -> Response:
+        report = await self.health.get_report()
+        return _reply(200 if report.is_ready else 503, messages.encode_result(report))
+
+    async def _metrics(self, request: Request) -> Response:
+        """Answer a scrape. `?names=` chooses the sets of names beside kv_pool's, see `PoolMetrics`."""
+        names, accept = request.query_params.getlist("names"), request.headers.get("accept", "")
+
+        def encode() -> tuple[str, bytes]:
+            from kv_pool.metrics.prometheus import PoolMetrics, encode_metrics
+
+            return encode_metrics(PoolMetrics([self._commands.sources], names or "vllm"), accept)
+
+        try:
+            content_type, body = await asyncio.wrap_future(self._at_metrics.submit(encode))
+        except Exception as error:  # such as a missing prometheus_client, or a pool that is gone
+            return _reply(*messages.encode_error(error))
+        return Response(body, media_type=content_type)
+
+    async def _carry_out(self, command: messages.Command) -> bytes:
+        workers = self._at_node if isinstance(command, messages.NodeCommand) else self._at_pool
+        try:
+            work = workers.submit(lambda: messages.encode_result(self._commands.carry_out(command)))
+            return await asyncio.wrap_future(work)
+        except asyncio.CancelledError as error:
+            raise ControlError("the server stops") from error
 
     async def _refuse_path(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -178,19 +152,3 @@ async def _read_body(request: Request) -> bytes | None:
 
 def _reply(status: int, body: bytes, headers: dict[str, str] | None = None) -> Response:
     return Response(body, status, headers, "application/json")
-
-
-def defragment(
-    pool: ControlledPool[Any],
-    max_moves: int | None,
-    max_evictions: int,
-    clock: Callable[[], float] = time.perf_counter,
-) -> messages.DefragReport:
-    """Compact the pool and return a report. Raises the errors of `GPUKVPool.defragment`."""
-    before = pool.get_fragmentation_rate()
-    started = clock()
-    moved = pool.defragment(max_evictions=max_evictions, max_moves=max_moves)
-    elapsed = clock() - started
-    return messages.DefragReport(
-        moved, elapsed * 1000, before, pool.get_fragmentation_rate(), pool.run_length
-    )

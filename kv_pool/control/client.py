@@ -13,8 +13,11 @@ from kv_pool.control.socket_path import find_path
 from kv_pool.errors import ControlError
 from kv_pool.ids import BlockId, NodeName, RequestId, SequenceId
 from kv_pool.migration.messages import MigrationStatus
+from kv_pool.reports.allocation_monitor import PoolHistory
 from kv_pool.reports.holds import HoldList
 from kv_pool.reports.layout import PoolLayout
+from kv_pool.reports.pool_reading import PoolReading
+from kv_pool.reports.pool_view import PoolView
 from kv_pool.reports.sequences import SequenceList
 from kv_pool.reports.statistics import PoolStatistics
 
@@ -58,6 +61,10 @@ class ControlClient(Closing):
         """Return the pool's statistics; see `GPUKVPool.get_statistics`."""
         return self._ask(messages.StatsCommand(), PoolStatistics)
 
+    def get_history(self) -> PoolHistory:
+        """Return the use and the rates of the pool in the last 1, 5 and 15 minutes that it was served."""
+        return self._ask(messages.HistoryCommand(), PoolHistory)
+
     def defragment(self, max_moves: int | None = None, max_evictions: int = 0) -> messages.DefragReport:
         """Compact the pool; see `GPUKVPool.defragment`."""
         return self._ask(messages.DefragCommand(max_moves, max_evictions), messages.DefragReport)
@@ -77,6 +84,14 @@ class ControlClient(Closing):
     def list_tiers(self) -> messages.TierList:
         """Return what the lower tiers contain, and how many blocks were hit in each."""
         return self._ask(messages.TiersCommand(), messages.TierList)
+
+    def read(self) -> PoolReading:
+        """Return the counters and levels of the pool; see `read_pool`."""
+        return self._ask(messages.ReadingCommand(), PoolReading)
+
+    def view(self, num_cells: int = 256, num_sequences: int = 20, num_prefixes: int = 10) -> PoolView:
+        """Return the reading, a map, and the largest sequences and hottest prefixes; see `read_view`."""
+        return self._ask(messages.ViewCommand(num_cells, num_sequences, num_prefixes), PoolView)
 
     def migrate(
         self,

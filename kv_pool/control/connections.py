@@ -39,6 +39,7 @@ class Connections:
         max_clients: maximum number of connections, TLS handshakes included.
         timeout_s: seconds for a request to arrive, and for its answer to be read. A connection through a
             network port is also closed if no request arrives for this time.
+        listener: a socket that listens and does not block.
     Raises:
         ControlError: the certificate or the key cannot be used.
     """
@@ -49,6 +50,7 @@ class Connections:
         refusals: Counter[str],
         max_clients: int,
         timeout_s: float,
+        listener: socket.socket,
         port: NetworkPort | None = None,
     ) -> None:
         self.refusals = refusals
@@ -75,52 +77,58 @@ class Connections:
             self.config.load()
         except OSError as error:
             raise ControlError(f"{port and port.certificate}: not usable for TLS: {error}") from error
+        self._listener = listener
         self._max_clients = max_clients
         full = f"{max_clients} clients are already connected; try again later"
         self._full = b"" if self.config.ssl else _encode_answer(h11.Connection(h11.SERVER), 503, full)
         self._accepted: set[asyncio.Task[None]] = set()
 
-    async def accept(self, listener: socket.socket) -> None:
-        """Accept connections until the task is cancelled."""
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                client, _ = await loop.sock_accept(listener)
-            except OSError:  # no file descriptor, or a client that is gone
-                await asyncio.sleep(_PAUSE_S)
-                continue
-            if len(self._accepted) + len(self.state.connections) >= self._max_clients:
-                self._turn_away(client)
-                continue
-            accepted = loop.create_task(self._connect(client))
-            self._accepted.add(accepted)
-            accepted.add_done_callback(self._accepted.discard)
+    def start(self) -> None:
+        """Accept connections in the running loop until `close`."""
+        self._loop = asyncio.get_running_loop()
+        if self._listener.fileno() != -1:
+            self._loop.add_reader(self._listener, self._accept)
 
     async def close(self) -> None:
-        """Close all connections, and wait for the requests that run."""
+        """Stop to listen, close all connections, and wait for the requests that run."""
+        self._loop.remove_reader(self._listener)
+        self._listener.close()
+        await asyncio.sleep(0)  # each accepted socket has a transport, which closes it, after this
         for accepted in self._accepted:
             accepted.cancel()
         for connection in self.state.connections:
             connection.transport.abort()
         await asyncio.gather(*self.state.tasks, *self._accepted, return_exceptions=True)
 
+    def _accept(self) -> None:
+        try:
+            client, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError:  # such as no file descriptor for it: the client waits
+            self._loop.remove_reader(self._listener)
+            self._loop.call_later(_PAUSE_S, self.start)
+            return
+        if len(self._accepted) + len(self.state.connections) < self._max_clients:
+            accepted = self._loop.create_task(self._connect(client))
+            self._accepted.add(accepted)
+            accepted.add_done_callback(self._accepted.discard)
+            return
+        self.refusals["clients"] += 1
+        with client, suppress(OSError):
+            client.setblocking(False)
+            client.send(self._full)
+
     async def _connect(self, client: socket.socket) -> None:
         """Begin a connection; uvicorn adds it to `state.connections` until it is lost."""
         limits = {}
         if self.config.ssl is not None:
             limits = {"ssl_handshake_timeout": self.timeout_s, "ssl_shutdown_timeout": self.timeout_s}
-        make = partial(HttpConnection, self, asyncio.get_running_loop())
+        make = partial(HttpConnection, self, self._loop)
         try:
-            await asyncio.get_running_loop().connect_accepted_socket(
-                make, client, ssl=self.config.ssl, **limits
-            )
+            await self._loop.connect_accepted_socket(make, client, ssl=self.config.ssl, **limits)
         except OSError:
             self.refusals["handshake"] += 1
-
-    def _turn_away(self, client: socket.socket) -> None:
-        self.refusals["clients"] += 1
-        with client, suppress(OSError):
-            client.send(self._full)
 
 
 class HttpConnection(H11Protocol):

@@ -16,7 +16,7 @@ from kv_pool.ids import BlockId, GroupId, RequestId
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.migration.manager_sequences import ManagerSequences
-from kv_pool.reports.controlled_pool import ControlledPool
+from kv_pool.reports.controlled_pool import ControlledPool, count_use
 from kv_pool.reports.sequences import SequenceReport
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class ControlledManager(ControlledPool[BlockPoolCore]):
             num_immovable,
         )
 
-    def _count_more(self) -> dict[str, Any]:
+    def count_more(self) -> dict[str, Any]:
         return count_use(self.manager)
 
     def get_free_blocks(self) -> int:
@@ -190,13 +190,3 @@ def get_rows(manager: KVCacheManager, request_id: RequestId) -> list[list[KVCach
         return [manager.get_table(request_id, group_id).blocks for group_id in group_ids]
     except InvalidArgumentError:
         return [] if request_id in manager.detached_requests else None
-
-
-def count_use(manager: KVCacheManager) -> dict[str, Any]:
-    """Return the fields of `PoolStatistics` that a manager knows."""
-    retention = manager.retention
-    return {
-        "pinned_blocks": 0 if retention is None else retention.num_pins,
-        "reserved_blocks": manager.watermark_blocks,
-        "num_sequences": len(manager.list_request_ids()),
-    }

@@ -12,6 +12,9 @@
 | `POST /v1/cancel` | `migration_id` | `MigrationStatus` |
 | `GET /v1/peers` | | `PeerList` |
 | `GET /v1/tiers` | | `TierList` |
+| `GET /v1/reading` | | `PoolReading` |
+| `GET /v1/view` | `num_cells`, `num_sequences`, `num_prefixes` | `PoolView` |
+| `GET /v1/history` | | `PoolHistory` |
 
 The arguments of GET are in the query, those of POST in the body, a JSON object. An error has a status of 400
 or more and the body `{"error": "InvalidArgumentError", "message": ...}`, with the name of an error of
@@ -29,7 +32,7 @@ from kv_pool.errors import ControlError, InvalidArgumentError, describe_known
 from kv_pool.foreign_bytes import UNDECODABLE, UNENCODABLE
 from kv_pool.ids import BlockId, NodeName, RequestId, SequenceId
 from kv_pool.migration.messages import MigrationStatus
-from kv_pool.tiers.tier import TierStatistics
+from kv_pool.reports.tiers import TierList as TierList
 
 MAX_COMMAND_BYTES = 4096
 
@@ -104,6 +107,22 @@ class TiersCommand(_Command, frozen=True):
     """A request for the statistics of the pool's tiers."""
 
 
+class ReadingCommand(_Command, frozen=True):
+    """A request for `PoolReading`."""
+
+
+class ViewCommand(_Command, frozen=True):
+    """A request for `PoolView`; see `read_view`."""
+
+    num_cells: Annotated[int, msgspec.Meta(ge=1, le=65_536)] = 256
+    num_sequences: Annotated[int, msgspec.Meta(ge=0)] = 20
+    num_prefixes: Annotated[int, msgspec.Meta(ge=0)] = 10
+
+
+class HistoryCommand(_Command, frozen=True):
+    """A request for the pool's use and rates in the last minutes."""
+
+
 NodeCommand = MigrateCommand | MigrationsCommand | CancelCommand | PeersCommand
 Command = (
     StatsCommand
@@ -112,6 +131,9 @@ Command = (
     | SequencesCommand
     | HoldsCommand
     | TiersCommand
+    | ReadingCommand
+    | ViewCommand
+    | HistoryCommand
     | NodeCommand
 )
 COMMANDS: dict[str, type[Command]] = {
@@ -170,19 +192,6 @@ class MigrationList(msgspec.Struct, frozen=True):
 
     name: NodeName
     migrations: list[MigrationStatus]
-
-
-class TierList(msgspec.Struct, frozen=True):
-    """The tiers of a pool, fastest first, and the media in which prefixes of requests were hit.
-
-    Attributes:
-        hit_blocks: hit blocks by medium; GPU is the pool itself.
-        num_dropped: evicted blocks that were offloaded to no tier.
-    """
-
-    hit_blocks: dict[str, int]
-    tiers: list[TierStatistics]
-    num_dropped: int = 0
 
 
 class _Error(msgspec.Struct):

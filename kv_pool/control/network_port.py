@@ -1,7 +1,5 @@
 """`NetworkPort`: a TCP port of the control server, and what it refuses."""
 
-import base64
-import binascii
 import hmac
 import ipaddress
 import socket
@@ -43,7 +41,7 @@ class NetworkPort:
         host: the address to bind; only processes of this machine reach the default.
         port: 0 for a free port; see `ControlServer.url`.
         token: the secret of clients, or the path of a file with it; see `load_secret`. A client sends it as
-            `Authorization: Bearer TOKEN`, or as the password of HTTP's Basic scheme, which browsers ask for.
+            `Authorization: Bearer TOKEN`. The page is sent without one and asks for it.
         certificate, key: PEM files for TLS. Without them a token can be read on the way.
     Raises:
         InvalidArgumentError: other machines can reach the host and there is no token, the token is short or
@@ -111,11 +109,13 @@ class NetworkPort:
             *_LOOPBACK_NAMES,
         }:
             return Refusal(403, "host", "this port answers to the names localhost, 127.0.0.1 and [::1]")
-        if headers.get("sec-fetch-site", "none") not in ("none", "same-origin") and path != "/":
+        if path == "/":  # the page has no data of the pool, and may be linked to
+            return None
+        if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
             return Refusal(403, "site", "a page of another site has made this request")
         if self.token is not None and not self._has_token(headers.get("authorization", "")):
-            asks = {"www-authenticate": 'Basic realm="kv_pool", Bearer'}
-            return Refusal(401, "token", "this port needs its token; send Authorization: Bearer TOKEN", asks)
+            message = "this port needs its token; send Authorization: Bearer TOKEN"
+            return Refusal(401, "token", message, {"www-authenticate": "Bearer"})
         if method not in ("GET", "HEAD"):
             return Refusal(403, "method", "this port only reads; use the Unix socket to change the pool")
         if self.token is None and path.startswith("/v1/") and path not in _OPEN_PATHS:
@@ -124,14 +124,9 @@ class NetworkPort:
         return None
 
     def _has_token(self, authorization: str) -> bool:
-        scheme, _, credentials = authorization.partition(" ")
-        given = credentials.strip().encode()
-        if scheme.lower() == "basic":
-            try:
-                given = base64.b64decode(given).partition(b":")[2]
-            except binascii.Error:
-                return False
-        return hmac.compare_digest(given, str(self.token).encode(errors="replace"))
+        scheme, _, given = authorization.partition(" ")
+        is_right = hmac.compare_digest(given.strip().encode(), str(self.token).encode(errors="replace"))
+        return is_right and scheme.lower() == "bearer"
 
 
 def _find_host_name(host: str) -> str | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from time import monotonic
 from typing import Annotated, Any, Literal
 
@@ -10,6 +11,7 @@ import msgspec
 from kv_pool.adapter.gpu_kv_pool import GPUKVPool
 from kv_pool.contiguous.defragmenter import Defragmentable, Defragmenter
 from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH
+from kv_pool.control.network_port import NetworkPort
 from kv_pool.errors import InvalidArgumentError, describe_known
 from kv_pool.option import Option, describe_options, list_options
 from kv_pool.quantities import parse_memory
@@ -30,6 +32,9 @@ _NODES = "Nodes"
 _compacting = partial(Option, panel="Compaction")
 _of_nodes = partial(Option, panel=_NODES)
 _of_tiers = partial(Option, panel="Tiers")
+_of_network = partial(Option, panel="Network")
+
+_WEB_PORT = "9400"
 
 
 @describe_options
@@ -93,6 +98,26 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     socket: Annotated[str | None, Option("Path of the control socket. Default: a socket of this user.")] = (
         None
     )
+    port: Annotated[
+        str | None,
+        _of_network(
+            "Also answer health, metrics and reading commands on this TCP port; 0 for a free port.",
+            metavar="[HOST:]PORT",
+        ),
+    ] = None
+    token_file: Annotated[
+        str | None,
+        _of_network("The token that clients of the port send, 16 bytes or more.", metavar="FILE"),
+    ] = None
+    certificate: Annotated[
+        str | None, _of_network("Serve the port over TLS with this PEM file.", metavar="FILE")
+    ] = None
+    key: Annotated[
+        str | None, _of_network("The private key, if the file above does not have it.", metavar="FILE")
+    ] = None
+    web: Annotated[
+        bool, _of_network("Serve a web page of the pool at the port, by default 127.0.0.1:9400.")
+    ] = False
     name: Annotated[
         str | None,
         _of_nodes("Make the pool a node with this name; sequences can migrate to it and from it."),
@@ -178,6 +203,19 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     publish: Annotated[str | None, PUBLISH] = None
     publish_replay: Annotated[str | None, PUBLISH_REPLAY] = None
     publish_config: Annotated[str | None, PUBLISH_CONFIG] = None
+
+    @property
+    def network_port(self) -> NetworkPort | None:
+        """The port of the options about the network. Raises InvalidArgumentError as `NetworkPort`."""
+        if self.port is None and not self.web:
+            if self.token_file or self.certificate or self.key:
+                raise InvalidArgumentError(
+                    "token_file, certificate and key are options of a port; set port, too"
+                )
+            return None
+        token = None if self.token_file is None else Path(self.token_file)
+        address = self.port or _WEB_PORT
+        return NetworkPort.parse(address, token=token, certificate=self.certificate, key=self.key)
 
     @property
     def has_tiers(self) -> bool:

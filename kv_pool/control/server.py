@@ -6,7 +6,7 @@ import socket
 import stat
 import threading
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kv_pool.closing import Running
 from kv_pool.control import messages
+from kv_pool.control.commands import NUM_STATES, PoolCommands
 from kv_pool.control.network_port import NetworkPort
 from kv_pool.control.socket_path import (
     get_default_folder,
@@ -26,13 +27,16 @@ from kv_pool.control.socket_path import (
 from kv_pool.core.arguments import as_count
 from kv_pool.errors import ControlError, MissingDependencyError, describe_install
 from kv_pool.ids import NodeName
+from kv_pool.metrics.block_ages import BlockAges
+from kv_pool.reports.allocation_monitor import AllocationMonitor
 from kv_pool.reports.controlled_pool import ControlledPool
 from kv_pool.threads import start_thread
 
 if TYPE_CHECKING:
-    from kv_pool.control.application import PoolCommands
+    from kv_pool.control.application import ControlApplication
     from kv_pool.control.connections import Connections
     from kv_pool.control.live_node import LiveNode
+    from kv_pool.events.event_publisher import EventPublisher
 
 _BACKLOG = 128
 _THREAD = "kv_pool control"
@@ -51,7 +55,9 @@ class ControlServer(Running):
         node_name: name in the default path of a pool that is not a node.
         why_no_node: end of the error message for `kv-pool migrate` if the pool is not a node.
         tiers: returns the report for `kv-pool tiers`, such as `LiveTiers.get_report`; None without tiers.
+        publisher: the publisher of the pool's events, if there is one, for `/ready`.
         port: a TCP port on which the server answers, too; None for the socket only.
+        web: serve a page for browsers at `url`; without a port, on a free port of this machine.
         guard: entered around each command that concerns the pool, such as a lock that the engine holds during
             a step. It keeps a compaction from running between the engine's reading and using block ids.
         timeout_s: seconds a client may take to send the rest of a command, or to read its reply.
@@ -84,20 +90,32 @@ class ControlServer(Running):
         node_name: NodeName | None = None,
         why_no_node: str = "start it with kv-pool serve --name, or pass a LiveNode to ControlServer",
         tiers: Callable[[], messages.TierList] | None = None,
+        publisher: "EventPublisher | None" = None,
         port: NetworkPort | None = None,
+        web: bool = False,
         guard: AbstractContextManager[object] | None = None,
         timeout_s: float = 10.0,
         max_clients: int = 64,
     ) -> None:
         self.pool = pool
         self.path = resolve_path(path, node_name if node is None else node.migrator.name)
-        self.port = port
+        self.port = NetworkPort() if web and port is None else port
+        self._web = web
         self.url: str | None = None
         self.refusals: Counter[str] = Counter()
-        self._node = node
-        self._why_no_node = why_no_node
-        self._tiers = tiers
-        self._guard = nullcontext() if guard is None else guard
+        held = nullcontext() if guard is None else guard
+        self._ages = BlockAges(lambda: pool.block_pool, pool.lock)
+        self._commands = PoolCommands(
+            pool,
+            self.path,
+            held,
+            why_no_node,
+            AllocationMonitor(pool, NUM_STATES),
+            node,
+            tiers,
+            publisher,
+            self._ages.get_histograms,
+        )
         self._timeout_s = timeout_s
         self._max_clients = as_count("max_clients", max_clients, 1)
         self._thread: threading.Thread | None = None
@@ -116,34 +134,28 @@ class ControlServer(Running):
         if self._thread is not None:
             raise ControlError(f"this server already listens at {self.path}")
         try:
-            from kv_pool.control.application import ControlApplication, PoolCommands
+            from kv_pool.control.application import ControlApplication
             from kv_pool.control.connections import Connections
         except ImportError as error:
             raise MissingDependencyError(
                 f"serving a pool needs starlette and uvicorn: {describe_install('serve')}"
             ) from error
-        limits = self._max_clients, self._timeout_s
-        commands = PoolCommands(
-            self.pool, self.path, self._node, self._why_no_node, self._tiers, self._guard, self._max_clients
-        )
-        application = ControlApplication(commands, self.refusals)
-        served = [Connections(application, self.refusals, *limits)]
-        if self.port is not None:
-            served.append(Connections(application, self.refusals, *limits, self.port))
+        application = ControlApplication(self._commands, self.refusals, self._max_clients, web=self._web)
+        connect = partial(Connections, application, self.refusals, self._max_clients, self._timeout_s)
         with ExitStack() as on_failure:
-            listeners = [on_failure.enter_context(self._listen())]
+            served = [connect(on_failure.enter_context(self._listen()))]
             on_failure.callback(self._remove_socket)
             if self.port is not None:
-                listeners.append(on_failure.enter_context(self.port.listen(_BACKLOG)))
-                self.url = self.port.get_url(listeners[-1])
+                listener = on_failure.enter_context(self.port.listen(_BACKLOG))
+                served.append(connect(listener, self.port))
+                self.url = self.port.get_url(listener)
             try:
                 self._loop = asyncio.new_event_loop()
             except OSError as error:  # such as no file descriptor for it
                 raise ControlError(f"{self.path}: cannot serve there: {error}") from error
             on_failure.callback(self._end_loop)
             self._stopping = asyncio.Event()
-            serve = partial(self._serve, commands, list(zip(served, listeners, strict=True)))
-            self._thread = start_thread(_THREAD, self._run, serve)
+            self._thread = start_thread(_THREAD, self._run, application, served)
             on_failure.pop_all()
 
     def _end_loop(self) -> None:
@@ -215,18 +227,16 @@ class ControlServer(Running):
 
     # ---- in the thread ---------------------------------------------------------------------------
 
-    def _run(self, serve: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def _run(self, application: "ControlApplication", served: "list[Connections]") -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(serve())
+            runner.run(self._serve(application, served))
 
-    async def _serve(
-        self, commands: "PoolCommands", served: "list[tuple[Connections, socket.socket]]"
-    ) -> None:
-        accepting = [asyncio.create_task(one.accept(listener)) for one, listener in served]
-        await self._stopping.wait()
-        for task in accepting:
-            task.cancel()
-        commands.stop()
-        await asyncio.gather(*accepting, *(one.close() for one, _ in served), return_exceptions=True)
-        for _, listener in served:
-            listener.close()
+    async def _serve(self, application: "ControlApplication", served: "list[Connections]") -> None:
+        for one in served:
+            one.start()
+        history = asyncio.create_task(application.keep_history())
+        with self._ages:
+            await self._stopping.wait()
+        history.cancel()
+        await application.stop()
+        await asyncio.gather(*(one.close() for one in served))

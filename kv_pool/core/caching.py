@@ -8,7 +8,7 @@ from mypy_extensions import i32, i64
 from kv_pool.core.arguments import check_ours, raise_typed
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_keys import get_block_hash, group_suffix, make_block_hash_with_group_id
-from kv_pool.core.evicting import drop_keys, evict, note_own_hash
+from kv_pool.core.evicting import count_cause, drop_keys, evict, note_own_hash
 from kv_pool.core.extra_keys import CacheableRequest, read_hashes
 from kv_pool.core.kv_events import KVCacheEvent
 from kv_pool.core.pool_state import PoolState
@@ -176,7 +176,9 @@ def move_keys(pool: PoolState, source: KVCacheBlock, target: KVCacheBlock) -> No
     was_changing = pool.is_changing
     pool.is_changing = True
     keys: list[BlockHashWithGroupId] = []
+    num_before = pool.num_evictions
     drop_keys(pool, source, keys)
+    count_cause(pool, "move", num_before)
     for key in keys:
         add_key(pool, key, target, num_tokens, parent)
     if keys:

@@ -25,8 +25,24 @@ def evict(pool: PoolState, block: KVCacheBlock) -> bool:
     return pool.num_evictions > num_before
 
 
-def evict_invalid(pool: PoolState, blocks: list[KVCacheBlock]) -> None:
-    """Implement `BlockPool.evict_blocks`."""
+def count_cause(pool: PoolState, cause: str, num_before: int) -> None:
+    """Count the evictions since `num_before` under a cause.
+
+    reset       of the prefix cache
+    evict       by a caller of `evict_blocks`
+    invalid     content that was reported to be bad, and what was computed from it
+    rewrite     content that a request or a compaction overwrites, or that later content supersedes
+    move        of keys to another block
+    shrink      of the pool
+    repair      after an interrupted call
+    """
+    counts = pool.evictions_by_cause
+    counts[cause] = counts.get(cause, 0) + pool.num_evictions - num_before
+
+
+def evict_invalid(pool: PoolState, blocks: list[KVCacheBlock], cause: str = "rewrite") -> None:
+    """Implement `BlockPool.evict_blocks`. For the cause, see `count_cause`."""
+    num_before = pool.num_evictions
     was_changing = pool.is_changing
     pool.is_changing = True
     for block in blocks:
@@ -35,16 +51,19 @@ def evict_invalid(pool: PoolState, blocks: list[KVCacheBlock]) -> None:
         drop_content(pool, block)
         if own_hash is not None:
             note_own_hash(block, own_hash)
+    count_cause(pool, cause, num_before)
     pool.is_changing = was_changing
 
 
 def evict_overwritten(pool: PoolState, blocks: list[KVCacheBlock]) -> None:
     """Evict free blocks whose content other bytes replace, as part of a larger call."""
+    num_before = pool.num_evictions
     for block in blocks:
         if block.key is None:
             block.generation += 1  # its content may be known by a hash of its own
         else:
             drop_content(pool, block)
+    count_cause(pool, "rewrite", num_before)
 
 
 def drop_content(pool: PoolState, block: KVCacheBlock) -> None:

@@ -116,6 +116,11 @@ class Hold(TimedItem):
         """Whether the hold has references."""
         return len(self._blocks) > 0
 
+    @property
+    def num_blocks(self) -> int:
+        """The number of distinct blocks. O(1)."""
+        return len(self._blocks)
+
     def list_reports(self) -> list[tuple[HoldReport, list[KVCacheBlock]]]:
         """Return a report about the blocks, with the blocks; several if `list_spans` has several spans."""
         listing = self.list_spans

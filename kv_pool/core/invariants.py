@@ -37,6 +37,7 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_pool import BlockPool
 from kv_pool.core.eviction_order import DEFAULT_BAND
 from kv_pool.core.free_queue import BAND_END, FreeKVCacheBlockQueue
+from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import CorruptedPoolError
 from kv_pool.ids import BlockId
 
@@ -44,7 +45,7 @@ from kv_pool.ids import BlockId
 def check(pool: BlockPool) -> None:
     """Verify every invariant. O(number of blocks).
 
-    Changes nothing.
+    Changes nothing but its counts.
 
     Raises:
         PoolInterruptedError: a call was interrupted, so they need not hold.
@@ -52,6 +53,8 @@ def check(pool: BlockPool) -> None:
     """
     if pool.is_changing:
         refuse_interrupted()
+    pool.num_checks += 1
+    pool.num_failed_checks += 1  # until all have passed
     check_free_queue(pool.free_block_queue)
     check_blocks(pool)
     check_holds(pool)
@@ -59,6 +62,7 @@ def check(pool: BlockPool) -> None:
     check_runs(pool)
     check_live_curve(pool)
     check_prefix_map(pool)
+    pool.num_failed_checks -= 1
 
 
 def check_free_queue(queue: FreeKVCacheBlockQueue) -> None:
@@ -92,28 +96,61 @@ def check_blocks(pool: BlockPool) -> None:
     if len(pool.blocks) != pool.num_gpu_blocks:
         raise CorruptedPoolError(f"P1: {len(pool.blocks)} blocks of {pool.num_gpu_blocks}")
     for position, block in enumerate(pool.blocks):
-        if block.block_id != position:
-            raise CorruptedPoolError(f"P3: block {block.block_id} is at position {position}")
-        if block.pool is not pool:
-            raise CorruptedPoolError(f"P3: block {position} does not refer to its pool")
-        if block.is_null != (position == 0) or (position == 0) != (block is pool.null_block):
-            raise CorruptedPoolError(f"P4: block {position} has is_null {block.is_null}")
-        if block.is_null and block.block_hash is not None:
-            raise CorruptedPoolError("P4: the null block carries a hash")
-        if block.ref_cnt < 0:
-            raise CorruptedPoolError(f"P5: block {position} has ref_cnt {block.ref_cnt}")
-        should_be_linked = block.ref_cnt == 0 and not block.is_null
-        if (id(block) in linked) != should_be_linked:
-            raise CorruptedPoolError(
-                f"Q3: block {position} has ref_cnt {block.ref_cnt} and is "
-                f"{'' if id(block) in linked else 'not '}in the free queue"
-            )
-        if not should_be_linked:
-            if block.prev_free_block is not None or block.next_free_block is not None:
-                raise CorruptedPoolError(f"Q3: block {position} is not free but has links")
-            num_in_use += not block.is_null
+        _check_block(pool, position, block, id(block) in linked)
+        num_in_use += block.ref_cnt > 0 and not block.is_null
     if len(linked) + num_in_use + 1 != pool.num_gpu_blocks:
         raise CorruptedPoolError(f"P1: {len(linked)} free + {num_in_use} in use + 1 != {pool.num_gpu_blocks}")
+
+
+def check_slice(pool: BlockPoolCore, first: int, num_blocks: int) -> None:
+    """Check what Q2, Q3, P2 to P5 say of some blocks and their neighbours. O(num_blocks).
+
+    Changes nothing but the pool's counts of checks. `check` verifies the rest.
+
+    Args:
+        first: the lowest of the ids.
+    Raises:
+        PoolInterruptedError, CorruptedPoolError: as `check`.
+    """
+    if pool.is_changing:
+        refuse_interrupted()
+    pool.num_checks += 1
+    pool.num_failed_checks += 1  # until all have passed
+    entries = pool.cached_block_hash_to_block._cache
+    for position, block in enumerate(pool.blocks[first : first + num_blocks], first):
+        before, after = block.prev_free_block, block.next_free_block
+        _check_block(pool, position, block, before is not None and after is not None)
+        if before is not None and before.next_free_block is not block:
+            raise CorruptedPoolError(f"Q2: the block before {position} does not point to it")
+        if after is not None and after.prev_free_block is not block:
+            raise CorruptedPoolError(f"Q2: the block after {position} does not point back to it")
+        if block.block_hash is not None:
+            entry = entries.get(block.block_hash)
+            if entry is not block and not (isinstance(entry, dict) and entry.get(position) is block):
+                raise CorruptedPoolError(f"P2: block {position} carries a hash that is not in the map")
+    pool.num_failed_checks -= 1
+
+
+def _check_block(pool: BlockPoolCore, position: int, block: KVCacheBlock, is_linked: bool) -> None:
+    """Check Q3, P3, P4 and P5 of one block."""
+    if block.block_id != position:
+        raise CorruptedPoolError(f"P3: block {block.block_id} is at position {position}")
+    if block.pool is not pool:
+        raise CorruptedPoolError(f"P3: block {position} does not refer to its pool")
+    if block.is_null != (position == 0) or (position == 0) != (block is pool.null_block):
+        raise CorruptedPoolError(f"P4: block {position} has is_null {block.is_null}")
+    if block.is_null and block.block_hash is not None:
+        raise CorruptedPoolError("P4: the null block carries a hash")
+    if block.ref_cnt < 0:
+        raise CorruptedPoolError(f"P5: block {position} has ref_cnt {block.ref_cnt}")
+    should_be_linked = block.ref_cnt == 0 and not block.is_null
+    if is_linked != should_be_linked:
+        raise CorruptedPoolError(
+            f"Q3: block {position} has ref_cnt {block.ref_cnt} and is "
+            f"{'' if is_linked else 'not '}in the free queue"
+        )
+    if not should_be_linked and (block.prev_free_block is not None or block.next_free_block is not None):
+        raise CorruptedPoolError(f"Q3: block {position} is not free but has links")
 
 
 def check_holds(pool: BlockPool) -> None:

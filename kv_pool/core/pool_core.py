@@ -20,7 +20,7 @@ from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_keys import GROUP_0, get_block_hash, get_group_id, group_suffix, is_key
 from kv_pool.core.caching import add_key, cache_full, cache_partial, move_keys
 from kv_pool.core.deadlines import NEVER
-from kv_pool.core.evicting import evict, evict_invalid
+from kv_pool.core.evicting import count_cause, evict, evict_invalid
 from kv_pool.core.eviction_order import BandPolicy
 from kv_pool.core.extra_keys import CacheableRequest
 from kv_pool.core.freeing import free_listed, unpin_listed
@@ -470,7 +470,7 @@ class BlockPoolCore(PoolState):
                 )
             evicted.append(self.blocks[block_id])
         check_whole(self)
-        evict_invalid(self, evicted)
+        evict_invalid(self, evicted, "evict")
 
     def _maybe_evict_cached_block(self, block: KVCacheBlock) -> bool:
         """Evict `block`. Return True if it was in the prefix map; one `BlockRemoved` per key then.
@@ -664,6 +664,7 @@ class BlockPoolCore(PoolState):
             self.lower_tiers.flush_evicted()  # the tiers may still have to copy bytes of removed blocks
         if self.reuse_watchers:
             notify_watchers_off_queue(self, removed)
+        num_before = self.num_evictions
         self.is_changing = True
         for block in removed:
             if self.metrics_collector is not None:
@@ -671,6 +672,7 @@ class BlockPoolCore(PoolState):
             evict(self, block)
             self.free_block_queue.remove(block)
             block.generation += 1
+        count_cause(self, "shrink", num_before)
         self._last_found = self.null_block
         set_blocks(self, self.blocks[:num_left])
         for part in self.parts:

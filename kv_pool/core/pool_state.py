@@ -84,6 +84,10 @@ class PoolState:
         parts: what follows each change, such as an index of runs, a band policy, a curve; in this order.
         free_index: the part that chooses which free blocks are taken; None: those in front of the queue.
         origins: which blocks are copies of others.
+        evictions_by_cause: the part of `num_evictions` that is not due to the reuse of blocks, see
+            `evicting.count_cause`. Reuse is the rest, so that taking blocks counts nothing twice.
+        num_repairs: number of repairs after interrupted calls.
+        num_checks, num_failed_checks: number of checks of the invariants, and of those that failed.
     """
 
     def __init__(
@@ -132,6 +136,10 @@ class PoolState:
         self.use_int_block_hashes: bool = use_int_block_hashes
         self.dense_events: bool = dense_events
         self.num_evictions: int = 0
+        self.evictions_by_cause: dict[str, int] = {}
+        self.num_repairs: int = 0
+        self.num_checks: int = 0
+        self.num_failed_checks: int = 0
         self.origins: ContentOrigins = ContentOrigins()
         self.lower_tiers: LowerTiers | None = None
         self.cached_block_hash_to_block: BlockHashToBlockMap = BlockHashToBlockMap()

@@ -1,6 +1,7 @@
 """`repair_pool`: make a pool whole after an interrupted call. `forget_all`: empty its prefix cache."""
 
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.evicting import count_cause
 from kv_pool.core.hash_map import BlockHashToBlockMap
 from kv_pool.core.pool_state import PoolState, set_blocks
 from kv_pool.core.taking import notify_watchers
@@ -30,9 +31,10 @@ def repair_pool(pool: PoolState, referenced: list[KVCacheBlock]) -> None:
         block.next_free_block = None
     pool.eviction_order.relink(free)
     set_blocks(pool, pool.blocks)
-    forget_all(pool)
+    forget_all(pool, "repair")
     for part in pool.parts:
         part.rebuild_from(pool)
+    pool.num_repairs += 1
     pool.is_changing = False
     notify_watchers(pool, [block for block in free if block.block_id in pool.reuse_watchers])
 
@@ -59,8 +61,8 @@ def list_free(pool: PoolState) -> list[KVCacheBlock]:
     return list(order | ours)
 
 
-def forget_all(pool: PoolState) -> None:
-    """Empty the prefix cache, as part of a larger call: one `AllBlocksCleared`."""
+def forget_all(pool: PoolState, cause: str = "reset") -> None:
+    """Empty the prefix cache, as part of a larger call: one `AllBlocksCleared`. See `count_cause`."""
     if pool.lower_tiers is not None:
         pool.lower_tiers.on_cache_reset()
     pool.cached_block_hash_to_block = BlockHashToBlockMap()
@@ -71,6 +73,7 @@ def forget_all(pool: PoolState) -> None:
             num_keys += 1
         block.reset_hash()
     pool.num_evictions += num_keys
+    count_cause(pool, cause, pool.num_evictions - num_keys)
     pool.eviction_order.note_all_empty()
     for part in pool.parts:
         part.note_reset()

@@ -66,6 +66,9 @@ def allocate_step(
     if tables is None:
         # Touch the hits of all groups first: until then the pool may hand them out as new blocks.
         tables = start_tables(state, request, step)
+        if pool.enable_caching:
+            state.looked_up_tokens += request.num_tokens
+            state.hit_tokens += step.num_prefix
         for listener in state.listeners:
             listener.note_started(request)
         if step.num_external:

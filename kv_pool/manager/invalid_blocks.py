@@ -92,7 +92,7 @@ def report_invalid_blocks(state: ManagerState, block_ids: Collection[BlockId]) -
     evicted: list[KVCacheBlock] = []
     for one in spread.pools:
         blocks = spread.list_suspect(one)
-        evict_invalid(one, blocks)
+        evict_invalid(one, blocks, "invalid")
         if one is pool:
             evicted = blocks
     if state.retention is not None and state.retention.is_active:

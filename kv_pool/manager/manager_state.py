@@ -44,6 +44,8 @@ class ManagerState:
         caching: finds prefixes, and registers the tables' blocks in the prefix map.
         detached_tables: the tables of requests that are swapped out, or in an open plan or a migration.
         listeners: what follows the life of tables: caching, the retention, the owners of prefixes; or none.
+        looked_up_tokens, hit_tokens: tokens of requests that got their first blocks, and those of them that
+            were cached. A request that was preempted counts again.
         discounts_states: whether surplus states may be used instead of blocks to leave free, as by vLLM.
     """
 
@@ -102,6 +104,8 @@ class ManagerState:
         self.detached_tables: dict[RequestId, list[BlockTable]] = {}
         self._hosts: list[Callable[[], ManagerState | None]] = []  # weak references
         self._has_forks: bool = False
+        self.looked_up_tokens: int = 0
+        self.hit_tokens: int = 0
         self.discounts_states: bool = False
         self.listeners: list[TableListener] = []
         self.copies: BlockCopies = BlockCopies(block_pool)

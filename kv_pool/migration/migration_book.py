@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
@@ -38,6 +39,7 @@ class MigrationBook:
         self._on_phase = on_phase
         self._lock = threading.Lock()
         self._migrations: dict[TransferId, Migration] = {}
+        self._num_ended: Counter[str] = Counter()
 
     # ---- looking ---------------------------------------------------------------------------------
 
@@ -54,6 +56,10 @@ class MigrationBook:
     def list_running(self) -> list[Migration]:
         """Return the migrations that have not ended, oldest first."""
         return [migration for migration in self.list_all() if not migration.phase.is_ended]
+
+    def count(self) -> dict[str, int]:
+        """Return the number of migrations by phase: those that run now, and those that have ended so far."""
+        return dict(self._num_ended + Counter(one.phase.value for one in self.list_running()))
 
     def list_pulls(self) -> list[Pull]:
         """Return the pulls of all migrations."""
@@ -95,6 +101,8 @@ class MigrationBook:
     def note(self, migration: Migration) -> None:
         """Notify `on_phase` and waiting threads of a changed migration."""
         is_ended = migration.phase.is_ended
+        if is_ended and migration.ended_s is None:
+            self._num_ended[migration.phase.value] += 1
         if self._on_phase is not None:
             try:
                 self._on_phase(migration.get_status())

@@ -347,6 +347,10 @@ class Migrator(Running):
         """
         return [migration.get_status() for migration in self._book.list_all()]
 
+    def count_migrations(self) -> dict[str, int]:
+        """Return the number of migrations by phase: those that run now, and those that have ended so far."""
+        return self._book.count()
+
     def find_migration(self, migration_id: str) -> Migration:
         """Return one of the migrations that `list_migrations` lists.
 

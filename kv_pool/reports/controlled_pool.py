@@ -3,15 +3,17 @@
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Generic, TypeVar
+from types import MappingProxyType
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
 from kv_pool.contiguous.fragmentation import get_fragmentation_rate
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
+from kv_pool.reports.latency import LatencyWindow
 from kv_pool.reports.layout import PoolLayout, list_free_runs, read_states, read_tables
 from kv_pool.reports.sequences import SequenceList, SequenceReport
 from kv_pool.reports.statistics import PoolStatistics, read_statistics
@@ -40,6 +42,8 @@ class ControlledPool(ABC, Generic[Pool]):
         run_length: length in blocks of the runs that `get_fragmentation_rate` counts.
         device_id: id of the pool's device.
         num_moved_blocks: number of id changes of blocks so far, temporary moves included.
+        latencies: the durations of "take", "free" and "lookup" calls; {} if they are not timed.
+        model_name, engine: labels of a reading whose `PoolSources` have none.
     """
 
     block_pool: Pool
@@ -48,6 +52,9 @@ class ControlledPool(ABC, Generic[Pool]):
     run_length: int
     device_id: int = 0
     num_moved_blocks: int = 0
+    latencies: Mapping[str, LatencyWindow] = MappingProxyType({})
+    model_name: str = ""
+    engine: str = "0"
 
     @abstractmethod
     def _list_ids(self) -> list[Any]:
@@ -61,8 +68,8 @@ class ControlledPool(ABC, Generic[Pool]):
     def _report_sequence(self, sequence_id: Any, num_blocks: int, num_immovable: int) -> SequenceReport:
         """Return the report of a sequence with this many blocks. Called with the lock held."""
 
-    def _count_more(self) -> dict[str, Any]:
-        """Return the fields of `PoolStatistics` that only this pool knows. Called with the lock held."""
+    def count_more(self) -> dict[str, Any]:
+        """Return the counts of `PoolStatistics` that only this pool knows. Called with the lock held."""
         return {}
 
     @abstractmethod
@@ -77,7 +84,9 @@ class ControlledPool(ABC, Generic[Pool]):
         The pool is locked meanwhile. O(number of blocks), a few nanoseconds each.
         """
         with self.lock:
-            more = self._count_more()
+            more = self.count_more()
+            timed = {"take": "allocation", "free": "freeing"}
+            more |= {timed[call]: one.summarize() for call, one in self.latencies.items() if call in timed}
             known = read_statistics(self.block_pool, block_size=self.block_size, run_length=self.run_length)
             return msgspec.structs.replace(known, moved_blocks=self.num_moved_blocks, **more)
 
@@ -98,7 +107,7 @@ class ControlledPool(ABC, Generic[Pool]):
             ids = self._list_ids()
             return SequenceList([self.describe(one, self._get_rows(one) or [], immovable) for one in ids])
 
-    def describe(self, sequence_id: Any, rows: Rows, immovable: frozenset[KVCacheBlock]) -> SequenceReport:
+    def describe(self, sequence_id: Any, rows: Rows, immovable: set[KVCacheBlock]) -> SequenceReport:
         """Return the report of a sequence with these rows. Call it with the lock held.
 
         Args:
@@ -147,6 +156,32 @@ class ControlledPool(ABC, Generic[Pool]):
             return get_fragmentation_rate(list_free_runs(read_states(self.block_pool)), self.run_length)
 
 
-def list_immovable(pool: BlockPoolCore) -> frozenset[KVCacheBlock]:
+def list_immovable(pool: BlockPoolCore) -> set[KVCacheBlock]:
     """Return the blocks of a pool that must not be moved. O(held blocks)."""
-    return frozenset(pool.blocks[block_id] for block_id in pool.holds.list_immovable_ids())
+    return {pool.blocks[block_id] for block_id in pool.holds.list_immovable_ids()}
+
+
+class Manager(Protocol):
+    """A `KVCacheManager`, as far as reports read it."""
+
+    block_pool: BlockPoolCore
+    block_size: int
+    watermark_blocks: int
+    looked_up_tokens: int
+    hit_tokens: int
+    retention: Any
+
+    def list_request_ids(self) -> Sequence[Any]:
+        """Return the ids of the requests that hold blocks."""
+
+
+def count_use(manager: Manager) -> dict[str, Any]:
+    """Return the counts of `PoolStatistics` that a manager knows."""
+    retention = manager.retention
+    return {
+        "pinned_blocks": 0 if retention is None else retention.num_pins,
+        "reserved_blocks": manager.watermark_blocks,
+        "num_sequences": len(manager.list_request_ids()),
+        "looked_up_blocks": manager.looked_up_tokens // manager.block_size,
+        "hit_blocks": manager.hit_tokens // manager.block_size,
+    }

@@ -8,7 +8,7 @@ from kv_pool.contiguous.fragmentation import (
     get_unusable_share,
 )
 from kv_pool.core.pool_core import BlockPoolCore
-from kv_pool.metrics.latency import CallLatency
+from kv_pool.reports.latency import CallLatency
 from kv_pool.reports.layout import BlockState, list_free_runs, read_states
 from kv_pool.reports.live_curve import LiveCurveReport, read_live_curve
 

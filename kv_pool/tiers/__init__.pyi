@@ -6,7 +6,7 @@ from kv_pool.tiers.onboarder import OnboardStatistics as OnboardStatistics
 from kv_pool.tiers.host_tier import HostTier as HostTier
 from kv_pool.tiers.disk_tier import DiskTier as DiskTier
 from kv_pool.tiers.tier import Tier as Tier
-from kv_pool.tiers.tier import TierStatistics as TierStatistics
+from kv_pool.reports.tiers import TierStatistics as TierStatistics
 from kv_pool.tiers.onboarder import TierHit as TierHit
 from kv_pool.tiers.swapper import BlockSwapper as BlockSwapper
 from kv_pool.tiers.swapper import SwapPlan as SwapPlan

@@ -12,34 +12,10 @@ from kv_pool.core.kv_events import MEDIUM_CPU
 from kv_pool.errors import CopyFailedError, InvalidArgumentError, TierError
 from kv_pool.ids import BlockHashWithGroupId, BlockId, SlotId
 from kv_pool.loggers import get_logger
+from kv_pool.reports.tiers import TierStatistics
 from kv_pool.storage.block_storage import BlockStorage
 
 _logger = get_logger(__name__)
-
-
-class TierStatistics(msgspec.Struct):
-    """The statistics of a tier. Counts are in blocks.
-
-    Attributes:
-        medium: CPU or STORAGE.
-        capacity, num_blocks: maximum and current number of blocks.
-        block_bytes: size of a stored block; 0 for a tier without bytes.
-        num_stored: blocks written into the tier.
-        num_read: blocks read from the tier.
-        num_removed: blocks that left the tier, for any reason.
-        num_write_errors: blocks not stored because writing failed.
-        num_read_errors: blocks lost because reading failed or they were damaged.
-    """
-
-    medium: str
-    capacity: int
-    num_blocks: int = 0
-    block_bytes: int = 0
-    num_stored: int = 0
-    num_read: int = 0
-    num_removed: int = 0
-    num_write_errors: int = 0
-    num_read_errors: int = 0
 
 
 class TierRead(NamedTuple):

@@ -14,9 +14,10 @@ from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.errors import CopyFailedError, InvalidArgumentError, TierError
 from kv_pool.ids import BlockHash, BlockHashWithGroupId, BlockId, GroupId, RequestId
 from kv_pool.loggers import get_logger
+from kv_pool.reports.tiers import TierStatistics
 from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.tiers.disk_tier import DiskTier, Prefetcher
-from kv_pool.tiers.tier import NO_IDS, LeveledKeys, Tier, TierStack, TierStatistics
+from kv_pool.tiers.tier import NO_IDS, LeveledKeys, Tier, TierStack
 from kv_pool.tiers.tier_events import TierEvents
 
 _logger = get_logger(__name__)

@@ -7,9 +7,10 @@ import pytest
 from adapter.made_pool import make, make_scattered, take
 from cli.kv_pool_command import ask_pool, kv_pool_command
 from cli.running_commands import running
+from events.deadlines import wait_until
 
 from kv_pool import GPUKVPool
-from kv_pool.control import ControlServer
+from kv_pool.control import ControlClient, ControlServer
 from kv_pool.protocol import BlockAllocationRequest
 
 
@@ -125,3 +126,27 @@ def test_a_live_curve_is_described_in_sentences(ask):
     known = json.loads(ask(pool, "--json"))["live_curve"]
     assert known["capacity"] == 200
     assert [point["multiple"] for point in known["points"]][:2] == [0.5, 0.6]
+
+
+def test_history_has_the_use_and_rates_of_1_5_and_15_minutes(tmp_path):
+    pool = make()
+    take(pool, 1, 2)
+    pool.cache_prefix(1, [b"a", b"b"])
+    with ControlServer(pool, tmp_path / "here.sock"):
+        with ControlClient(tmp_path / "here.sock") as client:
+            wait_until(lambda: client.get_history().windows[0].covered_s, "the first state")
+            pool.claim_prefix(2, [b"a", b"b", b"c", b"d"])
+            for window in client.get_history().windows:
+                assert window.rates["hit_tokens"] * window.covered_s == pytest.approx(8)
+            take(pool, 3, 6)
+            # 0.2 at first, and 0.8 now; the mean is higher when the server has noted a second state.
+            wait_until(lambda: client.get_history().windows[0].utilization > 0.51, "the second state")
+        options = ("stats", "--history", "--socket", "here.sock")
+        text = kv_pool_command(*options, cwd=tmp_path, COLUMNS="80").stdout
+        found = json.loads(kv_pool_command(*options, "--json", cwd=tmp_path).stdout)
+    rows = [re.split(r"  +", line) for line in text.splitlines()]
+    assert rows[0] == ["KV Pool History", "1 min", "5 min", "15 min"]
+    assert ["Hit Rate", "50.0%", "50.0%", "50.0%"] in rows
+    assert all(len(line) <= 80 for line in text.splitlines())
+    assert [window["window_s"] for window in found["windows"]] == [60, 300, 900]
+    assert found["last"]["counters"]["hit_tokens"] == 8

@@ -14,7 +14,7 @@ _TIMEOUT_S = 30
 
 
 class Browser:
-    """A Chromium with one tab; `folder` takes its profile. Remembers errors, and what it refuses and warns of."""
+    """A Chromium with one tab and its profile in `folder`. It remembers errors, refusals and warnings."""
 
     def __init__(self, folder):
         read_end, self._commands = os.pipe()
@@ -102,7 +102,8 @@ class Browser:
         """Wait until a JavaScript expression is true in the page, and return its value."""
         until = time.monotonic() + timeout_s
         while not (value := self.run(expression)):
-            assert time.monotonic() < until, f"{expression} stays {value!r}: {self.run('document.body?.innerText')}"
+            shown = self.run("document.body?.innerText")
+            assert time.monotonic() < until, f"{expression} stays {value!r}: {shown}"
             time.sleep(0.05)
         return value
 

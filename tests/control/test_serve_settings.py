@@ -71,6 +71,11 @@ VALUES = {
     "publish": "tcp://127.0.0.1:5557",
     "publish_replay": "tcp://127.0.0.1:5558",
     "publish_config": "publisher.toml",
+    "port": "9400",
+    "token_file": "token",
+    "certificate": "cert.pem",
+    "key": "key.pem",
+    "web": True,
 }
 
 

@@ -39,21 +39,18 @@ class Served:
         self.readings = Readings(padding)
         self.watch = Watch({"view": Feed(self.readings, interval_s)})
         self.refusals = Counter()
-        self._connections = Connections(self.watch, self.refusals, 64, timeout_s)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._listener.setblocking(False)
+        self._connections = Connections(self.watch, self.refusals, 64, timeout_s, self._listener)
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever)
 
     def __enter__(self):
         self._thread.start()
-        self._accepting = asyncio.run_coroutine_threadsafe(
-            self._connections.accept(self._listener), self.loop
-        )
+        self.loop.call_soon_threadsafe(self._connections.start)
         return self
 
     def __exit__(self, *_):
-        self._accepting.cancel()
         self.stop_watch()
         asyncio.run_coroutine_threadsafe(self._connections.close(), self.loop).result(10)
         self.loop.call_soon_threadsafe(self.loop.stop)

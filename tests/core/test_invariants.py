@@ -1,5 +1,7 @@
 """Each invariant is violated by hand, and its check names it."""
 
+from contextlib import nullcontext
+
 import pytest
 from core.policy_pool import make_manager, run, start
 from damages import damages
@@ -200,6 +202,25 @@ def test_check_detects_each_broken_invariant(damage, broken):
     damage(pool)
     with pytest.raises(CorruptedPoolError, match=f"^{broken}: "):
         invariants.check(pool)
+
+
+@damages(
+    (put_something_after_the_tail, None),
+    (point_back_elsewhere, "Q2"),
+    (link_to_nowhere, "Q2"),
+    (reference_a_free_block, "Q3"),
+    (lose_a_reference, "Q3"),
+    (swap_two_blocks, "P3"),
+    (hash_the_null_block, "P4"),
+    (go_below_zero, "P5"),
+    (carry_an_unmapped_hash, "P2"),
+)
+def test_check_of_slices_detects_what_is_wrong_with_a_block(damage, broken):
+    pool = make_pool(PICTURE)
+    damage(pool)
+    with nullcontext() if broken is None else pytest.raises(CorruptedPoolError, match=f"^{broken}: "):
+        for first in range(0, 6, 2):
+            invariants.check_slice(pool, first, 2)
 
 
 def make_policed():

@@ -141,10 +141,13 @@ def test_setting_1_opens_the_default_socket_of_the_process(control, made_up_vllm
         import os
         from kv_pool import ControlError
         from kv_pool.control import ControlClient
+        from types import SimpleNamespace
         register()
-        from vllm.v1.scheduler import SharedPool
-        pool = SharedPool(10, True, 4, owner="me")
+        from vllm.v1.core.sched.scheduler import Scheduler
+        model = SimpleNamespace(model_config=SimpleNamespace(served_model_name="a model"))
+        pool = Scheduler(vllm_config=model).kv_cache_manager.block_pool
         if {control == "1"}:
+            assert (pool.control.model_name, pool.control.engine) == ("a model", "0")
             with ControlClient(node=f"vllm-{{os.getpid()}}") as client, ControlClient() as other:
                 assert client.get_statistics() == other.get_statistics()
         else:

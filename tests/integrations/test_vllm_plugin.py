@@ -65,6 +65,14 @@ FILES = {
         from vllm.v1.shared_pool import SharedPool
         import vllm.v1.core.kv_cache_metrics as metrics
     """,
+    "vllm/v1/core/sched/__init__.py": "",
+    "vllm/v1/core/sched/scheduler.py": """
+        from types import SimpleNamespace
+        from vllm.v1.core.block_pool import BlockPool
+        class Scheduler:
+            def __init__(self, vllm_config):
+                self.kv_cache_manager = SimpleNamespace(block_pool=BlockPool(8, True, 4))
+    """,
     "vllm/v1/late.py": "from vllm.v1.core.block_pool import BlockPool",
     "vllm/v1/crowded.py": """
         from vllm.v1.core.block_pool import BlockPool

@@ -7,7 +7,7 @@ import pytest
 from adapter.made_pool import make, make_scattered, take
 
 from kv_pool import LRUEviction, PoolExhaustedError
-from kv_pool.metrics.latency import TIMED_EVERY
+from kv_pool.reports.latency import TIMED_EVERY
 
 
 def hashes(number, count):

@@ -103,8 +103,9 @@ def register(level: str | None = None) -> None:
         _warn(str(error))
         return
     if find_control():
-        from kv_pool.integrations.vllm.pool_control import remove_sockets_at_exit
+        from kv_pool.integrations.vllm.pool_control import name_models, remove_sockets_at_exit
 
+        name_models(importlib.import_module("vllm.v1.core.sched.scheduler").Scheduler)
         remove_sockets_at_exit(find_control())
     for mistake in list_mistakes(level=level):
         warn(f"kv_pool has a wrong setting: {mistake}")

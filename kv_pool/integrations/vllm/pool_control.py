@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH
-from kv_pool.control.controlled_manager import count_use, get_rows
-from kv_pool.control.messages import TierList
+from kv_pool.control.controlled_manager import get_rows
 from kv_pool.control.network_port import NetworkPort
 from kv_pool.control.server import ControlServer
 from kv_pool.control.socket_path import remove_dead_sockets
@@ -31,8 +30,9 @@ from kv_pool.errors import (
 from kv_pool.ids import NodeName, RequestId
 from kv_pool.loggers import get_logger
 from kv_pool.manager.engine.engine_manager import EngineManager
-from kv_pool.reports.controlled_pool import ControlledPool
+from kv_pool.reports.controlled_pool import ControlledPool, count_use
 from kv_pool.reports.sequences import SequenceList, SequenceReport
+from kv_pool.reports.tiers import TierList
 
 if TYPE_CHECKING:
     from kv_pool.integrations.vllm.connector.tier_scheduler import TierScheduler
@@ -69,6 +69,7 @@ class PoolControl(ControlledPool[BlockPool]):
         self._tier_block_bytes = 0
         self.taken_events: Counter[str] = Counter()
         self.lookups: Counter[str] = Counter(looked_up_blocks=0, hit_blocks=0)
+        self.engine = str(get_rank())
 
     @property
     def block_pool(self) -> BlockPool:  # type: ignore[override]  # weak
@@ -115,10 +116,10 @@ class PoolControl(ControlledPool[BlockPool]):
     def _report_sequence(self, sequence_id: RequestId, num_blocks: int, num_immovable: int) -> SequenceReport:
         return SequenceReport(sequence_id, num_blocks, None, None, False, num_immovable_blocks=num_immovable)
 
-    def _count_more(self) -> dict[str, Any]:
+    def count_more(self) -> dict[str, Any]:
         manager = self._get_manager()
         own = {"taken_events": dict(self.taken_events), **self.lookups}
-        return own if manager is None else own | count_use(manager.manager)
+        return own if manager is None else count_use(manager.manager) | own
 
     def note_lookup(self, num_blocks: int, num_hits: int, *, is_seen_by_pool: bool = False) -> None:
         """Count blocks that a request has looked up, and those of them that it hit.
@@ -162,6 +163,24 @@ def find_port() -> NetworkPort | None:
         return None
     port = NetworkPort.parse(given)
     return replace(port, port=port.port + get_rank())
+
+
+@cache
+def name_models(scheduler_class: Any) -> None:
+    """Let each new scheduler of this class of vLLM's tell the control of its pool the name of the model.
+
+    A second call changes nothing. vLLM gives its configuration to neither the pool nor the manager.
+    """
+    create = scheduler_class.__init__
+
+    @wraps(create)
+    def create_and_name(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        create(self, vllm_config, *args, **kwargs)
+        control = getattr(self.kv_cache_manager.block_pool, "control", None)
+        if control is not None:
+            control.model_name = vllm_config.model_config.served_model_name
+
+    scheduler_class.__init__ = create_and_name
 
 
 def open_socket(pool: BlockPool, control: PoolControl, setting: str) -> None:

@@ -8,7 +8,6 @@ from itertools import takewhile
 from kv_pool.adapter.gpu_kv_pool import GPUKVPool
 from kv_pool.contiguous.run_pool import RunBlockPool
 from kv_pool.control.controlled_manager import ControlledManager
-from kv_pool.control.messages import TierList
 from kv_pool.control.serve_settings import ServeSettings, make_pool
 from kv_pool.core.block_keys import make_block_hash_with_group_id
 from kv_pool.core.kv_events import MEDIUM_GPU, KVCacheEvent
@@ -18,6 +17,7 @@ from kv_pool.lab.replay_request import ReplayRequest
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.manager.preemption import find_victim
 from kv_pool.protocol import BlockAllocationRequest
+from kv_pool.reports.tiers import TierList
 from kv_pool.storage.block_layout import BlockLayout
 from kv_pool.storage.block_storage import BlockStorage
 from kv_pool.tiers.disk_tier import DiskTier

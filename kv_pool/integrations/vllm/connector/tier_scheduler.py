@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 
-from kv_pool.control.messages import TierList
 from kv_pool.core.holds import Hold
 from kv_pool.core.kv_events import MEDIUM_GPU
 from kv_pool.core.pool_core import BlockPoolCore
@@ -22,6 +21,7 @@ from kv_pool.integrations.vllm.connector.tier_index import (
     WorkerReport,
 )
 from kv_pool.loggers import get_logger
+from kv_pool.reports.tiers import TierList
 from kv_pool.tiers.tier_prefixes import GroupKeys, Rows, TierPrefixes
 
 _logger = get_logger(__name__)

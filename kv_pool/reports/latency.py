@@ -6,6 +6,8 @@ from itertools import count
 
 import msgspec
 
+from kv_pool.reports.histogram import CALL_BOUNDS_S, Histogram
+
 TIMED_EVERY = 31
 """One call in this many is timed; a timed call takes 1.5 microseconds longer. A prime, so that sampling does
 not align with a periodic caller. Measured by benchmarks/bench_call_timing.py."""
@@ -47,25 +49,33 @@ class LatencyWindow:
 
     Attributes:
         number_call: counts a call and returns its number, starting at 0.
-        note: records the duration of a call, in nanoseconds.
+        histogram: all durations that were noted.
     """
 
     def __init__(self, max_kept: int = DEFAULT_MAX_KEPT) -> None:
         self._durations_ns: deque[int] = deque(maxlen=max_kept)
+        self.histogram = Histogram.make(CALL_BOUNDS_S)
         self._num_looks = 0
-        # Each is a single C call, so atomic with respect to other threads.
+        # A single C call, so atomic with respect to other threads.
         self.number_call: Callable[[], int] = count().__next__
-        self.note: Callable[[int], None] = self._durations_ns.append
+
+    def note(self, duration_ns: int) -> None:
+        """Record the duration of a call."""
+        self._durations_ns.append(duration_ns)
+        self.histogram.note(duration_ns / 1e9)
+
+    def count_calls(self) -> int:
+        """Return the number of calls so far, also of those that were not timed. One thread at a time."""
+        num_calls = self.number_call() - self._num_looks  # reading the counter also increments it
+        self._num_looks += 1
+        return num_calls
 
     def summarize(self) -> CallLatency:
         """Return the figures so far. O(max_kept).
 
         Only one thread may call this at a time; others may time calls meanwhile.
         """
-        # Reading the counter also increments it.
-        num_calls = self.number_call() - self._num_looks
-        self._num_looks += 1
-        return summarize(num_calls, list(self._durations_ns))
+        return summarize(self.count_calls(), list(self._durations_ns))
 
 
 def summarize(num_calls: int, durations_ns: list[int]) -> CallLatency:

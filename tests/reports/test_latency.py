@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from kv_pool.metrics.latency import TIMED_EVERY, LatencyWindow, summarize
+from kv_pool.reports.latency import TIMED_EVERY, LatencyWindow, summarize
 
 
 def call(window, num_calls):

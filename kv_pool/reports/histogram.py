@@ -1,0 +1,117 @@
+"""`Histogram`: counts of durations between fixed bounds, as monitoring systems add them up."""
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from math import ceil
+
+import msgspec
+
+CALL_BOUNDS_S = (
+    *(
+        1e-6,
+        2e-6,
+        5e-6,
+        1e-5,
+        2e-5,
+        5e-5,
+        1e-4,
+        2e-4,
+        5e-4,
+        1e-3,
+        2e-3,
+        5e-3,
+        0.01,
+        0.02,
+        0.05,
+        0.1,
+        0.2,
+        0.5,
+    ),
+    1.0,
+)
+"""Bounds for calls of a pool: microseconds, and a second for one that waits for a lock."""
+
+AGE_BOUNDS_S = (
+    *(
+        0.05,
+        0.1,
+        0.2,
+        0.5,
+        1.0,
+        2.0,
+        5.0,
+        10.0,
+        20.0,
+        30.0,
+        60.0,
+        120.0,
+        300.0,
+        600.0,
+        1200.0,
+        1800.0,
+        3600.0,
+    ),
+    *(7200.0, 14400.0),
+)
+"""Bounds for the ages of cached blocks: from a step of an engine to hours."""
+
+
+class Histogram(msgspec.Struct):
+    """The number of durations up to each bound. Numbers only grow.
+
+        >>> from kv_pool.reports.histogram import Histogram
+        >>> waits = Histogram.make((0.1, 1.0))
+        >>> for seconds in (0.05, 0.1, 3.0):
+        ...     waits.note(seconds)
+        >>> waits.counts, waits.count, waits.find_quantile(0.5)
+        ([2, 0, 1], 3, 0.1)
+
+    Attributes:
+        bounds_s: upper bounds in seconds, ascending; a duration equal to a bound is below it.
+        counts: durations up to the first bound, between it and the second, and so on; the last is above all.
+        sum_s: sum of the durations.
+    """
+
+    bounds_s: tuple[float, ...]
+    counts: list[int]
+    sum_s: float = 0.0
+
+    @classmethod
+    def make(cls, bounds_s: tuple[float, ...]) -> "Histogram":
+        """Return an empty histogram."""
+        return cls(bounds_s, [0] * (len(bounds_s) + 1))
+
+    @property
+    def count(self) -> int:
+        """The number of durations."""
+        return sum(self.counts)
+
+    def note(self, seconds: float) -> None:
+        """Add a duration. O(log bounds)."""
+        self.counts[bisect_left(self.bounds_s, seconds)] += 1
+        self.sum_s += seconds
+
+    def copy(self) -> "Histogram":
+        """Return a copy, which does not change."""
+        return Histogram(self.bounds_s, list(self.counts), self.sum_s)
+
+    def iter_cumulative(self) -> Iterator[tuple[str, int]]:
+        """Yield each bound as text, the last is "+Inf", with the number of durations up to it."""
+        num_below = 0
+        for bound, count in zip((*map(repr, self.bounds_s), "+Inf"), self.counts, strict=True):
+            num_below += count
+            yield bound, num_below
+
+    def find_quantile(self, share: float) -> float:
+        """Return the smallest bound that at least this share of the durations does not exceed, 0 to 1.
+
+        0.0 without durations, infinity above the last bound.
+        """
+        rank, num_below = ceil(share * self.count), 0
+        if not self.count:
+            return 0.0
+        for bound, count in zip(self.bounds_s, self.counts, strict=False):
+            num_below += count
+            if num_below >= rank:
+                return bound
+        return float("inf")

@@ -1,0 +1,318 @@
+"""`PoolReading`: the counters and levels of a running pool, which every monitoring of it shows.
+
+`read_pool` makes one from `PoolSources` in microseconds of the pool's lock, whatever the size of the pool:
+
+    metrics, health, kv-pool top, page, history  <-  PoolReading  <-  PoolSources: pool, tiers, publisher
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+
+from kv_pool.contiguous.fragmentation import find_run_length
+from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH, RunBlockPool
+from kv_pool.core.holds import HoldState
+from kv_pool.core.kv_events import MEDIUM_GPU
+from kv_pool.core.pool_core import BlockPoolCore
+from kv_pool.events.event_publisher import EventPublisher, PublisherStatistics
+from kv_pool.reports.controlled_pool import ControlledPool, Manager, count_use
+from kv_pool.reports.histogram import Histogram
+from kv_pool.reports.tiers import TierList, TierStatistics
+
+_ENDED = ("done", "failed", "cancelled")
+"""The phases in which a migration has ended."""
+
+
+class PoolReading(msgspec.Struct, frozen=True, kw_only=True):
+    """The counters and levels of a pool at one moment. Counters only grow while the pool lives.
+
+        used_blocks + free_blocks == total_blocks
+
+    What the pool does not count is None, {} or empty.
+
+    Attributes:
+        time_s: seconds since the epoch.
+        name, model_name, engine: as in `PoolSources`.
+        total_blocks: number of blocks, without the null block.
+        cached_blocks: free blocks that can still be hit; None for a pool without an index of runs.
+        pinned_blocks: blocks pinned by the user.
+        reserved_blocks: blocks that some requests must leave free.
+        run_length: length of the runs that `fragmentation_rate` counts.
+        fragmentation_rate: share of the possible free runs that is lost to scattering, 0 to 1.
+        largest_free_run: length of the longest run of free blocks.
+        free_runs: number of free runs by the largest power of two that fits into them.
+        epoch, moved_blocks: exchanges of ids so far, and id changes of blocks.
+        evicted_sequences: sequences that have lost their blocks to others so far.
+        looked_up_tokens, hit_tokens: tokens that were looked up so far, and those of them that were cached.
+        evictions: evicted cache keys so far by cause: "reuse", and those of `evicting.count_cause`.
+        holds: blocks under holds by kind: "open", "leased" until a deadline, "quarantined", and "watched"
+            until their reuse. A block under two holds counts twice.
+        leases: number of holds with a deadline by state: "active", "quarantined".
+        overdue_leases: leases whose deadline has passed so far.
+        queued_events: events that nothing has taken yet.
+        tiers: the lower tiers, fastest first.
+        hit_blocks_by_medium: blocks with which requests started so far.
+        dropped_blocks: evicted blocks that were offloaded to no tier so far.
+        migrations: running migrations by phase, and ended ones so far.
+        stream: counters of the publisher; None without one.
+        calls: number of calls so far: "take", "free", "lookup".
+        latencies: durations of a sample of these calls.
+        ages: time since the last use of a sample of blocks, as "hit GPU", "evict GPU", "hit CPU", ...
+        invariant_checks, invariant_failures: checks of the pool's invariants so far, and failed ones.
+        interrupted_calls: interrupted calls so far.
+        is_interrupted: the last call was interrupted, and the pool needs `repair`.
+    """
+
+    time_s: float
+    name: str
+    model_name: str
+    engine: str
+    block_size: int
+    total_blocks: int
+    used_blocks: int
+    free_blocks: int
+    cached_blocks: int | None = None
+    pinned_blocks: int = 0
+    reserved_blocks: int = 0
+    run_length: int = DEFAULT_RUN_LENGTH
+    fragmentation_rate: float | None = None
+    largest_free_run: int | None = None
+    free_runs: dict[int, int] | None = None
+    epoch: int = 0
+    moved_blocks: int = 0
+    num_sequences: int | None = None
+    evicted_sequences: int | None = None
+    looked_up_tokens: int | None = None
+    hit_tokens: int | None = None
+    evictions: dict[str, int]
+    holds: dict[str, int]
+    leases: dict[str, int]
+    overdue_leases: int = 0
+    queued_events: int = 0
+    tiers: list[TierStatistics]
+    hit_blocks_by_medium: dict[str, int]
+    dropped_blocks: int = 0
+    migrations: dict[str, int]
+    stream: PublisherStatistics | None = None
+    calls: dict[str, int]
+    latencies: dict[str, Histogram]
+    ages: dict[str, Histogram]
+    invariant_checks: int = 0
+    invariant_failures: int = 0
+    interrupted_calls: int = 0
+    is_interrupted: bool = False
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks that is in use, 0 to 1."""
+        return self.used_blocks / self.total_blocks if self.total_blocks else 0.0
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of the looked up tokens that was cached, since the start; None if none was looked up."""
+        return (self.hit_tokens or 0) / self.looked_up_tokens if self.looked_up_tokens else None
+
+    @property
+    def blocks_by_state(self) -> dict[str, int]:
+        """The blocks that are used, cached or empty; used or free without an index of runs."""
+        if self.cached_blocks is None:
+            return {"used": self.used_blocks, "free": self.free_blocks}
+        num_empty = self.free_blocks - self.cached_blocks
+        return {"used": self.used_blocks, "cached": self.cached_blocks, "empty": num_empty}
+
+    @property
+    def used_tokens(self) -> int:
+        """The slots of the blocks in use."""
+        return self.used_blocks * self.block_size
+
+    @property
+    def total_tokens(self) -> int:
+        """The slots of all blocks."""
+        return self.total_blocks * self.block_size
+
+    @property
+    def size(self) -> dict[str, int]:
+        """1, by the block size and the number of blocks with the null block: labels of an info metric."""
+        return {f"{self.block_size} {self.total_blocks + 1}": 1}
+
+    @property
+    def tier_looked_up_tokens(self) -> int | None:
+        """The tokens that were not cached in the pool, but looked up in tiers; None without tiers."""
+        if not self.tiers or self.looked_up_tokens is None:
+            return None
+        return self.looked_up_tokens - (self.hit_tokens or 0)
+
+    @property
+    def tier_hit_tokens(self) -> int | None:
+        """The tokens that lower tiers had; None without tiers."""
+        hits = [num for medium, num in self.hit_blocks_by_medium.items() if medium != MEDIUM_GPU]
+        return sum(hits) * self.block_size if self.tiers else None
+
+    @property
+    def running_migrations(self) -> dict[str, int]:
+        """The migrations that run now, by phase."""
+        return {one.replace(" ", "_"): num for one, num in self.migrations.items() if one not in _ENDED}
+
+    @property
+    def ended_migrations(self) -> dict[str, int]:
+        """The migrations that have ended so far, by phase."""
+        return {one: num for one, num in self.migrations.items() if one in _ENDED}
+
+
+class CountsMigrations(Protocol):
+    """A node, such as `Migrator`."""
+
+    def count_migrations(self) -> dict[str, int]:
+        """Return the running migrations by phase, and the ended ones so far."""
+
+    def list_migrations(self) -> Sequence[Any]:
+        """Return the status of the running migrations and of the last ones that ended, oldest first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolSources:
+    """What a reading is made from.
+
+        sources = PoolSources(pool=gpu_pool, publisher=publisher, model_name="qwen3-8b")
+        print(read_pool(sources).usage)
+
+    Args:
+        pool: a `ControlledPool` such as `GPUKVPool`, a `BlockPool` or a `KVCacheManager`.
+        lock: held while the pool is read; None for the pool's own, which a `BlockPool` and a
+            `KVCacheManager` do not have: read these in the thread that uses them, or pass its lock.
+        tiers: returns the report of the lower tiers, such as `LiveTiers.get_report`.
+        node: the migrator of the pool.
+        ages: returns the ages of blocks, such as `BlockAges.get_histograms`.
+        name: of the pool, as a label.
+        model_name, engine: as labels; "" for those of the pool. `engine` is the index of an engine's core.
+    """
+
+    pool: "ControlledPool[Any] | BlockPoolCore | Manager"
+    lock: AbstractContextManager[object] | None = None
+    tiers: Callable[[], TierList] | None = None
+    publisher: EventPublisher | None = None
+    node: CountsMigrations | None = None
+    ages: Callable[[], Mapping[str, Histogram]] | None = None
+    name: str = ""
+    model_name: str = ""
+    engine: str = ""
+
+    @property
+    def labels(self) -> tuple[str, str]:
+        """The model name and the engine of a reading."""
+        return (
+            self.model_name or getattr(self.pool, "model_name", ""),
+            self.engine or getattr(self.pool, "engine", "0"),
+        )
+
+
+@dataclass
+class _FreeRuns:
+    """What the ages of a pool's index of runs say about its free blocks."""
+
+    ages: bytes
+    run_length: int
+    cached_blocks: int = field(init=False)
+    lengths: Any = field(init=False)
+
+    def measure(self) -> dict[str, Any]:
+        """Return the fields of a reading. Needs no lock; NumPy releases the GIL. O(number of blocks)."""
+        import numpy as np
+
+        ages = np.frombuffer(self.ages, np.uint8)
+        is_free = ages != 0  # never the null block, at 0
+        ends = np.flatnonzero(is_free[1:] != is_free[:-1])
+        if is_free[-1]:
+            ends = np.append(ends, len(ages) - 1)
+        lengths = ends[1::2] - ends[::2]
+        num_free = int(lengths.sum())
+        k = find_run_length(num_free, self.run_length)
+        orders = np.bincount(np.frexp(lengths)[1])
+        return {
+            "cached_blocks": int(np.count_nonzero(ages > 1)),
+            "fragmentation_rate": 1 - int((lengths // k).sum()) / (num_free // k) if num_free else 0.0,
+            "largest_free_run": int(lengths.max(initial=0)),
+            "free_runs": {1 << order - 1: int(count) for order, count in enumerate(orders) if count},
+        }
+
+
+def read_pool(sources: PoolSources, *, clock: Callable[[], float] = time.time) -> PoolReading:
+    """Return a reading of a pool, its tiers, its publisher and its node.
+
+    Cost: the pool's lock is held for O(holds), and a copy of one byte per block where the pool has an index
+    of runs; 0.1 ms at a million blocks. The runs are measured after that, without the lock.
+    """
+    pool = sources.pool
+    more: dict[str, Any] = {}
+    if isinstance(pool, BlockPoolCore):
+        blocks, lock, block_size = pool, sources.lock or nullcontext(), pool.hash_block_size
+    elif isinstance(pool, ControlledPool):
+        blocks, lock, block_size = pool.block_pool, sources.lock or pool.lock, pool.block_size
+    else:
+        blocks, lock, block_size = pool.block_pool, sources.lock or nullcontext(), pool.block_size
+    with lock:
+        runs = None
+        if isinstance(blocks, RunBlockPool):
+            runs = _FreeRuns(bytes(blocks.run_index.ages), getattr(pool, "run_length", DEFAULT_RUN_LENGTH))
+        if isinstance(pool, ControlledPool):
+            more = pool.count_more() | {"moved_blocks": pool.num_moved_blocks, "run_length": pool.run_length}
+            more["latencies"] = {call: one.histogram.copy() for call, one in pool.latencies.items()}
+            more["calls"] = {call: one.count_calls() for call, one in pool.latencies.items()}
+        elif not isinstance(pool, BlockPoolCore):
+            more = count_use(pool)
+        known = _read_blocks(blocks)
+    looked_up, hit = more.pop("looked_up_blocks", None), more.pop("hit_blocks", None)
+    more.pop("taken_events", None)
+    tiers = TierList({}, []) if sources.tiers is None else sources.tiers()
+    return PoolReading(
+        time_s=clock(),
+        name=sources.name,
+        model_name=sources.labels[0],
+        engine=sources.labels[1],
+        block_size=block_size,
+        looked_up_tokens=None if looked_up is None else looked_up * block_size,
+        hit_tokens=None if hit is None else hit * block_size,
+        tiers=tiers.tiers,
+        hit_blocks_by_medium=tiers.hit_blocks,
+        dropped_blocks=tiers.num_dropped,
+        migrations={} if sources.node is None else sources.node.count_migrations(),
+        stream=None if sources.publisher is None else sources.publisher.get_statistics(),
+        ages={} if sources.ages is None else dict(sources.ages()),
+        **known,
+        **({"calls": {}, "latencies": {}} | more),
+        **({} if runs is None else runs.measure()),
+    )
+
+
+def _read_blocks(pool: BlockPoolCore) -> dict[str, Any]:
+    """Return what the blocks and their holds say. O(holds)."""
+    causes = dict(pool.evictions_by_cause)
+    total_blocks, free_blocks = pool.num_gpu_blocks - 1, pool.free_block_queue.num_free_blocks
+    holds = {"open": 0, "leased": 0, "quarantined": 0, "watched": len(pool.reuse_watchers)}
+    leases = {"active": 0, "quarantined": 0}
+    for hold in pool.holds.list_holds():
+        kind = "open" if hold.until is None else "leased"
+        if hold.state is HoldState.QUARANTINED:
+            kind = "quarantined"
+        holds[kind] += hold.num_blocks
+        if kind != "open":
+            leases["active" if kind == "leased" else kind] += 1
+    return {
+        "total_blocks": total_blocks,
+        "used_blocks": total_blocks - free_blocks,
+        "free_blocks": free_blocks,
+        "epoch": pool.epoch,
+        "evictions": {"reuse": pool.num_evictions - sum(causes.values())} | causes,
+        "holds": holds,
+        "leases": leases,
+        "overdue_leases": pool.holds.num_overdue,
+        "queued_events": len(pool.kv_event_queue),
+        "invariant_checks": pool.num_checks,
+        "invariant_failures": pool.num_failed_checks,
+        "interrupted_calls": pool.num_repairs + pool.is_changing,
+        "is_interrupted": pool.is_changing,
+    }
