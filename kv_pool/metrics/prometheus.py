@@ -54,12 +54,17 @@ class PoolMetrics(Collector):
                 "Prometheus tells metrics apart by their labels"
             )
 
-    def collect(self) -> Iterator[MetricFamily]:
-        """Read all pools and yield the metrics that they count. See `read_pool` for the cost."""
+    def read_pools(self) -> list[PoolReading]:
+        """Return a reading of each pool whose engine is not gone. See `read_pool` for the cost."""
         readings = []
         for one in self.sources:
             with suppress(ControlError):  # its engine is gone; other metrics of the registry are not
                 readings.append(read_pool(one))
+        return readings
+
+    def collect(self) -> Iterator[MetricFamily]:
+        """Read all pools and yield the metrics that they count."""
+        readings = self.read_pools()
         for metric in self._metrics:
             found = [(reading, metric.read_values(reading)) for reading in readings]
             if any(values for _, values in found):
