@@ -53,9 +53,13 @@ class PoolMetrics(Collector):
                 "Prometheus tells metrics apart by their labels"
             )
 
+    def read_pools(self) -> list[PoolReading]:
+        """Return a reading of each pool. See `read_pool` for the cost."""
+        return [read_pool(one) for one in self.sources]
+
     def collect(self) -> Iterator[MetricFamily]:
-        """Read all pools and yield the metrics that they count. See `read_pool` for the cost."""
-        readings = [read_pool(one) for one in self.sources]
+        """Read all pools and yield the metrics that they count."""
+        readings = self.read_pools()
         for metric in self._metrics:
             found = [(reading, metric.read_values(reading)) for reading in readings]
             if any(values for _, values in found):
