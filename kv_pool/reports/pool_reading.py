@@ -39,6 +39,7 @@ class PoolReading(msgspec.Struct, frozen=True, kw_only=True):
         name, model_name, engine: as in `PoolSources`.
         total_blocks: number of blocks, without the null block.
         cached_blocks: free blocks that can still be hit; None for a pool without an index of runs.
+        cached_keys: keys in the prefix cache, of free blocks and of those in use.
         pinned_blocks: blocks pinned by the user.
         reserved_blocks: blocks that some requests must leave free.
         run_length: length of the runs that `fragmentation_rate` counts.
@@ -59,8 +60,8 @@ class PoolReading(msgspec.Struct, frozen=True, kw_only=True):
         dropped_blocks: evicted blocks that were offloaded to no tier so far.
         migrations: running migrations by phase, and ended ones so far.
         stream: counters of the publisher; None without one.
-        calls: number of calls so far: "take", "free", "lookup".
-        latencies: durations of a sample of these calls.
+        calls: number of calls so far: "take", "free".
+        latencies: durations of a sample of the calls: "take", "free", "lookup".
         ages: time since the last use of a sample of blocks, as "hit GPU", "evict GPU", "hit CPU", ...
         invariant_checks, invariant_failures: checks of the pool's invariants so far, and failed ones.
         interrupted_calls: interrupted calls so far.
@@ -76,6 +77,7 @@ class PoolReading(msgspec.Struct, frozen=True, kw_only=True):
     used_blocks: int
     free_blocks: int
     cached_blocks: int | None = None
+    cached_keys: int = 0
     pinned_blocks: int = 0
     reserved_blocks: int = 0
     run_length: int = DEFAULT_RUN_LENGTH
@@ -261,7 +263,9 @@ def read_pool(sources: PoolSources, *, clock: Callable[[], float] = time.time) -
         if isinstance(pool, ControlledPool):
             more = pool.count_more() | {"moved_blocks": pool.num_moved_blocks, "run_length": pool.run_length}
             more["latencies"] = {call: one.histogram.copy() for call, one in pool.latencies.items()}
-            more["calls"] = {call: one.count_calls() for call, one in pool.latencies.items()}
+            more["calls"] = {
+                call: one.count_calls() for call, one in pool.latencies.items() if call != "lookup"
+            }
         elif not isinstance(pool, BlockPoolCore):
             more = count_use(pool)
         known = _read_blocks(blocks)
@@ -305,6 +309,7 @@ def _read_blocks(pool: BlockPoolCore) -> dict[str, Any]:
         "total_blocks": total_blocks,
         "used_blocks": total_blocks - free_blocks,
         "free_blocks": free_blocks,
+        "cached_keys": len(pool.cached_block_hash_to_block.entries),
         "epoch": pool.epoch,
         "evictions": {"reuse": pool.num_evictions - sum(causes.values())} | causes,
         "holds": holds,
