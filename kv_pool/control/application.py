@@ -52,14 +52,14 @@ class ControlApplication:
             routes.append(Route(messages.PATH + name, partial(self._answer, name), methods=[kind.method]))
         if web:
             page, headers = load_page()
-            routes.append(Route("/", lambda _: Response(page, headers=headers)))
+            routes.append(Route("/", Response(page, headers=headers), methods=["GET"]))
         self._routes = Starlette(routes=routes, exception_handlers={HTTPException: self._refuse_path})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request. `scope["state"]["port"]` is the `NetworkPort` that it came through, or None."""
         request = Request(scope)
         port: NetworkPort | None = request.state.port
-        refusal = port and port.find_refusal(request.method, request.url.path, request.headers)
+        refusal = port and port.find_refusal(request.method, scope["path"], request.headers)
         answer = self._refuse(refusal) if refusal else self._routes
         await answer(scope, receive, send)
 
@@ -108,7 +108,9 @@ class ControlApplication:
     async def _refuse_path(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         known = ", ".join(messages.COMMANDS)
-        message = f"{request.method} {request.url.path}: {error.detail}; the commands under /v1/ are {known}"
+        message = (
+            f"{request.method} {request.scope['path']}: {error.detail}; the commands under /v1/ are {known}"
+        )
         return self._refuse(Refusal(error.status_code, "path", message))
 
     def _refuse(self, refusal: Refusal) -> Response:

@@ -105,7 +105,7 @@ def check_blocks(pool: BlockPool) -> None:
 def check_slice(pool: BlockPoolCore, first: int, num_blocks: int) -> None:
     """Check what Q2, Q3, P2 to P5 say of some blocks and their neighbours. O(num_blocks).
 
-    Changes nothing. `check` verifies the rest.
+    Changes nothing but its counts. `check` verifies the rest.
 
     Args:
         first: the lowest of the ids.
@@ -114,6 +114,8 @@ def check_slice(pool: BlockPoolCore, first: int, num_blocks: int) -> None:
     """
     if pool.is_changing:
         refuse_interrupted()
+    pool.num_checks += 1
+    pool.num_failed_checks += 1  # until all have passed
     entries = pool.cached_block_hash_to_block._cache
     for position, block in enumerate(pool.blocks[first : first + num_blocks], first):
         before, after = block.prev_free_block, block.next_free_block
@@ -126,6 +128,7 @@ def check_slice(pool: BlockPoolCore, first: int, num_blocks: int) -> None:
             entry = entries.get(block.block_hash)
             if entry is not block and not (isinstance(entry, dict) and entry.get(position) is block):
                 raise CorruptedPoolError(f"P2: block {position} carries a hash that is not in the map")
+    pool.num_failed_checks -= 1
 
 
 def _check_block(pool: BlockPoolCore, position: int, block: KVCacheBlock, is_linked: bool) -> None:
