@@ -79,19 +79,10 @@ def _make_family(metric: Metric, found: list[tuple[PoolReading, Values]]) -> Any
         common = (reading.model_name, reading.engine, *((reading.name,) if is_ours else ()))
         for own, value in values.items():
             if isinstance(value, Histogram):
-                family.add_metric((*common, *own), _make_buckets(value), value.sum_s)
+                family.add_metric((*common, *own), list(value.iter_cumulative()), value.sum_s)
             else:
                 family.add_metric((*common, *own), value)
     return family
-
-
-def _make_buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    """Return the cumulative counts by the bounds as text."""
-    num_below, buckets = 0, []
-    for bound, count in zip((*histogram.bounds_s, float("inf")), histogram.counts, strict=True):
-        num_below += count
-        buckets.append(("+Inf" if bound == float("inf") else repr(bound), float(num_below)))
-    return buckets
 
 
 def encode_metrics(metrics: PoolMetrics, accept: str = "") -> tuple[str, bytes]:

@@ -1,6 +1,7 @@
 """`Histogram`: counts of durations between fixed bounds, as monitoring systems add them up."""
 
 from bisect import bisect_left
+from collections.abc import Iterator
 from math import ceil
 
 import msgspec
@@ -93,6 +94,13 @@ class Histogram(msgspec.Struct):
     def copy(self) -> "Histogram":
         """Return a copy, which does not change."""
         return Histogram(self.bounds_s, list(self.counts), self.sum_s)
+
+    def iter_cumulative(self) -> Iterator[tuple[str, int]]:
+        """Yield each bound as text, the last is "+Inf", with the number of durations up to it."""
+        num_below = 0
+        for bound, count in zip((*map(repr, self.bounds_s), "+Inf"), self.counts, strict=True):
+            num_below += count
+            yield bound, num_below
 
     def find_quantile(self, share: float) -> float:
         """Return the smallest bound that at least this share of the durations does not exceed, 0 to 1.

@@ -74,6 +74,17 @@ def test_a_sequence_moves_with_its_bytes_hashes_and_priority():
     check(there.gpu_pool)
 
 
+def test_a_sequence_arrives_in_scattered_blocks_if_there_is_no_free_run():
+    here, there = make_sites()
+    for sequence_id in (4, 5):
+        take(there.gpu_pool, sequence_id, 1)
+    there.gpu_pool.free_sequence(4)
+    migrate(here, there, SequenceSubject(1))
+    assert draw(there.gpu_pool) == "31511"
+    assert read(there.gpu_pool, 1) == [16, 17, 18]
+    check(there.gpu_pool)
+
+
 def test_content_present_at_the_target_is_not_read():
     here, there = make_sites()
     hashes = [hash_of(number) for number in (1, 2)]

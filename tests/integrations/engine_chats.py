@@ -13,7 +13,6 @@ answer depend on all K and V before it. Prints as JSON what each engine did. The
 - `engine`: options of vLLM's `LLM`, besides those of `ENGINE`
 - `in_one_process`: false for vLLM's default, an engine core and a worker in their own processes, whose steps
   and events are not recorded
-- `altered`: a class of `altered_managers` in place of the engine's manager
 """
 
 import json
@@ -114,17 +113,6 @@ def allow_asynchronous_scheduling():
     platform.check_and_update_config = staticmethod(check_and_update_config)
     torch.cuda.Event = torch.cuda.Stream = torch.cuda.current_stream = Placeholder
     torch.cuda.stream = nullcontext
-
-
-def use_altered_manager(name):
-    """Let the scheduler use this subclass of what would be its manager."""
-    from vllm.plugins import load_general_plugins
-    from vllm.v1.core.sched import scheduler
-
-    load_general_plugins()
-    from integrations.altered_managers import ALTERED
-
-    scheduler.KVCacheManager = ALTERED[name]
 
 
 def record_steps(scheduler):
@@ -250,8 +238,6 @@ def serve_scenario(folder, scenario):
         options["kv_transfer_config"] = KVTransferConfig(**options["kv_transfer_config"])
     if options["async_scheduling"]:
         allow_asynchronous_scheduling()
-    if "altered" in scenario:
-        use_altered_manager(scenario["altered"])
     events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     llm = LLM(model=make_model(scenario["kind"], folder), kv_events_config=events, **options)
     engine = llm.llm_engine

@@ -65,29 +65,6 @@ def test_drafter_of_several_modules_over_states_is_left_to_vllm():
     assert not isinstance(SchedulerSide(options, classes_of("manager")).manager, KVCacheManager)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "OneSlotMore",
-        "ShorterHits",
-        "OtherFreeOrder",
-        "LaterCaching",
-        "NoWatermark",
-        "OtherStatistics",
-        "PlainEvents",
-        "NoSkippedBlocks",
-        "LostBlock",
-    ],
-)
-def test_an_altered_manager_is_found(name):
-    from integrations.altered_managers import ALTERED
-    from integrations.scheduler_comparison import Comparison
-    from integrations.scheduler_side import SCHEDULER
-
-    names = classes_of("vllm") | {SCHEDULER: {"KVCacheManager": ALTERED[name]}}
-    assert any(Comparison("full + window", seed, names, NUM_STEPS).difference for seed in range(20))
-
-
 def test_two_schedulers_of_vllm_take_the_same_steps():
     """Also shows that the engines reach what they are to compare."""
     seen = Counter()
