@@ -108,6 +108,19 @@ def test_server_without_a_file_descriptor_is_an_error(path):
     assert second == "10"
 
 
+def test_server_without_its_extra_names_the_command_that_installs_it(path):
+    code = (
+        "import sys; sys.modules['uvicorn'] = None\n"
+        "from kv_pool import GPUKVPool\nfrom kv_pool.control import ControlServer\n"
+        "from kv_pool.errors import MissingDependencyError\n"
+        "try: ControlServer(GPUKVPool(10, 16), sys.argv[1]).start()\n"
+        "except MissingDependencyError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, timeout=60)
+    assert "serving a pool needs starlette and uvicorn: pip install '.[serve]'" in done.stdout
+    assert not path.exists()
+
+
 # ---- access ------------------------------------------------------------------------------------------
 
 
