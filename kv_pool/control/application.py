@@ -2,9 +2,10 @@
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Never
+from typing import Never, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -24,6 +25,8 @@ from kv_pool.threads import Workers
 
 _VIEW_S = 0.5
 
+_Result = TypeVar("_Result")
+
 
 class ControlApplication:
     """The ASGI application of the control socket and of the network port.
@@ -42,10 +45,12 @@ class ControlApplication:
         self.health = Health(commands)
         self._at_pool = Workers("kv_pool control of the pool", 1)
         self._at_node = Workers("kv_pool control of the node", max_threads)
+        self._at_metrics = Workers("kv_pool control of metrics", 1)  # a scrape does not wait for a compaction
         self._watch = Watch({"view": Feed(partial(self._carry_out, messages.ViewCommand()), _VIEW_S)})
         routes = [
             Route("/live", self._live),
             Route("/ready", self._ready),
+            Route("/metrics", self._metrics, methods=["GET"]),
             Route(f"{messages.PATH}watch", self._watch, methods=["GET"]),
         ]
         for name, kind in messages.COMMANDS.items():
@@ -77,6 +82,7 @@ class ControlApplication:
         self.health.stop()
         self._at_pool.stop()
         self._at_node.stop()
+        self._at_metrics.stop()
 
     async def _answer(self, name: str, request: Request) -> Response:
         try:
@@ -97,13 +103,24 @@ class ControlApplication:
         report = await self.health.get_report()
         return _reply(200 if report.is_ready else 503, messages.encode_result(report))
 
+    async def _metrics(self, request: Request) -> Response:
+        """Answer a scrape. `?names=` chooses the sets of names beside kv_pool's, see `PoolMetrics`."""
+        names, accept = request.query_params.getlist("names"), request.headers.get("accept", "")
+
+        def encode() -> tuple[str, bytes]:
+            from kv_pool.metrics.prometheus import PoolMetrics, encode_metrics
+
+            return encode_metrics(PoolMetrics([self._commands.sources], names or "vllm"), accept)
+
+        try:
+            content_type, body = await _run(self._at_metrics, encode)
+        except Exception as error:  # such as a missing prometheus_client, or a pool that is gone
+            return _reply(*messages.encode_error(error))
+        return Response(body, media_type=content_type)
+
     async def _carry_out(self, command: messages.Command) -> bytes:
         workers = self._at_node if isinstance(command, messages.NodeCommand) else self._at_pool
-        try:
-            work = workers.submit(lambda: messages.encode_result(self._commands.carry_out(command)))
-            return await asyncio.wrap_future(work)
-        except asyncio.CancelledError as error:
-            raise ControlError("the server stops") from error
+        return await _run(workers, lambda: messages.encode_result(self._commands.carry_out(command)))
 
     async def _refuse_path(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -117,6 +134,14 @@ class ControlApplication:
         self._refusals[refusal.reason] += 1
         _, body = messages.encode_error(ControlError(refusal.message))
         return _reply(refusal.status, body, refusal.headers)
+
+
+async def _run(workers: Workers, work: Callable[[], _Result]) -> _Result:
+    """Return the result of work in a thread. Raises ControlError if the server stops before it begins."""
+    try:
+        return await asyncio.wrap_future(workers.submit(work))
+    except asyncio.CancelledError as error:
+        raise ControlError("the server stops") from error
 
 
 async def _read_body(request: Request) -> bytes | None:

@@ -1,7 +1,7 @@
 """`PoolCommands`: carry out the commands of `messages` on a pool, its node and its tiers."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ from kv_pool.control import messages
 from kv_pool.errors import ControlError
 from kv_pool.reports.allocation_monitor import WINDOWS_S, AllocationMonitor
 from kv_pool.reports.controlled_pool import ControlledPool
+from kv_pool.reports.histogram import Histogram
 from kv_pool.reports.holds import explain_block, list_holds
 from kv_pool.reports.pool_reading import PoolSources, read_pool
 from kv_pool.reports.pool_view import read_view
@@ -38,12 +39,15 @@ class PoolCommands:
     node: "LiveNode | None" = None
     tiers: Callable[[], messages.TierList] | None = None
     publisher: "EventPublisher | None" = None
+    ages: "Callable[[], Mapping[str, Histogram]] | None" = None
 
     @property
     def sources(self) -> PoolSources:
         """What readings and views of the pool are made from. They do not need the guard."""
         node = None if self.node is None else self.node.migrator
-        return PoolSources(pool=self.pool, tiers=self.tiers, publisher=self.publisher, node=node)
+        return PoolSources(
+            pool=self.pool, tiers=self.tiers, publisher=self.publisher, node=node, ages=self.ages
+        )
 
     def carry_out(self, command: messages.Command) -> msgspec.Struct:
         """Return the result of a command. Blocks; raises what the pool or the node raises."""

@@ -27,6 +27,7 @@ from kv_pool.control.socket_path import (
 from kv_pool.core.arguments import as_count
 from kv_pool.errors import ControlError, MissingDependencyError, describe_install
 from kv_pool.ids import NodeName
+from kv_pool.metrics.block_ages import BlockAges
 from kv_pool.reports.allocation_monitor import AllocationMonitor
 from kv_pool.reports.controlled_pool import ControlledPool
 from kv_pool.threads import start_thread
@@ -103,8 +104,17 @@ class ControlServer(Running):
         self.url: str | None = None
         self.refusals: Counter[str] = Counter()
         held = nullcontext() if guard is None else guard
+        self._ages = BlockAges(lambda: pool.block_pool, pool.lock)
         self._commands = PoolCommands(
-            pool, self.path, held, why_no_node, AllocationMonitor(pool, NUM_STATES), node, tiers, publisher
+            pool,
+            self.path,
+            held,
+            why_no_node,
+            AllocationMonitor(pool, NUM_STATES),
+            node,
+            tiers,
+            publisher,
+            self._ages.get_histograms,
         )
         self._timeout_s = timeout_s
         self._max_clients = as_count("max_clients", max_clients, 1)
@@ -225,7 +235,8 @@ class ControlServer(Running):
         for one in served:
             one.start()
         history = asyncio.create_task(application.keep_history())
-        await self._stopping.wait()
+        with self._ages:
+            await self._stopping.wait()
         history.cancel()
         await application.stop()
         await asyncio.gather(*(one.close() for one in served))

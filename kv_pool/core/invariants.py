@@ -105,7 +105,7 @@ def check_blocks(pool: BlockPool) -> None:
 def check_slice(pool: BlockPoolCore, first: int, num_blocks: int) -> None:
     """Check what Q2, Q3, P2 to P5 say of some blocks and their neighbours. O(num_blocks).
 
-    Changes nothing but its counts. `check` verifies the rest.
+    Changes nothing but the pool's counts of checks. `check` verifies the rest.
 
     Args:
         first: the lowest of the ids.

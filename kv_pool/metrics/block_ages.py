@@ -17,6 +17,8 @@ from kv_pool.ids import BlockHashWithGroupId
 from kv_pool.reports.histogram import AGE_BOUNDS_S, Histogram
 from kv_pool.threads import start_thread
 
+_STOP_S = 1.0
+
 _TRIES = 2
 """Blocks drawn at a look for each key that the sample lacks."""
 
@@ -34,13 +36,14 @@ class _Seen:
 class BlockAges(Running):
     """The ages of a sample of cached blocks: in the pool, and in the lower tiers of its `lower_tiers`.
 
-        with BlockAges(pool.block_pool, pool.lock) as ages:
+        with BlockAges(lambda: pool.block_pool, pool.lock) as ages:
             sources = PoolSources(pool=pool, ages=ages.get_histograms)
 
     The calls of the pool note nothing. A thread looks at the sample every `period_s`, with the lock held for
     about 0.1 ms. So an age is exact to a period, and a block that is hit again within one is not counted.
 
     Args:
+        find_pool: returns the pool; it is called at each look, so that its owner may refer to it weakly.
         lock: the lock of the pool.
         period_s: seconds between two looks of the thread. Without the thread, call `look`.
         num_keys: number of cache keys in the sample; each is a key that was in use when it was drawn, and
@@ -56,7 +59,7 @@ class BlockAges(Running):
 
     def __init__(
         self,
-        pool: BlockPoolCore,
+        find_pool: Callable[[], BlockPoolCore],
         lock: AbstractContextManager[object],
         *,
         period_s: float = 0.25,
@@ -64,7 +67,7 @@ class BlockAges(Running):
         clock: Callable[[], float] = read_clock,
         seed: int | None = None,
     ) -> None:
-        self._pool = pool
+        self._find_pool = find_pool
         self._lock = lock
         self._period_s = period_s
         self._num_keys = as_count("num_keys", num_keys, 1)
@@ -81,10 +84,10 @@ class BlockAges(Running):
         self._thread = start_thread("kv_pool block ages", self._run)
 
     def stop(self) -> None:
-        """Stop the thread. The ages stay."""
+        """Stop the thread. The ages stay. Does not wait for long if the caller holds the lock of the pool."""
         self._stopping.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(_STOP_S)
 
     def _run(self) -> None:
         while not self._stopping.wait(self._period_s):
@@ -100,18 +103,18 @@ class BlockAges(Running):
     def look(self) -> None:
         """Find each key of the sample, note what happened to it, and draw others for those that are gone."""
         with self._lock:
-            now = self._clock()
+            pool, now = self._find_pool(), self._clock()
             for key, seen in list(self._sample.items()):
-                self._follow(key, seen, now)
-            blocks = self._pool.blocks
+                self._follow(pool, key, seen, now)
+            blocks = pool.blocks
             for _ in range(_TRIES * (self._num_keys - len(self._sample))):
                 block = blocks[self._draw.randrange(len(blocks))]
                 if block.ref_cnt > 0 and block.key is not None and len(self._sample) < self._num_keys:
                     self._sample.setdefault(block.key, _Seen(MEDIUM_GPU, now, now, True))
 
-    def _follow(self, key: BlockHashWithGroupId, seen: _Seen, now: float) -> None:
-        block = self._pool.cached_block_hash_to_block.get_one_block(key)
-        medium = MEDIUM_GPU if block is not None else self._find_lower(key)
+    def _follow(self, pool: BlockPoolCore, key: BlockHashWithGroupId, seen: _Seen, now: float) -> None:
+        block = pool.cached_block_hash_to_block.get_one_block(key)
+        medium = MEDIUM_GPU if block is not None else _find_lower(pool, key)
         is_used = block is not None and block.ref_cnt > 0
         if block is None and medium != seen.medium:
             self._note(f"evict {seen.medium}", now - seen.last_s)
@@ -126,12 +129,13 @@ class BlockAges(Running):
         if is_used:
             seen.last_s = now
 
-    def _find_lower(self, key: BlockHashWithGroupId) -> str:
-        """Return the fastest lower tier that has the key; "" for none."""
-        tiers: Any = getattr(self._pool.lower_tiers, "tiers", ())
-        return next((tier.medium for tier in tiers if key in tier), "")
-
     def _note(self, name: str, seconds: float) -> None:
         if name not in self._histograms:
             self._histograms[name] = Histogram.make(AGE_BOUNDS_S)
         self._histograms[name].note(seconds)
+
+
+def _find_lower(pool: BlockPoolCore, key: BlockHashWithGroupId) -> str:
+    """Return the fastest lower tier that has the key; "" for none."""
+    tiers: Any = getattr(pool.lower_tiers, "tiers", ())
+    return next((tier.medium for tier in tiers if key in tier), "")

@@ -34,7 +34,7 @@ class PoolMetrics(Collector):
         push_to_gateway("gateway:9091", job="batch", registry=registry) # or push
 
     Args:
-        sources: of pools that differ in `model_name`, `engine` or `name`.
+        sources: of pools that differ in their model name or engine.
         names: the metrics to export in addition to kv_pool's: "vllm" under the names of vLLM 0.33, "sglang"
             under SGLang's, or both; () beside an engine that exports them itself.
     Raises:
@@ -47,8 +47,7 @@ class PoolMetrics(Collector):
     def __init__(self, sources: Iterable[PoolSources], names: Sequence[str] | str = "vllm") -> None:
         self.sources = list(sources)
         self._metrics = list_metrics("kv_pool", *([names] if isinstance(names, str) else names))
-        labels = [(one.model_name, one.engine, one.name if not names else "") for one in self.sources]
-        if len(set(labels)) < len(labels):
+        if len({one.labels for one in self.sources}) < len(self.sources):
             raise InvalidArgumentError(
                 "two sources have the same model_name and engine; give each pool another engine, since "
                 "Prometheus tells metrics apart by their labels"

@@ -201,6 +201,14 @@ class PoolSources:
     model_name: str = ""
     engine: str = ""
 
+    @property
+    def labels(self) -> tuple[str, str]:
+        """The model name and the engine of a reading."""
+        return (
+            self.model_name or getattr(self.pool, "model_name", ""),
+            self.engine or getattr(self.pool, "engine", "0"),
+        )
+
 
 @dataclass
 class _FreeRuns:
@@ -263,8 +271,8 @@ def read_pool(sources: PoolSources, *, clock: Callable[[], float] = time.time) -
     return PoolReading(
         time_s=clock(),
         name=sources.name,
-        model_name=sources.model_name or getattr(pool, "model_name", ""),
-        engine=sources.engine or getattr(pool, "engine", "0"),
+        model_name=sources.labels[0],
+        engine=sources.labels[1],
         block_size=block_size,
         looked_up_tokens=None if looked_up is None else looked_up * block_size,
         hit_tokens=None if hit is None else hit * block_size,

@@ -103,11 +103,11 @@ def test_a_pool_without_anything_says_so_in_words(browser, serve):
         assert "NaN" not in browser.run("document.body.innerText")
 
 
-def test_what_a_pool_does_not_count_is_unknown_and_not_0(browser, serve):
+def test_hit_rate_of_a_pool_without_look_ups_is_not_0(browser, serve):
     with serve(Served().face) as server:
         browser.show(server.url)
         browser.wait_for(IS_LIVE)
-        assert read(browser, "curve-note") == "This pool does not count look-ups, so its hit rate is unknown."
+        assert read(browser, "curve-note") == "No request has looked up a prefix yet."
 
 
 def test_names_from_the_pool_are_text(browser, serve):
