@@ -86,6 +86,11 @@ GUIDES: Mapping[str, tuple[Page, ...]] = {
             "watch, compact and migrate the pool of an engine with kv-pool stats, layout, defrag, migrate",
         ),
         Page(
+            "kv_pool/metrics/README.md",
+            "Metrics",
+            "each metric and what to do when it looks bad; Prometheus, OpenTelemetry, the span of a request",
+        ),
+        Page(
             "kv_pool/tiers/README.md",
             "Lower tiers",
             "host memory and disk below the device's pool, restarts, formats of cold blocks",

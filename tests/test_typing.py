@@ -30,6 +30,12 @@ storage: KVStorage
 step_lock: Any
 remap_tables: Any
 """,
+    "kv_pool/metrics/README.md": """
+from kv_pool import GPUKVPool, KVCacheManager, Request
+gpu_pool: GPUKVPool
+manager: KVCacheManager
+request: Request
+""",
     "kv_pool/contiguous/README.md": """
 from typing import Any
 from kv_pool import GPUKVPool

@@ -66,6 +66,9 @@ if TYPE_CHECKING:
 
 Ids = TypeVar("Ids")
 
+_TIMED_LOOKUPS = 127
+"""A look-up is timed if the number of blocks looked up before is a multiple of this: about one in as many."""
+
 
 class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
     """A pool of the blocks of one device; callers allocate blocks by id, for sequences.
@@ -215,7 +218,12 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
         self._routes: MigrationRoutes | None = None
         self._allocation_latency = LatencyWindow()
         self._freeing_latency = LatencyWindow()
-        self.latencies = {"take": self._allocation_latency, "free": self._freeing_latency}
+        self._lookup_latency = LatencyWindow()
+        self.latencies = {
+            "take": self._allocation_latency,
+            "free": self._freeing_latency,
+            "lookup": self._lookup_latency,
+        }
         self._num_looked_up_blocks = 0
         self._num_hit_blocks = 0
 
@@ -600,6 +608,8 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
             EvictedSequenceError: the sequence was evicted, see `take_evictions`. In all cases nothing has
                 changed.
         """
+        # Numbering the calls would cost a short look-up 2 %.
+        started_ns = 0 if self._num_looked_up_blocks % _TIMED_LOOKUPS else perf_counter_ns()
         sequence_id = as_new_id("sequence_id", sequence_id)
         block_hashes = as_list_of("block_hashes", block_hashes, bytes)
         priority = as_priority(priority)
@@ -612,6 +622,8 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
             self._num_looked_up_blocks += len(block_hashes)
             self._num_hit_blocks += len(hits)
             self._share(Holder(sequence_id, priority, self._clock()), hits)
+            if started_ns:
+                self._lookup_latency.note(perf_counter_ns() - started_ns)
             return list_ids(hits)
 
     @property

@@ -2,14 +2,16 @@
 
 import logging
 import os
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, redirect_stdout
 from functools import partial
 from pathlib import Path
 
 from kv_pool.cli import options
 from kv_pool.cli.console import show_progress
 from kv_pool.cli.publishing import describe_publisher, open_publisher
+from kv_pool.cli.replay_metrics import export_metrics
 from kv_pool.cli.setting_options import takes
 from kv_pool.core.kv_events import MEDIUM_GPU
 from kv_pool.errors import InvalidArgumentError
@@ -40,6 +42,7 @@ trace blocks memory model num_layers num_kv_heads head_size dtype_bytes block_si
 prefill_rate decode_rate max_running speedup groups states chunk_tokens watermark keep_sessions keep_prefix
 host_blocks preempt copy_rate host_tier disk_tier tier_write disk_rate limit trace_block_size
 timestamp_unit skip_broken seed runs by png publish publish_replay publish_config pace json csv requests
+metrics
 """
 
 
@@ -62,6 +65,12 @@ def replay(
         "Write one line of JSON per request to this file: hits, blocks, wait, outcome.",
         default=None,
         metavar="FILE",
+    ),
+    metrics: str | None = setting(
+        "Serve the metrics for Prometheus at this port of 127.0.0.1 while the replay runs; or write them to "
+        "this file at its end, - for standard output instead of the report.",
+        default=None,
+        metavar="PORT|FILE",
     ),
 ) -> None:
     """Replay a trace through the block pool and show the hit rates of the prefix cache."""
@@ -88,8 +97,11 @@ def replay(
                 feed = EventFeed(publisher, pace)
                 print(f"in a second terminal: {describe_publisher(publisher)}", flush=True)
             notify = stack.enter_context(show_progress("replaying"))
-            report = run_replay(settings, notify, feed, on_outcome)
-        outputs.write(report_replay(report), partial(draw_breakdowns, report))
+            exported = export_metrics(metrics, capacity.model or "replay", notify)
+            on_start, notify = stack.enter_context(exported)
+            report = run_replay(settings, notify, feed, on_outcome, on_start=on_start)
+        with redirect_stdout(sys.stderr) if metrics == "-" else nullcontext():
+            outputs.write(report_replay(report), partial(draw_breakdowns, report))
 
 
 _SWEEP_ORDER = """

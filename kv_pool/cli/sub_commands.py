@@ -17,6 +17,7 @@ COMMANDS = {
     "curve": "curve",
     "plan": "plan",
     "serve": "serve",
+    "top": "top",
     "stats": "running_pool",
     "defrag": "running_pool",
     "layout": "running_pool",

@@ -23,7 +23,9 @@ from kv_pool.control.watch import Feed, Watch
 from kv_pool.errors import ControlError
 from kv_pool.threads import Workers
 
+_MAP_CELLS = 2048
 _VIEW_S = 0.5
+_NODES_S = 5.0
 
 _Result = TypeVar("_Result")
 
@@ -45,8 +47,11 @@ class ControlApplication:
         self.health = Health(commands)
         self._at_pool = Workers("kv_pool control of the pool", 1)
         self._at_node = Workers("kv_pool control of the node", max_threads)
+        feeds = {"view": Feed(partial(self._carry_out, messages.ViewCommand(_MAP_CELLS)), _VIEW_S)}
+        if commands.node is not None:
+            feeds["nodes"] = Feed(partial(self._carry_out, messages.PeersCommand()), _NODES_S)
+        self._watch = Watch(feeds)
         self._at_metrics = Workers("kv_pool control of metrics", 1)  # a scrape does not wait for a compaction
-        self._watch = Watch({"view": Feed(partial(self._carry_out, messages.ViewCommand()), _VIEW_S)})
         routes = [
             Route("/live", self._live),
             Route("/ready", self._ready),

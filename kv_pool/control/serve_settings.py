@@ -34,6 +34,8 @@ _of_nodes = partial(Option, panel=_NODES)
 _of_tiers = partial(Option, panel="Tiers")
 _of_network = partial(Option, panel="Network")
 
+_WEB_PORT = "9400"
+
 
 @describe_options
 class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -114,7 +116,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         str | None, _of_network("The private key, if the file above does not have it.", metavar="FILE")
     ] = None
     web: Annotated[
-        bool, _of_network("Serve a web page of the pool, by default on a free port of 127.0.0.1.")
+        bool, _of_network("Serve a web page of the pool at the port, by default 127.0.0.1:9400.")
     ] = False
     name: Annotated[
         str | None,
@@ -212,7 +214,8 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 )
             return None
         token = None if self.token_file is None else Path(self.token_file)
-        return NetworkPort.parse(self.port or "0", token=token, certificate=self.certificate, key=self.key)
+        address = self.port or _WEB_PORT
+        return NetworkPort.parse(address, token=token, certificate=self.certificate, key=self.key)
 
     @property
     def has_tiers(self) -> bool:

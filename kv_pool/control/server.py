@@ -57,7 +57,7 @@ class ControlServer(Running):
         tiers: returns the report for `kv-pool tiers`, such as `LiveTiers.get_report`; None without tiers.
         publisher: the publisher of the pool's events, if there is one, for `/ready`.
         port: a TCP port on which the server answers, too; None for the socket only.
-        web: serve a page for browsers at `url`.
+        web: serve a page for browsers at `url`; without a port, on a free port of this machine.
         guard: entered around each command that concerns the pool, such as a lock that the engine holds during
             a step. It keeps a compaction from running between the engine's reading and using block ids.
         timeout_s: seconds a client may take to send the rest of a command, or to read its reply.
@@ -99,7 +99,7 @@ class ControlServer(Running):
     ) -> None:
         self.pool = pool
         self.path = resolve_path(path, node_name if node is None else node.migrator.name)
-        self.port = port
+        self.port = NetworkPort() if web and port is None else port
         self._web = web
         self.url: str | None = None
         self.refusals: Counter[str] = Counter()

@@ -28,6 +28,7 @@ def run_replay(
     feed: EventFeed | None = None,
     on_outcome: OutcomeCallback | None = None,
     policy: PolicyChoice | None = None,
+    on_start: Callable[[KVCacheManager], object] | None = None,
 ) -> ReplayReport:
     """Replay a trace through a new pool and manager.
 
@@ -36,6 +37,7 @@ def run_replay(
         feed: publishes the pool's events, after each request and at the end; None turns events off.
         on_outcome: called with the outcome of each request when the request ends.
         policy: a cache policy that is already found; None for that of the settings.
+        on_start: called with the manager before the first request.
     Raises:
         TraceError: the trace cannot be read.
         InvalidArgumentError: the settings are invalid, or no request fits into the pool.
@@ -71,6 +73,8 @@ def run_replay(
     if on_outcome is not None:
         callbacks.append(on_outcome)
     driver = ReplayDriver(manager, settings, callbacks, replay_time)
+    if on_start is not None:
+        on_start(manager)
     report = driver.report
     source = manager if driver.swap is None else driver.swap.swapper
     trace_clock = TraceClock(driver, steps) if settings.clock == "trace" else None

@@ -59,8 +59,8 @@ class PoolReading(msgspec.Struct, frozen=True, kw_only=True):
         dropped_blocks: evicted blocks that were offloaded to no tier so far.
         migrations: running migrations by phase, and ended ones so far.
         stream: counters of the publisher; None without one.
-        calls: number of calls so far: "take", "free", "lookup".
-        latencies: durations of a sample of these calls.
+        calls: number of calls so far: "take", "free".
+        latencies: durations of a sample of the calls: "take", "free", "lookup".
         ages: time since the last use of a sample of blocks, as "hit GPU", "evict GPU", "hit CPU", ...
         invariant_checks, invariant_failures: checks of the pool's invariants so far, and failed ones.
         interrupted_calls: interrupted calls so far.
@@ -261,7 +261,9 @@ def read_pool(sources: PoolSources, *, clock: Callable[[], float] = time.time) -
         if isinstance(pool, ControlledPool):
             more = pool.count_more() | {"moved_blocks": pool.num_moved_blocks, "run_length": pool.run_length}
             more["latencies"] = {call: one.histogram.copy() for call, one in pool.latencies.items()}
-            more["calls"] = {call: one.count_calls() for call, one in pool.latencies.items()}
+            more["calls"] = {
+                call: one.count_calls() for call, one in pool.latencies.items() if call != "lookup"
+            }
         elif not isinstance(pool, BlockPoolCore):
             more = count_use(pool)
         known = _read_blocks(blocks)

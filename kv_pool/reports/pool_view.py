@@ -29,11 +29,6 @@ from kv_pool.threads import REST_S
 _SAMPLES_PER_CELL = 64
 _SAMPLES_AT_ONCE = 2048
 _SEARCHED_BLOCKS = 4096
-_HELD_STATES: dict[int, int] = {
-    **{state: state for state in BlockState},
-    BlockState.EMPTY: BlockState.CACHED,  # free, with a reuse watcher
-    BlockState.IN_USE: BlockState.IMMOVABLE,
-}
 
 
 class MapCell(msgspec.Struct, frozen=True, array_like=True):
@@ -176,7 +171,8 @@ def _read_map(
     for block in immovable:
         position, rest = divmod(block.block_id - 1, step)
         if not rest and position < len(states):
-            states[position] = _HELD_STATES[states[position]]
+            is_used = states[position] == BlockState.IN_USE
+            states[position] = BlockState.IMMOVABLE if is_used else BlockState.CACHED  # free, but watched
     cells = []
     for first in range(0, num_blocks, per_cell):
         cell = states[-(-first // step) : -(-(first + per_cell) // step)]

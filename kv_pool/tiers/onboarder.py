@@ -67,7 +67,7 @@ class OnboardPlan(TwoPhasePlan):
         self.keys = [key for row in self._rows for key in row.values()]
         self.is_unreadable = False
         self._is_loaded = False
-        self._onboarder = onboarder
+        self._statistics = onboarder._statistics
         self._manager = onboarder.manager
         self._tiered_cache = onboarder.tiered_cache
         self._tables: list[BlockTable] = []
@@ -219,7 +219,11 @@ class OnboardPlan(TwoPhasePlan):
             cache_step(manager, self._request, tables, ends, num_tokens, num_loaded, num_loaded)
         self._tiered_cache._stack.release(self.keys)
         self._plans.end(self, PlanState.COMMITTED)
-        self._onboarder._count(self)
+        counts = self._statistics
+        counts.num_committed += 1
+        counts.num_tokens_by_medium[MEDIUM_GPU] += self.hit.num_device_tokens
+        for medium, num_hit in self.hit.num_tokens_by_medium.items():
+            counts.num_tokens_by_medium[medium] += num_hit
 
     def _give_back(self) -> None:
         """Abort: free the blocks and release the keys."""
@@ -234,7 +238,8 @@ class OnboardPlan(TwoPhasePlan):
             free_listed(manager.block_pool, blocks)
         self._tiered_cache._stack.release(self.keys)
         self._plans.end(self, PlanState.ABORTED)
-        self._onboarder._count(self)
+        self._statistics.num_aborted += 1
+        self._statistics.num_unreadable += self.is_unreadable
 
     def _drop_keys(self) -> None:
         """Abort a plan that has no blocks."""
@@ -518,15 +523,3 @@ class TierOnboarder:
         if self.manager.holds_blocks(request_id):
             raise InvalidArgumentError(f"request {request_id!r} has blocks already; free them first")
         return request_id
-
-    def _count(self, plan: OnboardPlan) -> None:
-        """Count a plan that is closed."""
-        counts = self._statistics
-        if plan.state is PlanState.COMMITTED:
-            counts.num_committed += 1
-            counts.num_tokens_by_medium[MEDIUM_GPU] += plan.hit.num_device_tokens
-            for medium, num_tokens in plan.hit.num_tokens_by_medium.items():
-                counts.num_tokens_by_medium[medium] += num_tokens
-        else:
-            counts.num_aborted += 1
-            counts.num_unreadable += plan.is_unreadable

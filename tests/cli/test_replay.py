@@ -3,11 +3,16 @@
 import hashlib
 import json
 import re
+import shutil
+import signal
+import socket
+import subprocess
+import urllib.request
 from itertools import islice
 
 import pytest
 from cli.kv_pool_command import kv_pool_command, list_rows
-from cli.running_commands import running
+from cli.running_commands import BOUND_S, running
 from lab.compare.made_comparison import MINE
 from lab.made_trace import record, write_trace
 
@@ -165,3 +170,54 @@ def test_a_broken_policy_ends_a_replay_without_a_log(folder):
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: the cache policy mine.py:Broken is broken: ")
     assert "goes on with LRU" not in done.stderr
+
+
+def read_metrics(text):
+    """Return the samples of metrics in Prometheus' format by name, without labels."""
+    families = pytest.importorskip("prometheus_client.parser").text_string_to_metric_families(text)
+    return {sample.name: sample.value for family in families for sample in family.samples}
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool on PATH")
+def test_metrics_in_a_file_and_on_standard_output_are_those_of_the_report(folder):
+    stdout, report = replay(folder, "--blocks", "20", "--metrics", "metrics.prom", "--model", "llama-3-8b")
+    text = (folder / "metrics.prom").read_text()
+    found = read_metrics(text)
+    assert found["kv_pool_hit_tokens_total"] == report["tokens_hit"] == 16
+    assert found["kv_pool_looked_up_tokens_total"] == report["blocks_looked_up"] * 8
+    assert 'model_name="llama-3-8b"' in text
+    checked = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True)
+    assert (checked.returncode, checked.stdout + checked.stderr) == (0, "")
+    stdout, _ = replay(folder, "--blocks", "20", "--metrics", "-", "--model", "llama-3-8b")
+    assert read_metrics(stdout) == found  # and the table is on standard error
+
+
+def test_metrics_are_scraped_while_the_replay_runs(tmp_path):
+    write_trace(tmp_path / "trace.jsonl", [record(24, [1, 2, n]) for n in range(3, 600)])
+    options = (
+        "replay trace.jsonl --trace-block-size 8 --blocks 20 --publish ipc://events --pace 100 --metrics 0"
+    )
+    with running(tmp_path, *options.split()) as process:
+        process.stdout.readline()  # of the events
+        url = process.stdout.readline().removeprefix("metrics: ").strip()
+        scraped = []
+        while len(scraped) < 3:
+            with urllib.request.urlopen(url, timeout=30) as answer:
+                found = read_metrics(answer.read().decode())
+            if found.get("kv_pool_hit_tokens_total", 0) > (scraped[-1] if scraped else 0):
+                scraped.append(found["kv_pool_hit_tokens_total"])
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(BOUND_S) == 128 + signal.SIGTERM
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(url, timeout=30)
+
+
+def test_a_port_in_use_is_refused(folder):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = kv_pool_command(
+            "replay", "trace.gz", "--trace-block-size", "8", "--blocks", "20", "--metrics", port, cwd=folder
+        )
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: --metrics: cannot serve at port {port}: ")

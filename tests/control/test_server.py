@@ -12,6 +12,7 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 import pytest
 from adapter.made_pool import check, draw, make, make_scattered, make_storage, take
 from control.raw_client import STATS, RawClient
@@ -44,6 +45,19 @@ def test_statistics_over_the_socket_equal_the_pools(path):
         output = client.get_statistics()
         assert output.used_blocks == 3
         assert output == pool.get_statistics()
+
+
+def test_readings_and_views_do_not_need_the_guard(path):
+    pool = make()
+    take(pool, 1, 3)
+    guard = threading.Lock()
+    with ControlServer(pool, path, guard=guard), ControlClient(path, timeout_s=5) as client, guard:
+        assert client.read().used_blocks == 3
+        view = client.view(num_cells=2, num_sequences=1)
+    assert view.reading.used_blocks == 3
+    assert [list(msgspec.structs.astuple(cell)) for cell in view.map.cells] == [[2, 0, 3, 0], [5, 0, 0, 0]]
+    assert [one.num_blocks for one in view.sequences] == [3]
+    assert (view.prefixes, view.migrations) == ([], None)
 
 
 def test_the_guard_is_held_during_a_command(path):

@@ -29,6 +29,7 @@ def test_the_metrics_of_kv_pool_are_observed_with_units_and_attributes():
     assert {point.attributes["kv_pool.call"]: point.value for point in calls.data_points} == {
         "take": 1,
         "free": 0,
+        "lookup": 0,
     }
     assert found["kv_pool.call.sum"].unit == "s"
     highest = [

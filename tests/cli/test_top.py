@@ -1,0 +1,292 @@
+"""`kv-pool top` beside real pools, recorded metrics and a real publisher; keys in a terminal; restarts."""
+
+import json
+import os
+import pty
+import select
+import signal
+import sys
+import termios
+import threading
+import time
+from contextlib import contextmanager
+from fcntl import ioctl
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from struct import pack
+
+import pytest
+from adapter.made_pool import make, take
+from cli.kv_pool_command import ask_pool, kv_pool_command
+from cli.running_commands import BOUND_S, running, serving
+
+from kv_pool import BlockStored
+from kv_pool.cli.top_screen import Choices, draw
+from kv_pool.cli.top_sources import EVICTED, HIT, LOOKED_UP, Frame, History
+from kv_pool.control import ControlServer
+from kv_pool.events.event_publisher import PublisherConfig
+from kv_pool.events.publisher import ZMQEventPublisher
+from kv_pool.events.stream_state import StreamState
+from kv_pool.metrics.prometheus import PoolMetrics, encode_metrics
+from kv_pool.reports import PoolSources
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture
+def pool():
+    """Three sequences that share two cached blocks; blocks 1 and 2 of 20 are pinned."""
+    pool = make(20)
+    for sequence_id, num_new in ((1, 1), (2, 7), (3, 3)):
+        hits = pool.claim_prefix(sequence_id, [b"a", b"b"])
+        take(pool, sequence_id, 2 - len(hits) + num_new)
+        pool.cache_prefix(sequence_id, [b"a", b"b"])
+    pool.pin([1, 2])
+    return pool
+
+
+@contextmanager
+def serving_metrics(texts):
+    """Serve the last of these texts as `/metrics` to clients with the token; yield the URL."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            is_known = self.headers["Authorization"] in (None, "Bearer secret")
+            self.send_response(200 if is_known and texts else 503)
+            self.end_headers()
+            self.wfile.write(texts[-1].encode() if is_known and texts else b"")
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/metrics"
+        server.shutdown()
+        thread.join()
+
+
+def test_once_prints_a_pool_as_text(tmp_path, pool):
+    lines = ask_pool(tmp_path, pool, "top", "--once").splitlines()
+    assert lines[0].startswith("kv-pool top  here.sock ")
+    assert lines[1] == "GPU     ████████████████░░░░░░░░ 65.0% in use, 0.0% cached, of 20 blocks"
+    assert lines[2] == "hits    66.7% of all tokens"
+    assert lines[3].startswith("evicted 0 so far")
+    place = lines.index("map     cells of 1 blocks, _ empty = cached + partly # in use P held in place")
+    assert lines[place + 1] == "PP###########_______"
+    assert lines[place + 2 :] == [
+        "hot prefixes      tokens  sequences",
+        f"{ord('b'):016x}       8          3",
+        "sequences  blocks  idle s  immovable blocks",
+        *(line for line in lines[place + 5 :]),
+    ]
+    assert [line.split()[:2] for line in lines[place + 5 :]] == [["2", "9"], ["3", "5"], ["1", "3"]]
+
+
+def test_json_has_a_frame_per_line(tmp_path, pool):
+    options = ("--json", "--socket", "here.sock", "--interval", "0.05")
+    with ControlServer(pool, tmp_path / "here.sock"), running(tmp_path, "top", *options) as process:
+        frames = [json.loads(process.stdout.readline()) for _ in range(3)]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(BOUND_S) == 130
+    assert {len(frame["map"]["cells"]) for frame in frames} == {20}
+    assert frames[-1]["bars"] == [{"name": "GPU", "used": 13, "total": 20, "cached": 0, "unit": "blocks"}]
+    assert frames[-1]["rates"][HIT] == 0
+    assert [row["sequence_id"] for row in frames[-1]["tables"]["sequences"]] == [2, 3, 1]
+
+
+@pytest.mark.parametrize(
+    ("engine", "lines"),
+    [
+        (
+            "vllm",
+            [
+                "GPU     ████████████░░░░░░░░░░░░ 50.0% in use, of 16,000 blocks",
+                "hits    35.0% of all tokens",
+                "running 21  waiting 2  model Qwen/Qwen3-8B",
+            ],
+        ),
+        (
+            "sglang",
+            [
+                "GPU     ██████████▒▒▒▒▒▒▒▒▒▒▒▒░░ 40.0% in use, 50.0% cached, of 500,000 tokens",
+                "hits    25.0% of all tokens",
+                "evicted 1,200 so far: tokens 1,200",
+                "running 7  waiting 1  model meta-llama/Llama-3.1-8B-Instruct",
+            ],
+        ),
+    ],
+)
+def test_metrics_of_engines_are_shown(tmp_path, engine, lines):
+    with serving_metrics([(HERE / f"metrics_of_{engine}.txt").read_text()]) as url:
+        done = kv_pool_command("top", "--once", "--url", url, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    shown = done.stdout.splitlines()
+    assert shown[1:-1] == lines
+    assert shown[-1].startswith("not here: metrics have no map")
+
+
+def test_metrics_of_a_pool_are_shown(tmp_path, pool):
+    metrics = PoolMetrics([PoolSources(pool=pool, model_name="llama")])
+    with serving_metrics([encode_metrics(metrics)[1].decode()]) as url:
+        shown = kv_pool_command("top", "--once", "--url", url, cwd=tmp_path).stdout.splitlines()
+    assert shown[1:4] == [
+        "GPU     ████████████████░░░░░░░░ 65.0% in use, 0.0% cached, of 20 blocks",
+        "hits    66.7% of all tokens",
+        "evicted 0 so far",
+    ]
+    assert shown[4].startswith("running 3  sequences 3  pinned blocks 2  largest free run 7")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--url", "file:///etc/passwd"), "--url is 'file:///etc/passwd'; it is such as http://"),
+        (("--url", "http://127.0.0.1:9/metrics"), "no metrics can be read at http://127.0.0.1:9/metrics: "),
+        (("--events", "ipc://nowhere"), "no publisher answers at ipc://nowhere"),
+        (("--node", "a", "--events", "ipc://nowhere"), "pass one of --socket, --node, --url and --events"),
+        (("--socket", "nowhere"), "no pool is served at nowhere"),
+        (("--url", "http://[::1]:9/", "--token-file", "none"), "--token-file none: "),
+    ],
+)
+def test_a_source_that_does_not_answer_at_first_is_an_error(tmp_path, options, message):
+    done = kv_pool_command("top", "--once", *options, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: {message}")
+
+
+def test_events_are_mirrored(tmp_path):
+    config = PublisherConfig(endpoint="tcp://127.0.0.1:0", replay_endpoint="tcp://127.0.0.1:0")
+    with ZMQEventPublisher(config, StreamState()) as publisher:
+        publisher.publish([BlockStored([1, 2, 3], None, list(range(12)), 4, None, "GPU", None)])
+        ends = ("--events", publisher.endpoint, "--replay", publisher.replay_endpoint)
+        done = kv_pool_command("top", "--once", *ends, cwd=tmp_path)
+    assert "GPU, group 0 3 blocks cached" in done.stdout.splitlines(), done.stderr
+
+
+def test_rates_are_never_negative_after_a_restart():
+    history = History()
+    frames = []
+    for now, count in ((0, 0), (1, 10), (2, 40), (3, 5), (4, 15)):
+        counters = {HIT: count, LOOKED_UP: 2 * count, EVICTED + "x": count}
+        frame = Frame(source="", time_s=now, counters=counters)
+        history.add(frame)
+        frames.append(frame)
+    assert [frame.rates.get(HIT) for frame in frames] == [None, 10, 20, None, 10]
+    assert [frame.recent_hit_rate for frame in frames] == [None, 0.5, 0.5, None, 0.5]
+    assert frames[2].hit_rates == [0.5, 0.5]
+    assert frames[4].hit_rates == [0.5]
+
+
+def test_restarted_servers_are_survived(tmp_path):
+    sizes = ("--blocks", "400", "--speedup", "50", "--socket", "s")
+    with (
+        serving(*sizes, cwd=tmp_path) as first,
+        running(tmp_path, "top", "--json", "--socket", "s", "--interval", "0.1") as top,
+    ):
+
+        def read_until(is_so):
+            while not is_so(frame := json.loads(top.stdout.readline())):
+                assert all(rate >= 0 for rate in frame["rates"].values())
+            return frame
+
+        read_until(lambda frame: frame["rates"])
+        first.kill()
+        gone = read_until(lambda frame: frame["trouble"])
+        assert (gone["bars"], gone["map"]) == ([], None)
+        with serving(*sizes, cwd=tmp_path):
+            read_until(lambda frame: frame["rates"])
+
+
+class Terminal:
+    """`kv-pool top` in a terminal of its own."""
+
+    def __init__(self, folder, *options, columns=80, lines=24):
+        self.pid, self.terminal = pty.fork()
+        if self.pid == 0:
+            os.chdir(folder)
+            os.environ.update(TERM="xterm-256color", PYTHONIOENCODING="utf-8", XDG_RUNTIME_DIR=str(folder))
+            for name in ("COLUMNS", "LINES"):
+                os.environ.pop(name, None)
+            ioctl(0, termios.TIOCSWINSZ, pack("HHHH", lines, columns, 0, 0))
+            os.execv(sys.executable, [sys.executable, "-P", "-m", "kv_pool", "top", *options])
+        self.shown = ""
+
+    def read_until(self, text):
+        """Return what was printed up to this text."""
+        deadline = time.monotonic() + BOUND_S
+        while text not in self.shown:
+            assert select.select([self.terminal], [], [], 10)[0], self.shown
+            assert time.monotonic() < deadline, self.shown
+            self.shown += os.read(self.terminal, 10_000).decode(errors="replace")
+        before, _, self.shown = self.shown.partition(text)
+        return before
+
+    def press(self, keys):
+        os.write(self.terminal, keys.encode())
+
+    def end(self):
+        """Read the rest, and return the exit status and the rest."""
+        while True:
+            try:
+                self.shown += os.read(self.terminal, 10_000).decode(errors="replace")
+            except OSError:
+                break
+        os.close(self.terminal)
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1]), self.shown
+
+
+def test_keys_in_a_terminal(tmp_path, pool):
+    with ControlServer(pool, tmp_path / "here.sock"):
+        terminal = Terminal(tmp_path, "--socket", "here.sock", "--interval", "0.1")
+        terminal.read_until("\x1b[?1049h")  # the alternate screen
+        terminal.read_until("q quit  space pause  s sort  / filter")
+        terminal.press("s")
+        terminal.read_until("blocks↓")
+        terminal.press("\x1b[A")  # an arrow does nothing
+        terminal.press("/")
+        terminal.press("3q")
+        terminal.read_until("/ 3q_")
+        terminal.press("\x7f\r ")
+        terminal.read_until("paused")
+        take(pool, 7, 1)
+        terminal.press(" \x1b")
+        terminal.read_until("70.0% in use")
+        terminal.press("q")
+        status, rest = terminal.end()
+    assert status == 0
+    assert "\x1b[?1049l" in rest
+    assert "\x1b[?25h" in rest
+
+
+def test_tab_shows_the_next_pool_and_a_killed_one_is_reported(tmp_path):
+    sizes = ("--blocks", "400", "--speedup", "50")
+    with serving(*sizes, "--name", "a", cwd=tmp_path) as a, serving(*sizes, "--name", "b", cwd=tmp_path):
+        terminal = Terminal(tmp_path)
+        terminal.read_until("control-a.sock")
+        terminal.read_until("tab next pool")
+        terminal.press("\t")
+        terminal.read_until("control-b.sock")
+        terminal.press("\t")
+        terminal.read_until("control-a.sock")
+        a.kill()
+        terminal.read_until("not connected: ")
+        terminal.press("\x03")
+        status, rest = terminal.end()
+    assert status == 130
+    assert "\x1b[?1049l" in rest
+    assert "Traceback" not in rest
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (140, 45), (20, 5), (8, 1)])
+def test_a_screen_has_the_size_of_the_terminal(width, height, pool):
+    frame = Frame(
+        source="a" * 200,
+        trouble="it \x1b[31m is away " * 9,
+        tables={"sequences": [{"sequence_id": f"\x1b]0;{n}", "num_blocks": n} for n in range(1, 99)]},
+    )
+    lines = draw(frame, Choices(), width, height, "q quit")
+    assert len(lines) == height
+    text = "\n".join("".join(part for part, _ in line) for line in lines)
+    assert "\x1b" not in text
