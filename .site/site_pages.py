@@ -91,6 +91,11 @@ GUIDES: Mapping[str, tuple[Page, ...]] = {
             "each metric and what to do when it looks bad; Prometheus, OpenTelemetry, the span of a request",
         ),
         Page(
+            "examples/monitoring/README.md",
+            "Prometheus and Grafana",
+            "a board, alerts, and how to try them on one machine without containers",
+        ),
+        Page(
             "kv_pool/tiers/README.md",
             "Lower tiers",
             "host memory and disk below the device's pool, restarts, formats of cold blocks",

@@ -50,7 +50,7 @@ VARIABLES: Final = (
     Variable(
         CONTROL_PORT,
         "0, a port",
-        "serve the page and /metrics at this TCP port of this machine, too; data-parallel rank N adds N",
+        "serve the page and /metrics at this port of 127.0.0.1, too; rank N of data parallelism adds N",
     ),
     Variable(POLICY, "lru, a policy", "the cache policy that chooses the blocks to evict"),
     Variable(

@@ -76,7 +76,8 @@ def top(
             if pool.json:
                 print_json(frame)
             else:
-                console.print(make_screen(draw(frame, Choices(), console.width, _NUM_LINES)))
+                lines = draw(frame, Choices(), console.width, _NUM_LINES)
+                print("\n".join("".join(text for text, _ in line) for line in lines))
             sys.stdout.flush()
             if once:
                 return

@@ -22,6 +22,7 @@ SECONDS_OF_RATES = 10.0
 _NUM_POINTS = 120
 _MAX_ROWS = 100
 _TIMEOUT_S = 2.0
+_SNAPSHOT_S = 10.0
 _MAX_BYTES = 32 * 2**20
 
 
@@ -287,16 +288,20 @@ class EventSource:
         self.close = self._subscriber.close
         self._mirror = PrefixMirror()
         self._mirror.add_publisher(endpoint)
-        self._wait_s = _TIMEOUT_S
+        self._has_begun = False
 
     def look(self, num_cells: int) -> Frame:
-        until = time.monotonic() + _TIMEOUT_S
-        while (items := self._subscriber.poll(self._wait_s)) and time.monotonic() < until:
-            self._wait_s = min(self._wait_s, 0.2)
+        began_s = time.monotonic()
+        while True:
+            items = self._subscriber.poll(0.0 if self._has_begun else 0.2)
             for item in items:
                 apply_item(self._mirror, item, self.name)
-        self._wait_s = 0.0  # only the first look waits, for a snapshot
-        stream, blocks = self._subscriber.get_statistics(), self._mirror.get_counts(self.name)
+            stream, blocks = self._subscriber.get_statistics(), self._mirror.get_counts(self.name)
+            is_complete = self._has_begun or (stream.is_connected and not stream.is_recovering)
+            limit_s = 0.1 if self._has_begun else _SNAPSHOT_S if stream.is_recovering else _TIMEOUT_S
+            if (is_complete and not items) or time.monotonic() - began_s > limit_s:
+                break
+        self._has_begun = True
         if not stream.is_connected:
             raise ControlError(f"no publisher answers at {self.name}")
         places = sorted(self._mirror.count_by_place(self.name).items())
@@ -308,6 +313,10 @@ class EventSource:
                 f"{EVICTED}removed": blocks.num_removed,
                 "batches": stream.counts.num_batches,
             },
-            levels={"lost batches": stream.counts.num_lost, "restarts": stream.counts.num_restarts},
+            levels={
+                "lost batches": stream.counts.num_lost,
+                "restarts": stream.counts.num_restarts,
+                "waits for missed batches": stream.is_recovering,
+            },
             absent="an event stream has cached blocks only; a control socket has the rest",
         )

@@ -58,8 +58,9 @@ class MigrationBook:
         return [migration for migration in self.list_all() if not migration.phase.is_ended]
 
     def count(self) -> dict[str, int]:
-        """Return the number of migrations by phase: those that run now, and those that have ended so far."""
-        return dict(self._num_ended + Counter(one.phase.value for one in self.list_running()))
+        """Return the number of migrations in each phase: running ones, and those that have ended so far."""
+        found = self._num_ended + Counter(one.phase.value for one in self.list_running())
+        return {phase.value: found[phase.value] for phase in MigrationPhase}
 
     def list_pulls(self) -> list[Pull]:
         """Return the pulls of all migrations."""

@@ -168,4 +168,4 @@ def test_each_rank_answers_at_a_port_of_its_own(path, monkeypatch, caplog, name,
     with caplog.at_level(logging.INFO, "vllm.kv_pool"):
         pool = make_pool()
     assert pool.control.block_pool is pool
-    assert f"and at http://127.0.0.1:{first + rank}/" in caplog.text
+    assert f"page, metrics: http://127.0.0.1:{first + rank}/" in caplog.text

@@ -103,10 +103,7 @@ def register(level: str | None = None) -> None:
         _warn(str(error))
         return
     if find_control():
-        from kv_pool.integrations.vllm.pool_control import name_models, remove_sockets_at_exit
-
-        name_models(importlib.import_module("vllm.v1.core.sched.scheduler").Scheduler)
-        remove_sockets_at_exit(find_control())
+        _show_pools()
     for mistake in list_mistakes(level=level):
         warn(f"kv_pool has a wrong setting: {mistake}")
     logger.info(
@@ -118,6 +115,18 @@ def register(level: str | None = None) -> None:
         len(replacements),
         num_names,
     )
+
+
+def _show_pools() -> None:
+    """Prepare what shows the pools of engines: no sockets of killed ones, labels, and metrics in vLLM's."""
+    from kv_pool.integrations.vllm.pool_control import name_models, remove_sockets_at_exit
+
+    remove_sockets_at_exit(find_control())
+    try:
+        name_models(importlib.import_module("vllm.v1.core.sched.scheduler").Scheduler)
+        importlib.import_module("kv_pool.integrations.vllm.stat_logger").replace_stat_logger()
+    except Exception as error:  # a module that is imported may raise anything
+        warn(f"kv_pool's metrics are not among vLLM's ({type(error).__name__}: {error})")
 
 
 def _choose_level(level: str, version: str) -> str | None:

@@ -190,13 +190,15 @@ def open_socket(pool: BlockPool, control: PoolControl, setting: str) -> None:
         setting: "1" for the default socket of a node `vllm-PID`, otherwise the path of the socket.
     """
     try:
+        port = find_port()
         server = ControlServer(
             control,
             None if setting == "1" else setting,
             node_name=NodeName(f"vllm-{os.getpid()}"),
             why_no_node=_NOTHING_MOVES,
             tiers=control.get_tiers,
-            port=find_port(),
+            port=port,
+            web=port is not None,
         )
         server.start()
     except (ControlError, InvalidArgumentError, MissingDependencyError, OutOfThreadsError) as error:
@@ -204,7 +206,7 @@ def open_socket(pool: BlockPool, control: PoolControl, setting: str) -> None:
         logger.warning("kv_pool could not open a control socket: %s%s", error, own)
         return
     weakref.finalize(pool, _stop, server, os.getpid())
-    also = "" if server.url is None else f", and at {server.url}"
+    also = "" if server.url is None else f"; page, metrics: {server.url}"
     logger.info("kv_pool answers at %s: kv-pool stats --socket %s%s", server.path, server.path, also)
 
 

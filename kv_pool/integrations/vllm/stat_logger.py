@@ -1,0 +1,72 @@
+"""`PoolStatLogger`: vLLM's Prometheus logger, with kv_pool's metrics beside vLLM's own. Imports vLLM.
+
+    the engine's process                                     the API server's process
+    pool <- ControlServer  <- control socket, at a scrape -  EngineMetrics <- GET /metrics
+
+vLLM's statistics of a step have no place for those of a pool. So the pools are read at a scrape, and a step
+costs nothing more.
+"""
+
+import os
+from functools import cache
+from multiprocessing import active_children
+from typing import Any
+
+from prometheus_client import REGISTRY
+from vllm.v1.metrics import loggers
+
+from kv_pool.control.client import ControlClient
+from kv_pool.environment import find_control
+from kv_pool.errors import KVPoolError
+from kv_pool.ids import NodeName
+from kv_pool.loggers import get_logger
+from kv_pool.metrics.prometheus import PoolMetrics
+from kv_pool.reports.pool_reading import PoolReading
+
+logger = get_logger(__name__)
+
+_TIMEOUT_S = 2.0
+
+
+class EngineMetrics(PoolMetrics):
+    """kv_pool's own metrics of the engines that this process has started, for a registry of Prometheus.
+
+    An engine that does not answer within 2 seconds is left out of a scrape, and the log has the reason.
+    """
+
+    def __init__(self) -> None:
+        super().__init__((), ())
+
+    def read_pools(self) -> list[PoolReading]:
+        """Return a reading of the pool of each engine."""
+        path = find_control()
+        places: list[dict[str, Any]] = [{"path": path}]
+        if path == "1":
+            engines = [one.pid for one in active_children() if one.name.startswith("EngineCore")]
+            places = [{"node": NodeName(f"vllm-{pid}")} for pid in engines or [os.getpid()]]
+        readings = []
+        for place in places:
+            try:
+                with ControlClient(**place, timeout_s=_TIMEOUT_S) as client:
+                    readings.append(client.read())
+            except KVPoolError as error:
+                logger.warning("kv_pool's metrics lack those of an engine: %s", error)
+        return readings
+
+
+@cache
+def _register_metrics() -> None:
+    REGISTRY.register(EngineMetrics())
+
+
+class PoolStatLogger(loggers.PrometheusStatLogger):  # type: ignore[misc]
+    """vLLM's own metrics, and kv_pool's in the same registry."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _register_metrics()
+
+
+def replace_stat_logger() -> None:
+    """Let engines that this process starts have a `PoolStatLogger` in place of vLLM's Prometheus logger."""
+    loggers.PrometheusStatLogger = PoolStatLogger
