@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -375,6 +376,17 @@ def test_clients_beyond_the_limit_are_refused(path):
             assert "2 clients are already connected" in error["message"]
             assert third.read() is None
         assert is_stats(first.ask(STATS))
+
+
+def test_clients_within_the_limit_are_not_refused(path):
+    """A connection that was just accepted used to count twice."""
+    with ControlServer(make(), path, max_clients=2) as server:
+        for _ in range(50):
+            with RawClient(path) as first, RawClient(path) as second:
+                assert is_stats(first.ask(STATS))
+                assert is_stats(second.ask(STATS))
+            time.sleep(0.01)  # until the server has seen that they left
+        assert server.refusals == {}
 
 
 def test_error_of_the_pool_is_raised_by_the_client(path):
