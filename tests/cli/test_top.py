@@ -127,6 +127,23 @@ def test_metrics_of_engines_are_shown(tmp_path, engine, lines):
     assert shown[-1].startswith("not here: metrics have no map")
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("<html>hello</html>", "has no metrics of kv_pool, vLLM or SGLang"),
+        ("vllm:kv_cache_usage_perc NaN", "has no metrics of kv_pool, vLLM or SGLang"),
+        ('vllm:num_requests_running{engine="0 1', "no metrics can be read at "),
+        (None, "HTTP Error 503"),
+    ],
+)
+def test_pages_without_metrics_are_refused(tmp_path, text, message):
+    with serving_metrics([] if text is None else [text]) as url:
+        done = kv_pool_command("top", "--once", "--url", url, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_metrics_of_a_pool_are_shown(tmp_path, pool):
     metrics = PoolMetrics([PoolSources(pool=pool, model_name="llama")])
     with serving_metrics([encode_metrics(metrics)[1].decode()]) as url:
