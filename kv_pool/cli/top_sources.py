@@ -204,7 +204,7 @@ class MetricsSource:
             counters=_find_known(counters),
             levels=levels | {"model": ", ".join(sorted(models))},
             hit_rate=_find_sum(found, "sglang:cache_hit_rate"),
-            absent="metrics have no map, prefixes, sequences and migrations; a control socket has them",
+            absent="map, prefixes, sequences and migrations; a control socket has them",
         )
 
     def close(self) -> None:
@@ -313,5 +313,5 @@ class EventSource:
                 "restarts": stream.counts.num_restarts,
                 "waits for missed batches": stream.is_recovering,
             },
-            absent="an event stream has cached blocks only; a control socket has the rest",
+            absent="all but cached blocks; a control socket has the rest",
         )
