@@ -39,6 +39,7 @@ class PoolReading(msgspec.Struct, frozen=True, kw_only=True):
         name, model_name, engine: as in `PoolSources`.
         total_blocks: number of blocks, without the null block.
         cached_blocks: free blocks that can still be hit; None for a pool without an index of runs.
+        cached_keys: keys in the prefix cache, of free blocks and of those in use.
         pinned_blocks: blocks pinned by the user.
         reserved_blocks: blocks that some requests must leave free.
         run_length: length of the runs that `fragmentation_rate` counts.
@@ -76,6 +77,7 @@ class PoolReading(msgspec.Struct, frozen=True, kw_only=True):
     used_blocks: int
     free_blocks: int
     cached_blocks: int | None = None
+    cached_keys: int = 0
     pinned_blocks: int = 0
     reserved_blocks: int = 0
     run_length: int = DEFAULT_RUN_LENGTH
@@ -307,6 +309,7 @@ def _read_blocks(pool: BlockPoolCore) -> dict[str, Any]:
         "total_blocks": total_blocks,
         "used_blocks": total_blocks - free_blocks,
         "free_blocks": free_blocks,
+        "cached_keys": len(pool.cached_block_hash_to_block.entries),
         "epoch": pool.epoch,
         "evictions": {"reuse": pool.num_evictions - sum(causes.values())} | causes,
         "holds": holds,
