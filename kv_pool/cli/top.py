@@ -49,11 +49,14 @@ def top(
         default=None,
         metavar="ENDPOINT",
     ),
-    interval: float = setting("Seconds from one look to the next.", default=0.25, min=0.05),
+    interval: float | None = setting(
+        "Seconds from one look to the next. Default: 0.25, for --url 1.", default=None, min=0.05
+    ),
     once: bool = setting("Print the state once, and end.", default=False),
 ) -> None:
     """Watch a running pool: memory, hits, evictions, sequences, prefixes, migrations; until q or Ctrl-C."""
     sources: Sequence[Source]
+    interval = interval or (0.25 if url is None else 1.0)
     if sum(one is not None for one in (pool.socket or pool.node, url, events)) > 1:
         raise InvalidArgumentError("pass one of --socket, --node, --url and --events")
     if url is not None:
@@ -76,7 +79,8 @@ def top(
             if pool.json:
                 print_json(frame)
             else:
-                console.print(make_screen(draw(frame, Choices(), console.width, _NUM_LINES)))
+                lines = draw(frame, Choices(), console.width, _NUM_LINES)
+                print("\n".join("".join(text for text, _ in line) for line in lines))
             sys.stdout.flush()
             if once:
                 return

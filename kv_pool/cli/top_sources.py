@@ -1,11 +1,13 @@
 """The sources of `kv-pool top`, a control socket, a `/metrics` and an event stream: each returns `Frame`s."""
 
+import re
 import time
 import urllib.request
 from collections import defaultdict, deque
 from collections.abc import Iterable
 from http.client import HTTPException
 from itertools import chain, pairwise
+from math import isfinite
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,7 +24,9 @@ SECONDS_OF_RATES = 10.0
 _NUM_POINTS = 120
 _MAX_ROWS = 100
 _TIMEOUT_S = 2.0
+_SNAPSHOT_S = 10.0
 _MAX_BYTES = 32 * 2**20
+_WANTED = re.compile(r"^(?:vllm:|sglang:|kv_pool_)\w+(?<!_bucket)[ {].*", re.MULTILINE)
 
 
 class Bar(msgspec.Struct, frozen=True):
@@ -145,15 +149,8 @@ class PoolSource:
 
 _LEVELS = (
     *("name", "model_name", "block_size", "num_sequences", "evicted_sequences", "pinned_blocks"),
-    *(
-        "reserved_blocks",
-        "fragmentation_rate",
-        "largest_free_run",
-        "moved_blocks",
-        "overdue_leases",
-        "invariant_failures",
-    ),
-    *("interrupted_calls", "is_interrupted"),
+    *("reserved_blocks", "fragmentation_rate", "largest_free_run", "moved_blocks", "overdue_leases"),
+    *("invariant_failures", "interrupted_calls", "is_interrupted"),
 )
 """Fields of a reading."""
 
@@ -188,29 +185,26 @@ class MetricsSource:
         try:
             with urllib.request.urlopen(self._request, timeout=_TIMEOUT_S) as reply:
                 text = reply.read(_MAX_BYTES).decode()
-            wanted = (
-                line
-                for line in text.split("\n")
-                if line.startswith(("vllm:", "sglang:", "kv_pool_")) and "_bucket{" not in line
-            )
-            for family in self._parse("\n".join(wanted)):
+            for family in self._parse("\n".join(_WANTED.findall(text))):
                 for sample in family.samples:
-                    found[sample.name].append(sample)
+                    if isfinite(sample.value):
+                        found[sample.name].append(sample)
         except (OSError, ValueError, HTTPException) as error:
             raise ControlError(f"no metrics can be read at {self.name}: {error}") from error
-        get = {label: _find_sum(found, names) for label, names in (_COUNTERS | _LEVELS_OF_METRICS).items()}
-        evictions = _sum_by(found["kv_pool_evictions_total"], "cause")
+        if not found:
+            raise ControlError(f"{self.name} has no metrics of kv_pool, vLLM or SGLang")
+        counters = {label: _find_sum(found, names) for label, names in _COUNTERS.items()}
+        for cause, count in _sum_by(found["kv_pool_evictions_total"], "cause").items():
+            counters[EVICTED + cause] = count
+        levels: dict[str, Any] = {label: _find_sum(found, names) for label, names in _GAUGES.items()}
         models = _sum_by(chain.from_iterable(found.values()), "model_name")
         return Frame(
             source=self.name,
             bars=_make_bars(found),
-            counters=_find_known(
-                {label: get[label] for label in _COUNTERS}
-                | {EVICTED + cause: count for cause, count in evictions.items()}
-            ),
-            levels={label: get[label] for label in _LEVELS_OF_METRICS} | {"model": ", ".join(sorted(models))},
+            counters=_find_known(counters),
+            levels=levels | {"model": ", ".join(sorted(models))},
             hit_rate=_find_sum(found, "sglang:cache_hit_rate"),
-            absent="metrics have no map, prefixes, sequences and migrations; a control socket has them",
+            absent="map, prefixes, sequences and migrations; a control socket has them",
         )
 
     def close(self) -> None:
@@ -224,7 +218,7 @@ _COUNTERS = {
     "preemptions": "vllm:num_preemptions_total sglang:num_retracted_requests_total",
     "generated tokens": "vllm:generation_tokens_total sglang:generation_tokens_total",
 }
-_LEVELS_OF_METRICS = {
+_GAUGES = {
     "running": "vllm:num_requests_running sglang:num_running_reqs",
     "waiting": "vllm:num_requests_waiting sglang:num_queue_reqs",
     "sequences": "kv_pool_sequences",
@@ -264,16 +258,18 @@ def _make_bars(found: dict[str, list[Any]]) -> list[Bar]:
         total = sum(int(count) for count in blocks if count.isdecimal())
         share = sum(one.value for one in usage) / len(usage)
         return [Bar("GPU", share * total, total) if total else Bar("GPU", share, 1, unit="")]
-    tokens = {name: _find_sum(found, f"sglang:{name}") for name in _SGLANG_TOKENS}
-    used, cached, size, host_used, host_size = tokens.values()
-    bars = [Bar("GPU", used, size, cached, "tokens")]
+    names = (
+        "kv_used",
+        "num_used",
+        "kv_evictable",
+        "max_total_num",
+        "hicache_host_used",
+        "hicache_host_total",
+    )
+    sums = (_find_sum(found, f"sglang:{name}_tokens") for name in names)
+    used, used_before, cached, size, host_used, host_size = sums
+    bars = [Bar("GPU", used_before if used is None else used, size, cached, "tokens")]
     return [*bars, Bar("CPU", host_used, host_size, unit="tokens")] if host_size else bars
-
-
-_SGLANG_TOKENS = (
-    *("kv_used_tokens", "kv_evictable_tokens", "max_total_num_tokens"),
-    *("hicache_host_used_tokens", "hicache_host_total_tokens"),
-)
 
 
 class EventSource:
@@ -287,16 +283,20 @@ class EventSource:
         self.close = self._subscriber.close
         self._mirror = PrefixMirror()
         self._mirror.add_publisher(endpoint)
-        self._wait_s = _TIMEOUT_S
+        self._has_begun = False
 
     def look(self, num_cells: int) -> Frame:
-        until = time.monotonic() + _TIMEOUT_S
-        while (items := self._subscriber.poll(self._wait_s)) and time.monotonic() < until:
-            self._wait_s = min(self._wait_s, 0.2)
+        began_s = time.monotonic()
+        while True:
+            items = self._subscriber.poll(0.0 if self._has_begun else 0.2)
             for item in items:
                 apply_item(self._mirror, item, self.name)
-        self._wait_s = 0.0  # only the first look waits, for a snapshot
-        stream, blocks = self._subscriber.get_statistics(), self._mirror.get_counts(self.name)
+            stream, blocks = self._subscriber.get_statistics(), self._mirror.get_counts(self.name)
+            is_complete = self._has_begun or (stream.is_connected and not stream.is_recovering)
+            limit_s = 0.1 if self._has_begun else _SNAPSHOT_S if stream.is_recovering else _TIMEOUT_S
+            if (is_complete and not items) or time.monotonic() - began_s > limit_s:
+                break
+        self._has_begun = True
         if not stream.is_connected:
             raise ControlError(f"no publisher answers at {self.name}")
         places = sorted(self._mirror.count_by_place(self.name).items())
@@ -308,6 +308,10 @@ class EventSource:
                 f"{EVICTED}removed": blocks.num_removed,
                 "batches": stream.counts.num_batches,
             },
-            levels={"lost batches": stream.counts.num_lost, "restarts": stream.counts.num_restarts},
-            absent="an event stream has cached blocks only; a control socket has the rest",
+            levels={
+                "lost batches": stream.counts.num_lost,
+                "restarts": stream.counts.num_restarts,
+                "waits for missed batches": stream.is_recovering,
+            },
+            absent="all but cached blocks; a control socket has the rest",
         )

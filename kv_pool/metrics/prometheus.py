@@ -1,9 +1,10 @@
 """`PoolMetrics`: running pools as a collector of `prometheus_client`; `encode_metrics` for `GET /metrics`."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
-from kv_pool.errors import InvalidArgumentError, MissingDependencyError, describe_install
+from kv_pool.errors import ControlError, InvalidArgumentError, MissingDependencyError, describe_install
 from kv_pool.metrics.metric_table import PREFIXES, Metric, Values, list_metrics
 from kv_pool.reports.histogram import Histogram
 from kv_pool.reports.pool_reading import PoolReading, PoolSources, read_pool
@@ -54,8 +55,12 @@ class PoolMetrics(Collector):
             )
 
     def read_pools(self) -> list[PoolReading]:
-        """Return a reading of each pool. See `read_pool` for the cost."""
-        return [read_pool(one) for one in self.sources]
+        """Return a reading of each pool whose engine is not gone. See `read_pool` for the cost."""
+        readings = []
+        for one in self.sources:
+            with suppress(ControlError):  # its engine is gone; other metrics of the registry are not
+                readings.append(read_pool(one))
+        return readings
 
     def collect(self) -> Iterator[MetricFamily]:
         """Read all pools and yield the metrics that they count."""

@@ -13,6 +13,24 @@ _HALF_LIFE: Final = 8.0  # in scales
 _PRIOR_RATE: Final = 0.1  # returns per block and age, before any is seen
 
 
+class _Cohort:
+    """Blocks that entered one after the other, and of these the ones that have not left.
+
+    Attributes:
+        start: number of blocks that entered before.
+        time: when the first of them entered.
+        total, num_evicted: those that have not left, in all, and the evicted ones of them.
+        counts: those that have not left, by class.
+    """
+
+    def __init__(self, start: i64, time: float, num_classes: int) -> None:
+        self.start: i64 = start
+        self.time: float = time
+        self.total: i64 = 0
+        self.num_evicted: i64 = 0
+        self.counts: list[int] = [0] * num_classes
+
+
 class ReturnTimes:
     """The rate at which blocks return, by class and age, from what was seen so far.
 
@@ -43,13 +61,7 @@ class ReturnTimes:
         self.values: list[float] = [0.0] * (num_classes * NUM_AGES)
         self.num_returned: list[float] = [0.0] * (num_classes * NUM_AGES)
         self.exposures: list[float] = [0.0] * (num_classes * NUM_AGES)
-        # Cohorts, oldest first: number of blocks that entered before, time of the first, and of those that
-        # entered and have not left the number in all, by class, and of evicted ones.
-        self.starts: list[int] = []
-        self.times: list[float] = []
-        self.totals: list[int] = []
-        self.counts: list[list[int]] = []
-        self.evicted: list[int] = []
+        self.cohorts: list[_Cohort] = []  # oldest first
 
     def set_scale(self, scale: float) -> None:
         """Set the time in which the pool is filled. Rates are counted from now on."""
@@ -69,16 +81,17 @@ class ReturnTimes:
 
     def enter(self, now: float, kind: int, num_blocks: int) -> int:
         """Handle freed blocks of a class. Return their stamp, above 0."""
-        if not self.starts or self.num_entered - self.starts[-1] >= self.cohort_blocks:
+        if not self.cohorts or self.num_entered - self.cohorts[-1].start >= self.cohort_blocks:
             self._add_cohort(now)
-        self.totals[-1] = self.totals[-1] + num_blocks  # compiled code adds in place as Python does
-        self.counts[-1][kind] = self.counts[-1][kind] + num_blocks
+        cohort = self.cohorts[-1]
+        cohort.total += num_blocks
+        cohort.counts[kind] = cohort.counts[kind] + num_blocks  # compiled code adds in place as Python does
         self.num_entered += num_blocks
         return self.num_entered
 
     def note_evicted(self, stamp: int, num_blocks: int) -> None:
         """Handle the eviction of blocks. O(NUM_COHORTS)."""
-        self.evicted[self._find_cohort(stamp)] += num_blocks
+        self.cohorts[self._find_cohort(stamp)].num_evicted += num_blocks
 
     def count_recent(self, num_blocks: int) -> tuple[int, int]:
         """Return the stamp of the last `num_blocks` blocks that have not left, and how many are evicted.
@@ -86,19 +99,19 @@ class ReturnTimes:
         Of whole cohorts; the stamp is that of the blocks that entered before them. O(NUM_COHORTS).
         """
         num_evicted = 0
-        for place in range(len(self.totals) - 1, -1, -1):
-            num_blocks -= self.totals[place]
+        end = self.num_entered
+        for cohort in reversed(self.cohorts):
+            num_blocks -= cohort.total
             if num_blocks < 0:
-                return self.starts[place + 1] if place + 1 < len(
-                    self.starts
-                ) else self.num_entered, num_evicted
-            num_evicted += self.evicted[place]
+                return end, num_evicted
+            num_evicted += cohort.num_evicted
+            end = cohort.start
         return 0, num_evicted
 
     def _find_cohort(self, stamp: i64) -> i64:
-        starts = self.starts  # the last cohorts are asked for most
-        place: i64 = len(starts) - 1
-        while place > 0 and starts[place] >= stamp:
+        cohorts = self.cohorts  # the last ones are asked for most
+        place: i64 = len(cohorts) - 1
+        while place > 0 and cohorts[place].start >= stamp:
             place -= 1
         return place
 
@@ -107,14 +120,18 @@ class ReturnTimes:
 
         Blocks that have left again are not counted. O(NUM_COHORTS).
         """
+        cohorts = self.cohorts
         place = self._find_cohort(stamp)
+        cohort = cohorts[place]
         if is_evicted:
-            self.evicted[place] -= num_blocks
-        self.totals[place] = self.totals[place] - num_blocks
-        self.counts[place][kind] = self.counts[place][kind] - num_blocks
-        num_after = self.totals[place] // 2
-        for other in range(place + 1, len(self.totals)):
-            num_after += self.totals[other]
+            cohort.num_evicted -= num_blocks
+        cohort.total -= num_blocks
+        cohort.counts[kind] = cohort.counts[kind] - num_blocks
+        num_after = cohort.total // 2
+        num_cohorts: i64 = len(cohorts)
+        while place + 1 < num_cohorts:
+            place += 1
+            num_after += cohorts[place].total
         return num_after
 
     def note_return(self, kind: int, seconds: float, num_blocks: int) -> int:
@@ -129,13 +146,9 @@ class ReturnTimes:
         if self.bounds and now > self.time:
             self._count_time(now)
         self.time = now
-        if len(self.starts) >= NUM_COHORTS:
-            self._merge(now)
-        self.starts.append(self.num_entered)
-        self.times.append(now)
-        self.totals.append(0)
-        self.counts.append([0] * self.num_classes)
-        self.evicted.append(0)
+        if len(self.cohorts) >= NUM_COHORTS:
+            self._merge()
+        self.cohorts.append(_Cohort(self.num_entered, now, self.num_classes))
 
     def _count_time(self, now: float) -> None:
         seconds = now - self.time
@@ -144,30 +157,34 @@ class ReturnTimes:
             self.exposures[place] *= share
             self.num_returned[place] *= share
         middle = self.time + seconds / 2
-        for cohort in range(len(self.starts)):
-            if self.totals[cohort] > 0:
-                is_last = cohort + 1 == len(self.starts)  # it has entered in this time, half of it on average
-                end = self.time if is_last else self.times[cohort + 1]
-                age = self.find_age(middle - (self.times[cohort] + end) / 2)
-                for kind, count in enumerate(self.counts[cohort]):
+        for place, cohort in enumerate(self.cohorts):
+            if cohort.total > 0:
+                is_last = place + 1 == len(self.cohorts)  # it has entered in this time, half of it on average
+                end = self.time if is_last else self.cohorts[place + 1].time
+                age = self.find_age(middle - (cohort.time + end) / 2)
+                for kind, count in enumerate(cohort.counts):
                     if count == 0:
                         continue
                     self.exposures[kind * NUM_AGES + age] += count * (seconds / 2 if is_last else seconds)
 
-    def _merge(self, now: float) -> None:
+    def _merge(self) -> None:
         """Merge the two neighbouring cohorts that are shortest for their age; not the last ones."""
-        best, place = 2.0, 0
-        for cohort in range(len(self.starts) - 3):
-            entered = self.num_entered - self.starts[cohort]
-            ratio = (self.starts[cohort + 2] - self.starts[cohort]) / entered
+        cohorts = self.cohorts
+        num_entered: i64 = self.num_entered
+        best = 2.0
+        place: i64 = 0
+        first: i64 = 0
+        while first + 3 < len(cohorts):
+            start = cohorts[first].start
+            ratio = float(cohorts[first + 2].start - start) / float(num_entered - start)
             if ratio < best:
-                best, place = ratio, cohort
-        after = place + 1
-        self.totals[place] += self.totals[after]
-        self.evicted[place] += self.evicted[after]
-        for kind in range(self.num_classes):
-            self.counts[place][kind] += self.counts[after][kind]
-        del self.starts[after], self.times[after], self.totals[after], self.counts[after], self.evicted[after]
+                best, place = ratio, first
+            first += 1
+        cohort, after = cohorts[place], cohorts.pop(place + 1)
+        cohort.total += after.total
+        cohort.num_evicted += after.num_evicted
+        for kind, count in enumerate(after.counts):
+            cohort.counts[kind] = cohort.counts[kind] + count
 
     def update_values(self) -> None:
         """Compute `values`. O(classes * NUM_AGES ** 2)."""

@@ -35,7 +35,8 @@ class ReturnRate(CachePolicy):
         self.returns = ReturnTimes(self.capacity, NUM_CLASSES)
         self.evictions = EvictedRuns(self.capacity)
         self.start_time: float | None = None  # of the first new run
-        self.order = list(range(NUM_CLASSES * NUM_AGES))  # queues by value, the first to evict from first
+        # Queues by value, the first to evict from first; without those that are empty until the next update.
+        self.order = list(range(NUM_CLASSES * NUM_AGES))
         self.next_update = 0
         self.gain = 0  # blocks hit here, less the blocks that LRU would have hit
         self.is_learning = True
@@ -138,7 +139,7 @@ class ReturnRate(CachePolicy):
             run = queue.first
             if run is not None:
                 ranked.append((returns.read_value(queue.index, now - run.value), -queue.index))
-            else:
+            elif queue.num_blocks > 0 or queue.index % NUM_AGES == 0:
                 ranked.append((returns.values[queue.index], -queue.index))
         ranked.sort()
         self.order = [-index for _, index in ranked]

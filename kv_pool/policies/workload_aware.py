@@ -8,6 +8,15 @@ from kv_pool.core.cache_policy import CachedRun, CachePolicy
 NUM_CATEGORIES: Final = 32
 
 
+class _Category:
+    """The runs of a category that were freed and reused so far, and the seconds until they were reused."""
+
+    def __init__(self) -> None:
+        self.freed: float = 1.0
+        self.reused: float = 1.0
+        self.seconds: float = 1.0
+
+
 class WorkloadAware(CachePolicy):
     """One LRU queue per category; evict the front with the lowest probability of reuse in the near future.
 
@@ -21,29 +30,31 @@ class WorkloadAware(CachePolicy):
 
     def start(self) -> None:
         self.indices: dict[Any, int] = {}
-        self.counts = [[1.0, 1.0, 1.0] for _ in range(NUM_CATEGORIES)]  # freed, reused, seconds until reuse
+        self.categories = [_Category() for _ in range(NUM_CATEGORIES)]  # by queue
 
     def hit(self, run: CachedRun) -> None:
         if run.queue is not None and run.value > 0:
-            counts = self.counts[run.queue.index]
-            counts[1] = counts[1] + 1.0
-            counts[2] = counts[2] + (self.clock() - run.value)
+            category = self.categories[run.queue.index]
+            category.reused += 1.0
+            category.seconds += self.clock() - run.value
 
     def freed(self, run: CachedRun) -> int:
         category = run.hints.get("category") if run.hints is not None else run.num_hits > 0
-        index = self.indices.setdefault(category, len(self.indices) % NUM_CATEGORIES)
+        index = self.indices.get(category, -1)
+        if index < 0:
+            index = self.indices[category] = len(self.indices) % NUM_CATEGORIES
         run.value = self.clock()
-        self.counts[index][0] = self.counts[index][0] + 1.0
+        self.categories[index].freed += 1.0
         return index
 
     def choose(self) -> int:
         now, lowest, oldest, best = self.clock(), 2.0, 0.0, 0
         for index in range(min(len(self.indices), NUM_CATEGORIES)):
-            run, counts = self.queues[index].first, self.counts[index]
+            run, category = self.queues[index].first, self.categories[index]
             if run is not None:  # reused so far or within one mean time, given the idle time
-                freed, reused = counts[0], counts[1]
-                left = reused * power(2.718281828, -min((now - run.value) * reused / counts[2], 60.0))
-                share = left / (left + max(freed - reused, 1.0))
+                reused = category.reused
+                left = reused * power(2.718281828, -min((now - run.value) * reused / category.seconds, 60.0))
+                share = left / (left + max(category.freed - reused, 1.0))
                 if share < lowest or (share == lowest and run.value < oldest):
                     lowest, oldest, best = share, run.value, index
         return best

@@ -6,53 +6,11 @@ from math import ceil
 
 import msgspec
 
-CALL_BOUNDS_S = (
-    *(
-        1e-6,
-        2e-6,
-        5e-6,
-        1e-5,
-        2e-5,
-        5e-5,
-        1e-4,
-        2e-4,
-        5e-4,
-        1e-3,
-        2e-3,
-        5e-3,
-        0.01,
-        0.02,
-        0.05,
-        0.1,
-        0.2,
-        0.5,
-    ),
-    1.0,
-)
+CALL_BOUNDS_S = (*(float(f"{digit}e{power}") for power in range(-6, 0) for digit in (1, 2, 5)), 1.0)
 """Bounds for calls of a pool: microseconds, and a second for one that waits for a lock."""
 
-AGE_BOUNDS_S = (
-    *(
-        0.05,
-        0.1,
-        0.2,
-        0.5,
-        1.0,
-        2.0,
-        5.0,
-        10.0,
-        20.0,
-        30.0,
-        60.0,
-        120.0,
-        300.0,
-        600.0,
-        1200.0,
-        1800.0,
-        3600.0,
-    ),
-    *(7200.0, 14400.0),
-)
+_SECONDS, _MINUTES = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30), (1, 2, 5, 10, 20, 30, 60, 120, 240)
+AGE_BOUNDS_S = (*map(float, _SECONDS), *(60.0 * minutes for minutes in _MINUTES))
 """Bounds for the ages of cached blocks: from a step of an engine to hours."""
 
 

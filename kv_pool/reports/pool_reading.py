@@ -8,12 +8,13 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
 
 from kv_pool.contiguous.fragmentation import find_run_length
+from kv_pool.contiguous.run_index import EMPTY, IN_USE
 from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH, RunBlockPool
 from kv_pool.core.holds import HoldState
 from kv_pool.core.kv_events import MEDIUM_GPU
@@ -39,6 +40,7 @@ class PoolReading(msgspec.Struct, frozen=True, kw_only=True):
         name, model_name, engine: as in `PoolSources`.
         total_blocks: number of blocks, without the null block.
         cached_blocks: free blocks that can still be hit; None for a pool without an index of runs.
+        cached_keys: keys in the prefix cache, of free blocks and of those in use.
         pinned_blocks: blocks pinned by the user.
         reserved_blocks: blocks that some requests must leave free.
         run_length: length of the runs that `fragmentation_rate` counts.
@@ -76,6 +78,7 @@ class PoolReading(msgspec.Struct, frozen=True, kw_only=True):
     used_blocks: int
     free_blocks: int
     cached_blocks: int | None = None
+    cached_keys: int = 0
     pinned_blocks: int = 0
     reserved_blocks: int = 0
     run_length: int = DEFAULT_RUN_LENGTH
@@ -210,36 +213,6 @@ class PoolSources:
         )
 
 
-@dataclass
-class _FreeRuns:
-    """What the ages of a pool's index of runs say about its free blocks."""
-
-    ages: bytes
-    run_length: int
-    cached_blocks: int = field(init=False)
-    lengths: Any = field(init=False)
-
-    def measure(self) -> dict[str, Any]:
-        """Return the fields of a reading. Needs no lock; NumPy releases the GIL. O(number of blocks)."""
-        import numpy as np
-
-        ages = np.frombuffer(self.ages, np.uint8)
-        is_free = ages != 0  # never the null block, at 0
-        ends = np.flatnonzero(is_free[1:] != is_free[:-1])
-        if is_free[-1]:
-            ends = np.append(ends, len(ages) - 1)
-        lengths = ends[1::2] - ends[::2]
-        num_free = int(lengths.sum())
-        k = find_run_length(num_free, self.run_length)
-        orders = np.bincount(np.frexp(lengths)[1])
-        return {
-            "cached_blocks": int(np.count_nonzero(ages > 1)),
-            "fragmentation_rate": 1 - int((lengths // k).sum()) / (num_free // k) if num_free else 0.0,
-            "largest_free_run": int(lengths.max(initial=0)),
-            "free_runs": {1 << order - 1: int(count) for order, count in enumerate(orders) if count},
-        }
-
-
 def read_pool(sources: PoolSources, *, clock: Callable[[], float] = time.time) -> PoolReading:
     """Return a reading of a pool, its tiers, its publisher and its node.
 
@@ -255,9 +228,7 @@ def read_pool(sources: PoolSources, *, clock: Callable[[], float] = time.time) -
     else:
         blocks, lock, block_size = pool.block_pool, sources.lock or nullcontext(), pool.block_size
     with lock:
-        runs = None
-        if isinstance(blocks, RunBlockPool):
-            runs = _FreeRuns(bytes(blocks.run_index.ages), getattr(pool, "run_length", DEFAULT_RUN_LENGTH))
+        ages = bytes(blocks.run_index.ages) if isinstance(blocks, RunBlockPool) else None
         if isinstance(pool, ControlledPool):
             more = pool.count_more() | {"moved_blocks": pool.num_moved_blocks, "run_length": pool.run_length}
             more["latencies"] = {call: one.histogram.copy() for call, one in pool.latencies.items()}
@@ -286,7 +257,7 @@ def read_pool(sources: PoolSources, *, clock: Callable[[], float] = time.time) -
         ages={} if sources.ages is None else dict(sources.ages()),
         **known,
         **({"calls": {}, "latencies": {}} | more),
-        **({} if runs is None else runs.measure()),
+        **({} if ages is None else _measure_runs(ages, getattr(pool, "run_length", DEFAULT_RUN_LENGTH))),
     )
 
 
@@ -307,6 +278,7 @@ def _read_blocks(pool: BlockPoolCore) -> dict[str, Any]:
         "total_blocks": total_blocks,
         "used_blocks": total_blocks - free_blocks,
         "free_blocks": free_blocks,
+        "cached_keys": len(pool.cached_block_hash_to_block.entries),
         "epoch": pool.epoch,
         "evictions": {"reuse": pool.num_evictions - sum(causes.values())} | causes,
         "holds": holds,
@@ -317,4 +289,31 @@ def _read_blocks(pool: BlockPoolCore) -> dict[str, Any]:
         "invariant_failures": pool.num_failed_checks,
         "interrupted_calls": pool.num_repairs + pool.is_changing,
         "is_interrupted": pool.is_changing,
+    }
+
+
+def _measure_runs(ages: bytes, run_length: int) -> dict[str, Any]:
+    """Return the fields of a reading about free runs, and about cached blocks. O(number of blocks).
+
+    NumPy releases the GIL meanwhile.
+
+    Args:
+        ages: a copy of the ages of a `FreeRunIndex`.
+    """
+    import numpy as np
+
+    of_block = np.frombuffer(ages, np.uint8)
+    is_free = of_block != IN_USE  # never the null block, at 0
+    ends = np.flatnonzero(is_free[1:] != is_free[:-1])
+    if is_free[-1]:
+        ends = np.append(ends, len(of_block) - 1)
+    lengths = ends[1::2] - ends[::2]
+    num_free = int(lengths.sum())
+    k = find_run_length(num_free, run_length)
+    orders = np.bincount(np.frexp(lengths)[1])
+    return {
+        "cached_blocks": int(np.count_nonzero(of_block > EMPTY)),
+        "fragmentation_rate": 1 - int((lengths // k).sum()) / (num_free // k) if num_free else 0.0,
+        "largest_free_run": int(lengths.max(initial=0)),
+        "free_runs": {1 << order - 1: int(count) for order, count in enumerate(orders) if count},
     }

@@ -19,8 +19,9 @@ import pytest
 from adapter.made_pool import make, take
 from cli.kv_pool_command import ask_pool, kv_pool_command
 from cli.running_commands import BOUND_S, running, serving
+from events.wire_publisher import WirePublisher
 
-from kv_pool import BlockStored
+from kv_pool import BlockRemoved, BlockStored
 from kv_pool.cli.top_screen import Choices, draw
 from kv_pool.cli.top_sources import EVICTED, HIT, LOOKED_UP, Frame, History
 from kv_pool.control import ControlServer
@@ -124,7 +125,24 @@ def test_metrics_of_engines_are_shown(tmp_path, engine, lines):
     assert done.returncode == 0, done.stderr
     shown = done.stdout.splitlines()
     assert shown[1:-1] == lines
-    assert shown[-1].startswith("not here: metrics have no map")
+    assert shown[-1].startswith("not here: map, prefixes")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("<html>hello</html>", "has no metrics of kv_pool, vLLM or SGLang"),
+        ("vllm:kv_cache_usage_perc NaN", "has no metrics of kv_pool, vLLM or SGLang"),
+        ('vllm:num_requests_running{engine="0 1', "no metrics can be read at "),
+        (None, "HTTP Error 503"),
+    ],
+)
+def test_pages_without_metrics_are_refused(tmp_path, text, message):
+    with serving_metrics([] if text is None else [text]) as url:
+        done = kv_pool_command("top", "--once", "--url", url, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_metrics_of_a_pool_are_shown(tmp_path, pool):
@@ -156,13 +174,16 @@ def test_a_source_that_does_not_answer_at_first_is_an_error(tmp_path, options, m
     assert done.stderr.startswith(f"error: {message}")
 
 
-def test_events_are_mirrored(tmp_path):
+@pytest.mark.parametrize("engine", ["kv_pool", "vllm"])
+def test_events_are_mirrored(tmp_path, engine):
+    stored = BlockStored([1, 2, 3], None, list(range(12)), 4, None, "GPU", None)
     config = PublisherConfig(endpoint="tcp://127.0.0.1:0", replay_endpoint="tcp://127.0.0.1:0")
-    with ZMQEventPublisher(config, StreamState()) as publisher:
-        publisher.publish([BlockStored([1, 2, 3], None, list(range(12)), 4, None, "GPU", None)])
+    with WirePublisher() if engine == "vllm" else ZMQEventPublisher(config, StreamState()) as publisher:
+        publisher.publish([stored])
+        publisher.publish([BlockRemoved([3], "GPU")])
         ends = ("--events", publisher.endpoint, "--replay", publisher.replay_endpoint)
         done = kv_pool_command("top", "--once", *ends, cwd=tmp_path)
-    assert "GPU, group 0 3 blocks cached" in done.stdout.splitlines(), done.stderr
+    assert "GPU, group 0 2 blocks cached" in done.stdout.splitlines(), done.stderr
 
 
 def test_rates_are_never_negative_after_a_restart():

@@ -228,6 +228,9 @@ def test_migration_uses_the_named_backend(folder):
 def test_cancelled_migration_leaves_the_sequence(folder):
     with two_nodes() as (client, a, _, b):
         status = client.migrate(1, "b", max_bytes_per_s=10.0)
+        [running] = client.view().migrations
+        assert (running.peer, running.direction, running.migration_id) == ("b", "out", status.migration_id)
+        assert running.phase in ("waiting", "reading")
         while not client.describe_sequences().sequences[0].is_in_transit:
             assert not client.get_migration(status.migration_id).phase.is_ended
         client.cancel_migration(status.migration_id)

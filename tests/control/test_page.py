@@ -77,12 +77,12 @@ def test_the_page_shows_the_pool_and_follows_it(browser, serve):
             "empty: 31.3 %",
         ]
         assert "In use\n50.0 %\n8 of 16 blocks" in read(browser, "figures")
-        take(pool, 30, 5)
+        take(pool, 2**62 + 1, 5)
         browser.wait_for("byId('figures').innerText.includes('13 of 16 blocks')")
         assert read_map(browser).count("#") == 12
-        assert "30" in read(browser, "sequences")
+        assert str(2**62 + 1) in read(browser, "sequences")
         browser.run("byId('pause').click()")
-        pool.free_sequence(30)
+        pool.free_sequence(2**62 + 1)
         # A page that is paused has still received this.
         browser.wait_for("recent.at(-1).used_blocks === 8")
         assert "13 of 16 blocks" in read(browser, "figures")

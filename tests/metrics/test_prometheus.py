@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -158,3 +159,14 @@ def test_the_page_of_all_metrics_is_current():
         "python -m kv_pool.metrics.metric_table prints"
     )
     assert all(one.help.endswith(".") and one.advice.endswith(".") for one in list_metrics(*PREFIXES))
+
+
+@pytest.mark.parametrize(
+    ("module", "package", "extra"),
+    [("prometheus", "prometheus_client", "metrics"), ("otel", "opentelemetry.metrics", "otel")],
+)
+def test_a_missing_package_is_named_with_its_extra(module, package, extra):
+    code = f"import sys; sys.modules[{package!r}] = None; import kv_pool.metrics.{module}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert f"pip install '.[{extra}]'" in done.stderr.splitlines()[-1]
+    assert "MissingDependencyError" in done.stderr

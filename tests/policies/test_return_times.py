@@ -19,15 +19,14 @@ def test_distances_are_those_of_a_list_within_one_cohort(seed):
         inside.append((returns.enter(float(now), kind, size), kind, size))
         if rng.random() < 0.4:
             stamp, kind, size = inside.pop(rng.randrange(len(inside)))
-            place = max(index for index, start in enumerate(returns.starts) if start < stamp)
-            cohort = returns.totals[place] - size
+            within = [cohort for cohort in returns.cohorts if cohort.start < stamp][-1].total - size
             after = sum(blocks for other, _, blocks in inside if other > stamp)
-            assert abs(returns.leave(stamp, kind, size) - after) <= cohort
-        assert sum(returns.totals) == sum(blocks for _, _, blocks in inside)
+            assert abs(returns.leave(stamp, kind, size) - after) <= within
+        assert sum(cohort.total for cohort in returns.cohorts) == sum(blocks for _, _, blocks in inside)
         for kind in range(2):
-            counted = sum(counts[kind] for counts in returns.counts)
+            counted = sum(cohort.counts[kind] for cohort in returns.cohorts)
             assert counted == sum(blocks for _, other, blocks in inside if other == kind)
-        assert len(returns.starts) <= NUM_COHORTS
+        assert len(returns.cohorts) <= NUM_COHORTS
 
 
 def find_best(rates, widths, age):

@@ -12,7 +12,11 @@ from kv_pool import (
     RetentionDirective,
 )
 from kv_pool.core import invariants
-from kv_pool.manager.block_groups.kv_cache_spec import FullAttentionSpec, SlidingWindowSpec
+from kv_pool.manager.block_groups.kv_cache_spec import (
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    SlidingWindowSpec,
+)
 from kv_pool.manager.retention.invariants import check_retention
 from kv_pool.reports.holds import explain_block, list_holds
 
@@ -236,3 +240,15 @@ def test_a_block_freed_before_it_was_full_is_pinned_when_full():
     retention.note_leaving("a", 0, 0, manager.get_table("b").blocks)
     assert (len(retention._placed.pinned), retention.num_pins) == (2, 2)
     check_retention(retention)
+
+
+def test_blocks_of_the_encoder_get_no_claims():
+    bench = Bench(groups=[FullAttentionSpec(block_size=4), CrossAttentionSpec(block_size=4)])
+    request = Request("audio", range(8), HASHER, cache_salt="s")
+    bench.retention.set_directives("audio", [RetentionDirective(0, 8, priority=80)])
+    assert bench.manager.allocate_slots(request, 8, num_encoder_tokens=4) is not None
+    bench.manager.free(request)
+    assert bench.retention.num_retained == 2
+    assert bench.retention.change_directives(request, [RetentionDirective(0, 8)]) == 2
+    assert bench.retention.num_retained == 0
+    bench.check()
