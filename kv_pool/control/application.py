@@ -2,9 +2,10 @@
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Never
+from typing import Never, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -25,6 +26,8 @@ from kv_pool.threads import Workers
 _MAP_CELLS = 2048
 _VIEW_S = 0.5
 _NODES_S = 5.0
+
+_Result = TypeVar("_Result")
 
 
 class ControlApplication:
@@ -59,14 +62,14 @@ class ControlApplication:
             routes.append(Route(messages.PATH + name, partial(self._answer, name), methods=[kind.method]))
         if web:
             page, headers = load_page()
-            routes.append(Route("/", lambda _: Response(page, headers=headers)))
+            routes.append(Route("/", Response(page, headers=headers), methods=["GET"]))
         self._routes = Starlette(routes=routes, exception_handlers={HTTPException: self._refuse_path})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request. `scope["state"]["port"]` is the `NetworkPort` that it came through, or None."""
         request = Request(scope)
         port: NetworkPort | None = request.state.port
-        refusal = port and port.find_refusal(request.method, request.url.path, request.headers)
+        refusal = port and port.find_refusal(request.method, scope["path"], request.headers)
         answer = self._refuse(refusal) if refusal else self._routes
         await answer(scope, receive, send)
 
@@ -115,29 +118,35 @@ class ControlApplication:
             return encode_metrics(PoolMetrics([self._commands.sources], names or "vllm"), accept)
 
         try:
-            content_type, body = await asyncio.wrap_future(self._at_metrics.submit(encode))
+            content_type, body = await _run(self._at_metrics, encode)
         except Exception as error:  # such as a missing prometheus_client, or a pool that is gone
             return _reply(*messages.encode_error(error))
         return Response(body, media_type=content_type)
 
     async def _carry_out(self, command: messages.Command) -> bytes:
         workers = self._at_node if isinstance(command, messages.NodeCommand) else self._at_pool
-        try:
-            work = workers.submit(lambda: messages.encode_result(self._commands.carry_out(command)))
-            return await asyncio.wrap_future(work)
-        except asyncio.CancelledError as error:
-            raise ControlError("the server stops") from error
+        return await _run(workers, lambda: messages.encode_result(self._commands.carry_out(command)))
 
     async def _refuse_path(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         known = ", ".join(messages.COMMANDS)
-        message = f"{request.method} {request.url.path}: {error.detail}; the commands under /v1/ are {known}"
+        message = (
+            f"{request.method} {request.scope['path']}: {error.detail}; the commands under /v1/ are {known}"
+        )
         return self._refuse(Refusal(error.status_code, "path", message))
 
     def _refuse(self, refusal: Refusal) -> Response:
         self._refusals[refusal.reason] += 1
         _, body = messages.encode_error(ControlError(refusal.message))
         return _reply(refusal.status, body, refusal.headers)
+
+
+async def _run(workers: Workers, work: Callable[[], _Result]) -> _Result:
+    """Return the result of work in a thread. Raises ControlError if the server stops before it begins."""
+    try:
+        return await asyncio.wrap_future(workers.submit(work))
+    except asyncio.CancelledError as error:
+        raise ControlError("the server stops") from error
 
 
 async def _read_body(request: Request) -> bytes | None:

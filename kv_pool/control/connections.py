@@ -40,6 +40,9 @@ class Connections:
         timeout_s: seconds for a request to arrive, and for its answer to be read. A connection through a
             network port is also closed if no request arrives for this time.
         listener: a socket that listens and does not block.
+
+    Attributes:
+        num_clients: number of open connections, TLS handshakes included.
     Raises:
         ControlError: the certificate or the key cannot be used.
     """
@@ -56,6 +59,7 @@ class Connections:
         self.refusals = refusals
         self.timeout_s = timeout_s
         self.port = port
+        self.num_clients = 0
         self.state = ServerState()
         # Logging is the host's: uvicorn changes its own loggers unless these arguments are as here.
         self.config = Config(
@@ -109,7 +113,8 @@ class Connections:
             self._loop.remove_reader(self._listener)
             self._loop.call_later(_PAUSE_S, self.start)
             return
-        if len(self._accepted) + len(self.state.connections) < self._max_clients:
+        if self.num_clients < self._max_clients:
+            self.num_clients += 1
             accepted = self._loop.create_task(self._connect(client))
             self._accepted.add(accepted)
             accepted.add_done_callback(self._accepted.discard)
@@ -128,6 +133,7 @@ class Connections:
         try:
             await self._loop.connect_accepted_socket(make, client, ssl=self.config.ssl, **limits)
         except OSError:
+            self.num_clients -= 1
             self.refusals["handshake"] += 1
 
 
@@ -153,6 +159,7 @@ class HttpConnection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._owner.num_clients -= 1
         self._watch_request()
         self.resume_writing()
 

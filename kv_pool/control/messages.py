@@ -15,6 +15,7 @@
 | `GET /v1/reading` | | `PoolReading` |
 | `GET /v1/view` | `num_cells`, `num_sequences`, `num_prefixes` | `PoolView` |
 | `GET /v1/history` | | `PoolHistory` |
+| `GET /v1/watch` | | a stream of server-sent events, see `Watch` |
 
 The arguments of GET are in the query, those of POST in the body, a JSON object. An error has a status of 400
 or more and the body `{"error": "InvalidArgumentError", "message": ...}`, with the name of an error of

@@ -55,6 +55,7 @@ def test_broken_invariant_of_any_block_is_found_and_stays():
     found = [check(health, clock)["pool"] for _ in range(4)]
     broken = "CorruptedPoolError: Q3: block 9000 has ref_cnt 1 and is in the free queue"
     assert found == ["ok", "ok", broken, broken]
+    assert pool.block_pool.num_failed_checks == 2
 
 
 def test_pool_whose_lock_is_kept_is_not_ready():

@@ -56,6 +56,7 @@ def test_port_without_a_token_answers_what_costs_little(path):
         ({"target": "/ready", "Sec_Fetch_Site": "same-site"}, "site", 403),
         ({"target": "/v1/defrag", "method": "POST"}, "method", 403),
         ({"target": "/v1/layout"}, "token", 403),
+        ({"target": "/v1/layout", "host": "localhost/?"}, "token", 403),
         ({"target": "/v1/nothing"}, "token", 403),
         ({"target": "/nothing"}, "path", 404),
     ],

@@ -122,6 +122,19 @@ def test_server_without_a_file_descriptor_is_an_error(path):
     assert second == "10"
 
 
+def test_server_without_its_extra_names_the_command_that_installs_it(path):
+    code = (
+        "import sys; sys.modules['uvicorn'] = None\n"
+        "from kv_pool import GPUKVPool\nfrom kv_pool.control import ControlServer\n"
+        "from kv_pool.errors import MissingDependencyError\n"
+        "try: ControlServer(GPUKVPool(10, 16), sys.argv[1]).start()\n"
+        "except MissingDependencyError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, timeout=60)
+    assert "serving a pool needs starlette and uvicorn: pip install '.[serve]'" in done.stdout
+    assert not path.exists()
+
+
 # ---- access ------------------------------------------------------------------------------------------
 
 
@@ -362,6 +375,15 @@ def test_clients_beyond_the_limit_are_refused(path):
             assert "2 clients are already connected" in error["message"]
             assert third.read() is None
         assert is_stats(first.ask(STATS))
+
+
+def test_clients_within_the_limit_are_not_refused(path):
+    """A connection that was just accepted used to count twice."""
+    for _ in range(50):
+        server = ControlServer(make(), path, max_clients=2)
+        with server, RawClient(path) as first, RawClient(path) as second:
+            assert is_stats(first.ask(STATS))
+            assert is_stats(second.ask(STATS))
 
 
 def test_error_of_the_pool_is_raised_by_the_client(path):
