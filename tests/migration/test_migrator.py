@@ -141,6 +141,7 @@ def test_missing_blocks_are_read_in_one_piece_if_contiguous(make_pair, over):
     pair.node_b.fetch(SequenceSubject("r"), "a", is_move=True).wait(PATIENCE_S)
     (status,) = pair.node_b.list_migrations()
     assert (status.num_blocks, status.num_present_blocks, status.num_done_blocks) == (10, 5, 10)
+    assert pair.node_b.count_migrations()["done"] == 1
     assert (status.num_bytes, status.num_descriptors) == (5 * pair.b.storage.block_bytes, 1)
     assert pair.b.manager.get_block_ids("r")[:5] == pair.b.manager.get_block_ids("other")[:5]
     pair.check()
@@ -207,6 +208,7 @@ def test_a_source_refuses_unknown_subjects(make_pair, over, subject, is_move, er
     with pytest.raises(error, match=message):
         migration.wait(PATIENCE_S)
     assert migration.get_status().phase is MigrationPhase.FAILED
+    assert pair.node_b.count_migrations()["failed"] == 1
     assert pair.node_a.list_migrations() == []
     assert pair.a.manager.holds_blocks("r")
     pair.check()
