@@ -15,8 +15,9 @@ import msgspec
 
 from kv_pool.control.client import ControlClient
 from kv_pool.control.socket_path import get_default_folder
-from kv_pool.errors import ControlError, InvalidArgumentError, MissingDependencyError, describe_install
+from kv_pool.errors import ControlError, InvalidArgumentError
 from kv_pool.events.mirror import PrefixMirror, apply_item
+from kv_pool.migration.secret import load_secret
 from kv_pool.reports.pool_view import PoolMap
 
 HIT, LOOKED_UP, EVICTED = "hit tokens", "looked-up tokens", "evicted: "
@@ -159,26 +160,23 @@ class MetricsSource:
     """A `/metrics` of vLLM, SGLang or kv_pool.
 
     Raises:
-        InvalidArgumentError: not a URL of HTTP, or a file that cannot be read.
+        InvalidArgumentError: not a URL of HTTP, or a token that cannot be read; see `load_secret`.
         MissingDependencyError: prometheus_client is not installed.
     """
 
     def __init__(self, url: str, token_file: str | None) -> None:
-        try:
-            from prometheus_client.parser import text_string_to_metric_families
-        except ImportError as error:
-            missing = f"reading metrics needs prometheus_client: {describe_install('metrics')}"
-            raise MissingDependencyError(missing) from error
-        self._parse = text_string_to_metric_families
-        self.name = url
+        import kv_pool.metrics.prometheus  # noqa: F401  # names the extra if prometheus_client is missing
+
         if not url.startswith(("http://", "https://")):
             raise InvalidArgumentError(f"--url is {url!r}; it is such as http://localhost:8000/metrics")
+        from prometheus_client.parser import text_string_to_metric_families
+
+        self.name = url
+        self._parse = text_string_to_metric_families
         self._request = urllib.request.Request(url)
         if token_file is not None:
-            try:
-                self._request.add_header("Authorization", f"Bearer {Path(token_file).read_text().strip()}")
-            except (OSError, ValueError) as error:
-                raise InvalidArgumentError(f"--token-file {token_file}: {error}") from error
+            token = load_secret(token_file).decode(errors="replace")
+            self._request.add_header("Authorization", f"Bearer {token}")
 
     def look(self, num_cells: int) -> Frame:
         found: dict[str, list[Any]] = defaultdict(list)

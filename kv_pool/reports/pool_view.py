@@ -221,10 +221,6 @@ def _find_prefixes(row: Collection[KVCacheBlock]) -> Iterator[tuple[int, KVCache
     while end < len(blocks) and blocks[end].ref_cnt > 1:
         count = blocks[end].ref_cnt
         # A table that shares a block shares those before it, so the counts only fall.
-        end = bisect_left(blocks, -count + 1, end, key=_sort_by_users)
+        end = bisect_left(blocks, 1 - count, end, key=lambda block: -block.ref_cnt)
         if blocks[end - 1].key is not None:
             yield end, blocks[end - 1]
-
-
-def _sort_by_users(block: KVCacheBlock) -> int:
-    return -block.ref_cnt

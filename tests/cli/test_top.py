@@ -165,7 +165,7 @@ def test_metrics_of_a_pool_are_shown(tmp_path, pool):
         (("--events", "ipc://nowhere"), "no publisher answers at ipc://nowhere"),
         (("--node", "a", "--events", "ipc://nowhere"), "pass one of --socket, --node, --url and --events"),
         (("--socket", "nowhere"), "no pool is served at nowhere"),
-        (("--url", "http://[::1]:9/", "--token-file", "none"), "--token-file none: "),
+        (("--url", "http://[::1]:9/", "--token-file", "none"), "none: cannot read the shared secret"),
     ],
 )
 def test_a_source_that_does_not_answer_at_first_is_an_error(tmp_path, options, message):
