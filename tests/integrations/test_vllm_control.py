@@ -4,6 +4,8 @@ import gc
 import logging
 import multiprocessing
 import os
+import subprocess
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -175,3 +177,34 @@ def test_each_rank_answers_at_a_port_of_its_own(path, monkeypatch, caplog, name,
         pool = make_pool()
     assert pool.control.block_pool is pool
     assert f"page, metrics: http://127.0.0.1:{first + rank}/" in caplog.text
+
+
+STARTER = """
+import multiprocessing, os, signal
+from pathlib import Path
+from kv_pool import BlockPool
+from kv_pool.integrations.vllm.pool_control import make_controlled, remove_sockets_at_exit
+
+def serve(ready):
+    pool = make_controlled(BlockPool)(10, True, 4, False)
+    ready.set()
+    signal.pause()
+
+remove_sockets_at_exit(os.environ["KV_POOL_VLLM_CONTROL"])
+context = multiprocessing.get_context("fork")
+ready = context.Event()
+engine = context.Process(target=serve, args=(ready,))
+engine.start()
+ready.wait()
+print(len(list(Path().rglob("*.sock"))))
+engine.kill()
+"""
+
+
+@pytest.mark.parametrize("setting", ["1", "here.sock"])
+def test_the_socket_of_a_killed_engine_is_gone_when_its_starter_ends(tmp_path, setting):
+    environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path), "KV_POOL_VLLM_CONTROL": setting}
+    command = [sys.executable, "-c", STARTER]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+    assert not list(tmp_path.rglob("*.sock"))
