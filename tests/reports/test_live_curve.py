@@ -68,7 +68,7 @@ def test_samples_are_within_their_errors_of_the_exact_curve(settings, exact, siz
         rate = exact[points[0].num_blocks].block_hit_rate
         off = root_mean_square([point.block_hit_rate - rate for point in points])
         error = root_mean_square([point.block_rate_error for point in points])
-        assert off <= 3 * error + 1e-3
+        assert off <= 4 * error + 1e-3  # 3 failed once in some hundred runs
         assert error < 0.03
     rate = exact[CAPACITY].block_hit_rate
     off = root_mean_square([report.estimated_block_hit_rate - rate for report in reports])
