@@ -51,10 +51,10 @@ class RunningPool:
     )
     json: bool = setting(AS_JSON, default=False)
 
-    def connect(self, not_node: NodeName | None = None) -> ControlClient:
-        """Return a client of the pool. Raises what `ControlClient` raises."""
+    def connect(self, not_node: NodeName | None = None, **options: float) -> ControlClient:
+        """Return a client of the pool, with options of `ControlClient`. Raises what it raises."""
         node = None if self.node is None else NodeName(self.node)
-        return ControlClient(self.socket, node=node, not_node=not_node)
+        return ControlClient(self.socket, node=node, not_node=not_node, **options)
 
     def ask(self, question: Callable[[ControlClient], _Answer]) -> _Answer:
         """Return what `question` returns for a client of the pool."""

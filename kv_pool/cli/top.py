@@ -7,11 +7,10 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 
-import msgspec
 from rich.console import Console
 from rich.live import Live
 
@@ -19,13 +18,14 @@ from kv_pool.cli.console import print_json
 from kv_pool.cli.running_pool import RunningPool
 from kv_pool.cli.setting_options import takes
 from kv_pool.cli.top_screen import KEYS, Choices, draw, make_screen
-from kv_pool.cli.top_sources import EventSource, Frame, History, MetricsSource, PoolSource, Source
-from kv_pool.control.socket_path import find_path, get_default_path, list_nodes
-from kv_pool.errors import InvalidArgumentError, KVPoolError
-from kv_pool.ids import NodeName
+from kv_pool.cli.top_sources import TIMEOUT_S, MirroredStream, Watched, look_at_metrics, look_at_pool
+from kv_pool.control.client import ControlClient
+from kv_pool.control.socket_path import get_default_path, list_nodes
+from kv_pool.errors import ControlError, InvalidArgumentError
+from kv_pool.migration.secret import load_secret
 from kv_pool.option import setting
 
-_NUM_CELLS, _NUM_LINES = 320, 40
+_NUM_LINES = 40
 _SEQUENCE = re.compile(r"\x1b[\[O][0-9;]*[A-Za-z~]")
 """What a terminal sends for an arrow and the like."""
 
@@ -33,98 +33,72 @@ _SEQUENCE = re.compile(r"\x1b[\[O][0-9;]*[A-Za-z~]")
 @takes("socket node url token_file events replay interval once json")
 def top(
     pool: RunningPool,
-    url: str | None = setting(
-        "Read this /metrics of kv_pool, vLLM or SGLang instead, such as http://localhost:8000/metrics.",
-        default=None,
-    ),
+    url: str | None = setting("Read this /metrics of kv_pool, vLLM or SGLang instead.", default=None),
     token_file: str | None = setting("File with the bearer token for --url.", default=None, metavar="FILE"),
-    events: str | None = setting(
-        "Read this event stream instead, of kv_pool, vLLM or SGLang: a PUB socket such as "
-        "tcp://127.0.0.1:5557.",
-        default=None,
-        metavar="ENDPOINT",
-    ),
-    replay: str | None = setting(
-        "Replay endpoint of --events, for the blocks that were cached earlier.",
-        default=None,
-        metavar="ENDPOINT",
-    ),
+    events: str | None = setting("Follow the event stream of this PUB socket instead.", default=None),
+    replay: str | None = setting("Its replay endpoint: begin with the blocks cached by now.", default=None),
     interval: float | None = setting(
         "Seconds from one look to the next. Default: 0.25, for --url 1.", default=None, min=0.05
     ),
     once: bool = setting("Print the state once, and end.", default=False),
 ) -> None:
     """Watch a running pool: memory, hits, evictions, sequences, prefixes, migrations; until q or Ctrl-C."""
-    sources: Sequence[Source]
-    interval = interval or (0.25 if url is None else 1.0)
     if sum(one is not None for one in (pool.socket or pool.node, url, events)) > 1:
         raise InvalidArgumentError("pass one of --socket, --node, --url and --events")
-    if url is not None:
-        sources = [MetricsSource(url, token_file)]
-    elif events is not None:
-        sources = [EventSource(events, replay)]
-    else:
-        sources = [PoolSource(path) for path in _list_paths(pool)]
     with ExitStack() as stack:
-        for source in sources:
-            stack.callback(source.close)
-        console = Console(highlight=False)
-        if console.is_terminal and not once and not pool.json:
-            _show(sources, interval, console)
-            return
-        history = History()
-        frame = sources[0].look(_NUM_CELLS)  # if it does not answer, the error ends the command
+        if url is not None:
+            if not url.startswith(("http://", "https://")):
+                raise InvalidArgumentError(f"--url is {url!r}; it is such as http://localhost:8000/metrics")
+            token = None if token_file is None else load_secret(token_file).decode(errors="replace")
+            watched = [Watched(url, partial(look_at_metrics, url, token))]
+        elif events is not None:
+            from kv_pool.events.subscriber import KVEventSubscriber
+
+            subscriber = stack.enter_context(KVEventSubscriber(events, replay))
+            watched = [Watched(events, MirroredStream(subscriber, events).look)]
+        else:
+            clients = [stack.enter_context(client) for client in _connect(pool)]
+            watched = [Watched(client.path.name, partial(look_at_pool, client)) for client in clients]
+        _watch(watched, interval or (0.25 if url is None else 1), pool.json, once)
+
+
+def _connect(pool: RunningPool) -> list[ControlClient]:
+    """Connect to the socket that the options name, or to those of all pools that this user serves."""
+    found = []
+    if not (pool.socket or pool.node):
+        for path in (get_default_path(), *map(get_default_path, list_nodes())):
+            with suppress(ControlError):
+                found.append(ControlClient(path, timeout_s=TIMEOUT_S))
+    return found or [pool.connect(timeout_s=TIMEOUT_S)]
+
+
+def _watch(watched: list[Watched], interval_s: float, is_json: bool, is_once: bool) -> None:
+    """Show the frames of a source in place, and obey keys, until `q`; or print them if that is asked for."""
+    console, choices = Console(highlight=False), Choices()
+    is_screen = console.is_terminal and not is_once and not is_json
+    live = Live(console=console, screen=True, auto_refresh=False)
+    keys = KEYS + "  tab next pool" * (len(watched) > 1)
+    shown, due_s = None, 0.0
+    with _reading_keys(is_screen) as terminal, live if is_screen else nullcontext():
         while True:
-            history.add(frame)
-            if pool.json:
+            chosen = watched[choices.number % len(watched)]
+            if chosen is not shown or time.monotonic() >= due_s:
+                if chosen is not shown or not choices.is_paused:
+                    frame = chosen.look(console.width * max(1, min(8, console.height // 8)))
+                if shown is None and frame.trouble:
+                    raise ControlError(frame.trouble)
+                shown, due_s = chosen, time.monotonic() + interval_s
+            if is_screen:
+                live.update(make_screen(draw(frame, choices, *console.size, keys)), refresh=True)
+            elif is_json:
                 print_json(frame)
             else:
-                lines = draw(frame, Choices(), console.width, _NUM_LINES)
+                lines = draw(frame, choices, console.width, _NUM_LINES)
                 print("\n".join("".join(text for text, _ in line) for line in lines))
             sys.stdout.flush()
-            if once:
+            if is_once:
                 return
-            time.sleep(interval)
-            frame = _look(sources[0], _NUM_CELLS)
-
-
-def _list_paths(pool: RunningPool) -> list[Path]:
-    """Return the socket that the options name, or those of all pools that this user serves."""
-    named = pool.socket or pool.node
-    paths = [] if named else [get_default_path(), *map(get_default_path, list_nodes())]
-    found = [path for path in paths if path.exists()]
-    return found or [find_path(pool.socket, None if pool.node is None else NodeName(pool.node))]
-
-
-def _look(source: Source, num_cells: int) -> Frame:
-    """Return the state of a source; if it does not answer, a frame that says so."""
-    try:
-        return source.look(num_cells)
-    except KVPoolError as error:
-        return Frame(source=source.name, trouble=str(error))
-
-
-def _show(sources: Sequence[Source], interval: float, console: Console) -> None:
-    """Show the frames of a source in place, and obey keys, until `q`."""
-    keys = KEYS + "  tab next pool" * (len(sources) > 1)
-    choices = Choices()
-    histories = [History() for _ in sources]
-    frame = sources[0].look(_NUM_CELLS)
-    with _reading_keys() as terminal, Live(console=console, screen=True, auto_refresh=False) as live:
-        while True:
-            number = choices.number % len(sources)
-            width, height = console.size
-            if not choices.is_paused or sources[number].name != frame.source:
-                found = _look(sources[number], width * max(1, min(8, height // 8)))
-                histories[number].add(found)
-                if found.trouble and found.source == frame.source:
-                    found = msgspec.structs.replace(frame, trouble=found.trouble)
-                frame = found
-            due = time.monotonic() + interval
-            while True:
-                live.update(make_screen(draw(frame, choices, *console.size, keys)), refresh=True)
-                if not select.select(terminal, [], [], max(0.0, due - time.monotonic()))[0]:
-                    break
+            if select.select(terminal, [], [], max(0.0, due_s - time.monotonic()))[0]:
                 typed = os.read(terminal[0], 100).decode(errors="ignore")
                 if not typed:
                     terminal.clear()
@@ -133,9 +107,9 @@ def _show(sources: Sequence[Source], interval: float, console: Console) -> None:
 
 
 @contextmanager
-def _reading_keys() -> Iterator[list[int]]:
+def _reading_keys(is_wanted: bool) -> Iterator[list[int]]:
     """Yield the terminal, on which each key is readable at once; [] if the input is no terminal."""
-    if not sys.stdin.isatty():
+    if not is_wanted or not sys.stdin.isatty():
         yield []
         return
     terminal = sys.stdin.fileno()

@@ -11,7 +11,7 @@ from rich.segment import Segment, Segments
 from rich.style import Style
 
 from kv_pool.cli.foreign_text import escape_text
-from kv_pool.cli.top_sources import EVICTED, HIT, LOOKED_UP, Bar, Frame
+from kv_pool.cli.top_sources import Bar, Frame
 from kv_pool.reports.pool_view import MapCell
 
 Line = list[tuple[str, str]]
@@ -20,6 +20,7 @@ Line = list[tuple[str, str]]
 KEYS = "q quit  space pause  s sort  / filter"
 _BAR_CELLS = 24
 _MIN_NAME = 8
+_GAP = "  "
 _SPARKS = "▁▂▃▄▅▆▇█"
 _MAX_SPARKS = 60
 _SIGNS = (
@@ -78,39 +79,68 @@ def draw(frame: Frame, choices: Choices, width: int, height: int, keys: str = ""
     lines: list[Line] = [[(f"{title} {state}", "bold reverse")]]
     if frame.trouble:
         lines.append([(f"not connected: {escape_text(frame.trouble)}", "bold red")])
-    size = max((len(bar.name) + 1 for bar in frame.bars), default=0)
-    lines += [_draw_bar(bar, max(_MIN_NAME, size)) for bar in frame.bars]
-    lines += _draw_hits(frame, width) + _draw_evictions(frame)
-    words = [
-        f"{name.removeprefix('num_')} {f'{level:.1%}' if name.endswith('rate') else _show(level)}"
-        for name, level in frame.levels.items()
-        if level
-    ]
-    words += [
-        f"{name} {rate:,.1f}/s"
-        for name, rate in frame.rates.items()
-        if rate and name not in (HIT, LOOKED_UP) and not name.startswith(EVICTED)
-    ]
-    together = "  ".join(word.replace(" ", "\xa0").replace("_", "\xa0") for word in map(escape_text, words))
-    lines += [[(line.replace("\xa0", " "), "")] for line in wrap(together, width)]
-    if frame.map is not None:
-        blocks = f"cells of {frame.map.blocks_per_cell:,} blocks,"
-        lines.append([(f"{'map':{_MIN_NAME}}", "bold"), (blocks, "")])
-        lines[-1] += [(f" {sign} {kind}", style) for sign, style, kind in _SIGNS]
-        signs = list(map(_find_sign, frame.map.cells))
-        for first in range(0, len(signs), width):
-            runs = groupby(signs[first : first + width])
-            lines.append([(sign * len(list(run)), style) for (sign, style, _), run in runs])
-    end: list[Line] = [[(f"not here: {frame.absent}", "dim")]] if frame.absent else []
+    rows = [(escape_text(bar.name), _draw_bar(bar)) for bar in frame.bars]
+    rows += [("hits", _draw_hits(frame, width))]
+    size = max(_MIN_NAME, *(cell_len(name) + 1 for name, _ in rows))
+    lines += [[(set_cell_size(name, size), "bold"), *line] for name, line in rows if line]
+    lines += _draw_words(frame, width) + _draw_map(frame, width)
+    room = max(0, height - bool(keys))
+    tables = [(title, rows) for title, rows in frame.tables.items() if rows]
+    for left, table in zip(range(len(tables), 0, -1), tables, strict=True):
+        lines += _draw_table(*table, choices, width, (room - len(lines)) // (1 if left == 1 else 3))
+    lines = lines[:room]
     if keys:
         typed = f"  / {escape_text(choices.filter)}{'_' * choices.is_typing}"
-        end.append([(keys, "dim"), (typed if choices.filter or choices.is_typing else "", "bold")])
-    tables = {title: rows for title, rows in frame.tables.items() if rows}
-    for left, (title, rows) in zip(range(len(tables) - 1, -1, -1), tables.items(), strict=True):
-        room = height - len(lines) - len(end)
-        lines += _draw_table(title, rows, choices, width, room // 3 if left else room)
-    lines = lines[: max(0, height - len(end))]
-    return [*lines, *([[]] * (height - len(lines) - len(end)) if keys else []), *end]
+        lines += [[]] * (room - len(lines))
+        lines.append([(keys, "dim"), (typed if choices.filter or choices.is_typing else "", "bold")])
+    return lines
+
+
+def _draw_bar(bar: Bar) -> Line:
+    used, cached = (share / (bar.total or 1) for share in (bar.used, bar.cached or 0))
+    num_used = round(_BAR_CELLS * min(1, used))
+    num_cached = min(_BAR_CELLS - num_used, round(_BAR_CELLS * min(1, cached)))
+    words = [f" {used:.1%} in use"] + [f"{cached:.1%} cached"] * (bar.cached is not None)
+    words += [f"of {bar.total:,.0f} {bar.unit}"] * bool(bar.unit)
+    line = [("█" * num_used, "blue"), ("▒" * num_cached, "yellow")]
+    return [*line, ("░" * (_BAR_CELLS - num_used - num_cached), "dim"), (", ".join(words), "")]
+
+
+def _draw_hits(frame: Frame, width: int) -> Line:
+    if frame.hit_rate is None:
+        return []
+    line: Line = [(f"{frame.hit_rate:.1%} of all tokens", "")]
+    rates = frame.hit_rates[-max(1, min(_MAX_SPARKS, width - 60)) :]
+    most = max((rate for rate in rates if rate), default=0.0)
+    if most:
+        sparks = (" " if rate is None else _SPARKS[round(7 * rate / most)] for rate in rates)
+        line += [(f", {rates[-1] or 0:.1%} now ", "green"), ("".join(sparks), "green")]
+        line.append((f" up to {most:.1%}", "dim"))
+    return line
+
+
+def _draw_words(frame: Frame, width: int) -> list[Line]:
+    """Return the figures that are not 0."""
+    words = []
+    for name, value in (frame.levels | frame.counters).items():
+        rate = frame.rates.get(name)
+        shown = f"{value:.1%}" if name.endswith(("rate", "ratio")) else _show(value)
+        words += [f"{escape_text(name)} {shown}" + (f" {rate:+,.1f}/s" if rate else "")] * bool(value)
+    together = "  ".join(word.replace(" ", "\xa0") for word in words)
+    return [[(line.replace("\xa0", " "), "")] for line in wrap(together, width)]
+
+
+def _draw_map(frame: Frame, width: int) -> list[Line]:
+    if frame.map is None:
+        return []
+    size = f"cells of {frame.map.blocks_per_cell:,} blocks,"
+    lines: list[Line] = [[(f"{'map':{_MIN_NAME}}", "bold"), (size, "")]]
+    lines[0] += [(f" {sign} {kind}", style) for sign, style, kind in _SIGNS]
+    signs = [_find_sign(cell) for cell in frame.map.cells]
+    for first in range(0, len(signs), width):
+        runs = groupby(signs[first : first + width])
+        lines.append([(sign * len(list(run)), style) for (sign, style, _), run in runs])
+    return lines
 
 
 def _find_sign(cell: MapCell) -> tuple[str, str, str]:
@@ -119,77 +149,28 @@ def _find_sign(cell: MapCell) -> tuple[str, str, str]:
     return _SIGNS[2 if cell.cached or cell.empty else 3]
 
 
-def _draw_bar(bar: Bar, size: int) -> Line:
-    line: Line = [(f"{escape_text(bar.name):{size}}", "bold")]
-    if not bar.total:
-        known = {"in use": bar.used, "cached": bar.cached}
-        words = [f"{count:,.0f} {bar.unit} {kind}" for kind, count in known.items() if count is not None]
-        return [*line, (", ".join(words), "")]
-    used, cached = (bar.used or 0) / bar.total, (bar.cached or 0) / bar.total
-    num_used = min(_BAR_CELLS, round(_BAR_CELLS * used))
-    num_cached = min(_BAR_CELLS - num_used, round(_BAR_CELLS * cached))
-    line += [("█" * num_used, "blue"), ("▒" * num_cached, "yellow")]
-    line += [("░" * (_BAR_CELLS - num_used - num_cached), "dim"), (f" {used:.1%} in use", "")]
-    line += [(f", {cached:.1%} cached", "")] if bar.cached is not None else []
-    return [*line, (f", of {bar.total:,.0f} {bar.unit}", "")] if bar.unit else line
-
-
-def _draw_hits(frame: Frame, width: int) -> list[Line]:
-    if frame.hit_rate is None:
-        return []
-    line: Line = [(f"{'hits':{_MIN_NAME}}", "bold"), (f"{frame.hit_rate:.1%} of all tokens", "")]
-    if frame.recent_hit_rate is not None:
-        line.append((f", {frame.recent_hit_rate:.1%} now ", "green"))
-    most = max((rate for rate in frame.hit_rates if rate), default=0.0)
-    if most:
-        rates = frame.hit_rates[-max(1, min(_MAX_SPARKS, width - 60)) :]
-        line.append(
-            ("".join(" " if rate is None else _SPARKS[round(7 * rate / most)] for rate in rates), "green")
-        )
-        line.append((f" up to {most:.1%}", "dim"))
-    return [line]
-
-
-def _draw_evictions(frame: Frame) -> list[Line]:
-    counts = {name[len(EVICTED) :]: n for name, n in frame.counters.items() if name.startswith(EVICTED)}
-    if not counts:
-        return []
-    rate = sum(rate for name, rate in frame.rates.items() if name.startswith(EVICTED))
-    causes = ", ".join(f"{escape_text(cause)} {count:,.0f}" for cause, count in counts.items() if count)
-    words = [f"{rate:,.1f}/s"] * bool(frame.rates) + [f"{sum(counts.values()):,.0f} so far"]
-    return [[(f"{'evicted':{_MIN_NAME}}", "bold"), (", ".join(words) + f": {causes}" * bool(causes), "")]]
-
-
 def _draw_table(
-    title: str, rows: list[dict[str, Any]], choices: Choices, width: int, room: int
+    title: str, rows: list[dict[str, Any]], choices: Choices, width: int, height: int
 ) -> list[Line]:
     """Return the rows that pass the filter under a heading; columns without a value are left out."""
-    first, *others = [name for name in rows[0] if any(row[name] for row in rows)]
+    first, *others = [name for at, name in enumerate(rows[0]) if not at or any(row[name] for row in rows)]
     numbers = [name for name in others if any(isinstance(row[name], int | float) for row in rows)]
     order = numbers[(choices.column - 1) % len(numbers)] if choices.column and numbers else None
     if order is not None:
         rows = sorted(rows, key=lambda row: -(row[order] or 0))
-    shown = [row for row in rows if choices.filter in str(row[first])][: max(0, room - 1)]
+    shown = [row for row in rows if choices.filter in str(row[first])][: max(0, height - 1)]
     heads = [f"{name.removeprefix('num_').replace('_', ' ')}{'↓' * (name == order)}" for name in others]
     cells = [[title, *heads]]
     cells += [[escape_text(str(row[first])), *(_show(row[name]) for name in others)] for row in shown]
-    sizes = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
-    sizes[0] = max(_MIN_NAME, min(sizes[0], width - sum(sizes[1:]) - 2 * len(others)))
-    return [
-        [
-            (set_cell_size(row[0], sizes[0]), "" if number else "bold"),
-            *(
-                (f"  {cell:>{size}}", "" if number else "bold")
-                for cell, size in zip(row[1:], sizes[1:], strict=True)
-            ),
-        ]
-        for number, row in enumerate(cells[: max(0, room)])
-    ]
+    size, *sizes = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
+    size = max(_MIN_NAME, min(size, width - sum(sizes) - len(_GAP) * len(sizes)))
+    lines = (_GAP.join([set_cell_size(row[0], size), *map(str.rjust, row[1:], sizes)]) for row in cells)
+    return [[(line, "" if number else "bold")] for number, line in enumerate(lines)][: max(0, height)]
 
 
 def _show(value: Any) -> str:
     if isinstance(value, bool) or value is None:
         return "yes" if value else ""
-    if isinstance(value, int | float):
-        return f"{value:,.1f}" if isinstance(value, float) else f"{value:,}"
-    return escape_text(str(value))
+    if isinstance(value, str):
+        return escape_text(value)
+    return f"{value:,.1f}" if isinstance(value, float) else f"{value:,}"

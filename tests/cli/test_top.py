@@ -9,7 +9,7 @@ import sys
 import termios
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fcntl import ioctl
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -23,7 +23,7 @@ from events.wire_publisher import WirePublisher
 
 from kv_pool import BlockRemoved, BlockStored
 from kv_pool.cli.top_screen import Choices, draw
-from kv_pool.cli.top_sources import EVICTED, HIT, LOOKED_UP, Frame, History
+from kv_pool.cli.top_sources import HIT, LOOKED_UP, Frame, Watched
 from kv_pool.control import ControlServer
 from kv_pool.events.event_publisher import PublisherConfig
 from kv_pool.events.publisher import ZMQEventPublisher
@@ -73,7 +73,7 @@ def test_once_prints_a_pool_as_text(tmp_path, pool):
     assert lines[0].startswith("kv-pool top  here.sock ")
     assert lines[1] == "GPU     ████████████████░░░░░░░░ 65.0% in use, 0.0% cached, of 20 blocks"
     assert lines[2] == "hits    66.7% of all tokens"
-    assert lines[3].startswith("evicted 0 so far")
+    assert "pinned blocks 2" in lines[3]
     place = lines.index("map     cells of 1 blocks, _ empty = cached + partly # in use P held in place")
     assert lines[place + 1] == "PP###########_______"
     assert lines[place + 2 :] == [
@@ -105,7 +105,8 @@ def test_json_has_a_frame_per_line(tmp_path, pool):
             [
                 "GPU     ████████████░░░░░░░░░░░░ 50.0% in use, of 16,000 blocks",
                 "hits    35.0% of all tokens",
-                "running 21  waiting 2  model Qwen/Qwen3-8B",
+                "model Qwen/Qwen3-8B  requests running 21  requests waiting 2  hit tokens 140,000  "
+                "looked-up tokens 400,000  preemptions 4  generation tokens 68,354",
             ],
         ),
         (
@@ -113,8 +114,9 @@ def test_json_has_a_frame_per_line(tmp_path, pool):
             [
                 "GPU     ██████████▒▒▒▒▒▒▒▒▒▒▒▒░░ 40.0% in use, 50.0% cached, of 500,000 tokens",
                 "hits    25.0% of all tokens",
-                "evicted 1,200 so far: tokens 1,200",
-                "running 7  waiting 1  model meta-llama/Llama-3.1-8B-Instruct",
+                "model meta-llama/Llama-3.1-8B-Instruct  running reqs 7  queue reqs 1  cache hit rate 31.0%  "
+                "hit tokens 2,000,000  looked-up tokens 8,000,000  evicted 1,200  generation "
+                "tokens 7,557,572",
             ],
         ),
     ],
@@ -123,9 +125,8 @@ def test_metrics_of_engines_are_shown(tmp_path, engine, lines):
     with serving_metrics([(HERE / f"metrics_of_{engine}.txt").read_text()]) as url:
         done = kv_pool_command("top", "--once", "--url", url, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    shown = done.stdout.splitlines()
-    assert shown[1:-1] == lines
-    assert shown[-1].startswith("not here: map, prefixes")
+    _, bar, hits, *words = done.stdout.splitlines()
+    assert [bar, hits, "  ".join(words)] == lines
 
 
 @pytest.mark.parametrize(
@@ -133,7 +134,8 @@ def test_metrics_of_engines_are_shown(tmp_path, engine, lines):
     [
         ("<html>hello</html>", "has no metrics of kv_pool, vLLM or SGLang"),
         ("vllm:kv_cache_usage_perc NaN", "has no metrics of kv_pool, vLLM or SGLang"),
-        ('vllm:num_requests_running{engine="0 1', "no metrics can be read at "),
+        ('vllm:num_requests_running{engine="0 1', "has no metrics of kv_pool, vLLM or SGLang"),
+        ("vllm:num_requests_running many", "no metrics can be read at "),
         (None, "HTTP Error 503"),
     ],
 )
@@ -149,18 +151,94 @@ def test_metrics_of_a_pool_are_shown(tmp_path, pool):
     metrics = PoolMetrics([PoolSources(pool=pool, model_name="llama")])
     with serving_metrics([encode_metrics(metrics)[1].decode()]) as url:
         shown = kv_pool_command("top", "--once", "--url", url, cwd=tmp_path).stdout.splitlines()
-    assert shown[1:4] == [
-        "GPU     ████████████████░░░░░░░░ 65.0% in use, 0.0% cached, of 20 blocks",
-        "hits    66.7% of all tokens",
-        "evicted 0 so far",
-    ]
-    assert shown[4].startswith("running 3  sequences 3  pinned blocks 2  largest free run 7")
+    beside = ask_pool(tmp_path, pool, "top", "--once").splitlines()
+    assert shown[1:3] == beside[1:3]
+    words = "  ".join(beside[3 : beside.index(next(line for line in beside if line.startswith("map")))])
+    assert set("  ".join(shown[3:]).split("  ")) - set(words.split("  ")) == {
+        "model llama",
+        "requests running 3",
+    }
+
+
+LARGE = "9" * 5000
+ENGINES = """
+vllm:kv_cache_usage_perc{engine="0"} 5e-324
+vllm:kv_cache_usage_perc{engine="1"} 1e308
+vllm:kv_cache_usage_perc{engine="2"} 1e308
+vllm:cache_config_info{num_gpu_blocks="LARGE"} 1
+vllm:cache_config_info{num_gpu_blocks="100"} 1e-320
+vllm:prefix_cache_queries_total 1e308
+vllm:prefix_cache_queries_total 1e308
+vllm:num_requests_running{model_name="\x1b[31m\u202e{}"} 3
+"""
+POOLS = """
+kv_pool_blocks{pool="a",state="used"} 0
+kv_pool_tier_capacity_blocks{medium="CPU"} 0
+kv_pool_fragmentation_ratio{pool="a"} 0.75
+kv_pool_fragmentation_ratio{pool="b"} 0.5
+kv_pool_block_size_tokens{pool="a"} 16
+kv_pool_block_size_tokens{pool="b"} 16
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (ENGINES.replace("LARGE", LARGE), "model \\x1b[31m\\u202e{}  requests running 3"),
+        (POOLS, "fragmentation ratio 75.0%  block size tokens 16"),
+    ],
+)
+def test_odd_metrics_are_shown(tmp_path, text, words):
+    """Numbers that overflow and names that a terminal obeys; an empty pool, and two in one process."""
+    with serving_metrics([text]) as url:
+        done = kv_pool_command("top", "--once", "--url", url, cwd=tmp_path)
+    assert words in done.stdout.splitlines(), done.stderr
+
+
+@pytest.mark.parametrize("kind", ["endless", "redirecting"])
+def test_a_server_that_is_not_to_be_trusted(tmp_path, kind):
+    """One that answers without an end, and one that sends clients with their token elsewhere."""
+    tokens = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            tokens.append((self.path, self.headers["Authorization"]))
+            is_redirected = kind == "redirecting" and self.path == "/metrics"
+            self.send_response(302 if is_redirected else 200)
+            self.send_header("Location", "/elsewhere")
+            self.end_headers()
+            with suppress(OSError):
+                while kind == "endless" and not is_ending.wait(0.1) and time.monotonic() < began_s + 20:
+                    self.wfile.write(b"vllm:num_requests_running 1\n")
+                self.wfile.write(b"vllm:num_requests_running 1\n" * (not is_redirected))
+
+        def log_message(self, *_):
+            pass
+
+    is_ending, began_s = threading.Event(), time.monotonic()
+    (tmp_path / "token").write_text("a token of many letters")
+    (tmp_path / "token").chmod(0o600)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_port}/metrics"
+        try:
+            done = kv_pool_command("top", "--once", "--url", url, "--token-file", "token", cwd=tmp_path)
+        finally:
+            is_ending.set()
+            server.shutdown()
+            thread.join()
+    assert tokens[0] == ("/metrics", "Bearer a token of many letters")
+    assert tokens[1:] == ([("/elsewhere", None)] if kind == "redirecting" else [])
+    assert ("no end after" in done.stderr) == (kind == "endless"), done.stderr
+    assert time.monotonic() - began_s < 10
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (("--url", "file:///etc/passwd"), "--url is 'file:///etc/passwd'; it is such as http://"),
+        (("--url", "http://[::1/metrics"), "no metrics can be read at http://[::1/metrics: Invalid IPv6 URL"),
         (("--url", "http://127.0.0.1:9/metrics"), "no metrics can be read at http://127.0.0.1:9/metrics: "),
         (("--events", "ipc://nowhere"), "no publisher answers at ipc://nowhere"),
         (("--node", "a", "--events", "ipc://nowhere"), "pass one of --socket, --node, --url and --events"),
@@ -183,21 +261,26 @@ def test_events_are_mirrored(tmp_path, engine):
         publisher.publish([BlockRemoved([3], "GPU")])
         ends = ("--events", publisher.endpoint, "--replay", publisher.replay_endpoint)
         done = kv_pool_command("top", "--once", *ends, cwd=tmp_path)
-    assert "GPU, group 0 2 blocks cached" in done.stdout.splitlines(), done.stderr
+    assert done.stdout.splitlines()[-2:] == ["cached        blocks", "GPU, group 0       2"], done.stderr
 
 
 def test_rates_are_never_negative_after_a_restart():
-    history = History()
-    frames = []
-    for now, count in ((0, 0), (1, 10), (2, 40), (3, 5), (4, 15)):
-        counters = {HIT: count, LOOKED_UP: 2 * count, EVICTED + "x": count}
-        frame = Frame(source="", time_s=now, counters=counters)
-        history.add(frame)
-        frames.append(frame)
+    counts = iter([(1, 0), (2, 10), (3, 40), (4, 5), (5, 15)])
+
+    def look(_):
+        now, count = next(counts)
+        return Frame(time_s=now, counters={HIT: count, LOOKED_UP: 2 * count})
+
+    watched = Watched("", look)
+    frames = [watched.look(1) for _ in range(5)]
     assert [frame.rates.get(HIT) for frame in frames] == [None, 10, 20, None, 10]
-    assert [frame.recent_hit_rate for frame in frames] == [None, 0.5, 0.5, None, 0.5]
-    assert frames[2].hit_rates == [0.5, 0.5]
-    assert frames[4].hit_rates == [0.5]
+    assert [frame.hit_rates for frame in frames] == [
+        [None],
+        [None, 0.5],
+        [None, 0.5, 0.5],
+        [None],
+        [None, 0.5],
+    ]
 
 
 def test_restarted_servers_are_survived(tmp_path):
@@ -212,10 +295,11 @@ def test_restarted_servers_are_survived(tmp_path):
                 assert all(rate >= 0 for rate in frame["rates"].values())
             return frame
 
-        read_until(lambda frame: frame["rates"])
+        before = read_until(lambda frame: frame["rates"])
         first.kill()
         gone = read_until(lambda frame: frame["trouble"])
-        assert (gone["bars"], gone["map"]) == ([], None)
+        assert (gone["time_s"], gone["bars"]) >= (before["time_s"], before["bars"])
+        assert read_until(lambda frame: frame["trouble"])["time_s"] == gone["time_s"]
         with serving(*sizes, cwd=tmp_path):
             read_until(lambda frame: frame["rates"])
 
@@ -298,6 +382,22 @@ def test_tab_shows_the_next_pool_and_a_killed_one_is_reported(tmp_path):
     assert status == 130
     assert "\x1b[?1049l" in rest
     assert "Traceback" not in rest
+
+
+def test_a_killed_pool_does_not_hide_the_others(tmp_path):
+    sizes = ("--blocks", "400", "--speedup", "50")
+    with serving(*sizes, cwd=tmp_path) as first:
+        first.kill()
+        first.wait(BOUND_S)
+    assert (tmp_path / "kv_pool" / "control.sock").exists()
+    with serving(*sizes, "--name", "a", cwd=tmp_path), running(tmp_path, "top", "--once") as top:
+        assert top.stdout.readline().startswith("kv-pool top  control-a.sock"), top.stderr.read()
+
+
+def test_the_only_sequence_is_named_though_its_id_is_0(tmp_path):
+    pool = make(20)
+    take(pool, 0, 5)
+    assert ask_pool(tmp_path, pool, "top", "--once").splitlines()[-1].split()[:2] == ["0", "5"]
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (140, 45), (20, 5), (8, 1)])
