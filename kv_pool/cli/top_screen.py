@@ -11,7 +11,7 @@ from rich.segment import Segment, Segments
 from rich.style import Style
 
 from kv_pool.cli.foreign_text import escape_text
-from kv_pool.cli.top_sources import Bar, Frame
+from kv_pool.cli.top_sources import HIT, LOOKED_UP, Bar, Frame
 from kv_pool.reports.pool_view import MapCell
 
 Line = list[tuple[str, str]]
@@ -120,12 +120,13 @@ def _draw_hits(frame: Frame, width: int) -> Line:
 
 
 def _draw_words(frame: Frame, width: int) -> list[Line]:
-    """Return the figures that are not 0."""
+    """Return the other figures that are not 0."""
     words = []
     for name, value in (frame.levels | frame.counters).items():
-        rate = frame.rates.get(name)
-        shown = f"{value:.1%}" if name.endswith(("rate", "ratio")) else _show(value)
-        words += [f"{escape_text(name)} {shown}" + (f" {rate:+,.1f}/s" if rate else "")] * bool(value)
+        if value and name not in (HIT, LOOKED_UP):
+            rate = frame.rates.get(name)
+            shown = f"{value:.1%}" if name.endswith(("rate", "ratio")) else _show(value)
+            words.append(f"{escape_text(name)} {shown}" + (f" {rate:+,.1f}/s" if rate else ""))
     together = "  ".join(word.replace(" ", "\xa0") for word in words)
     return [[(line.replace("\xa0", " "), "")] for line in wrap(together, width)]
 

@@ -1,6 +1,6 @@
 """The sources of `kv-pool top`, a control socket, a `/metrics` and an event stream: each shown as `Frame`s.
 
-reading of a pool, text of /metrics -> samples -> _FIGURES:  -> Frame
+reading of a pool, text of /metrics -> samples by the names of metrics -> Frame -> Watched: with rates
 """
 
 import re
@@ -23,7 +23,7 @@ from kv_pool.reports.pool_view import PoolMap
 if TYPE_CHECKING:
     from kv_pool.events.subscriber import KVEventSubscriber
 
-HIT, LOOKED_UP = "hit tokens", "looked-up tokens"
+HIT, LOOKED_UP = "hit tokens", "looked up tokens"
 TIMEOUT_S = 2.0
 _SECONDS_OF_RATES = 10.0
 _NUM_POINTS = 120
@@ -49,13 +49,10 @@ _OTHERS = re.compile(
 """Metrics that are shown under their own names."""
 
 _SGLANG_MEMORY = {
-    "GPU": (
-        *("sglang:kv_used_tokens sglang:num_used_tokens", "sglang:max_total_num_tokens"),
-        "sglang:kv_evictable_tokens",
-    ),
-    "CPU": ("sglang:hicache_host_used_tokens", "sglang:hicache_host_total_tokens", ""),
+    "GPU": ("kv_used", "max_total_num", "kv_evictable"),
+    "CPU": ("hicache_host_used", "hicache_host_total", ""),
 }
-"""The metrics of the used, all and cached tokens of a medium."""
+"""What counts the used, all and cached tokens of a medium; the names are such as `sglang:kv_used_tokens`."""
 
 _NOT_ADDED = ("_size_tokens", "_run_blocks", "_ratio", "_rate")
 """Ends of names of which the highest value of all pools and engines is shown, not the sum."""
@@ -225,9 +222,9 @@ def _make_bars(found: dict[str, dict[str, float]]) -> Iterator[Bar]:
         yield Bar("GPU", share * total, total) if total else Bar("GPU", share, 1, unit="")
     else:
         for medium, names in _SGLANG_MEMORY.items():
-            used, size, cached = (_find_first(found, its_names).get("") for its_names in names)
+            used, size, cached = (found[f"sglang:{name}_tokens"].get("") for name in names)
             if size:
-                yield Bar(medium, used or 0, size, cached, "tokens")
+                yield Bar(medium, used or found["sglang:num_used_tokens"][""], size, cached, "tokens")
 
 
 class MirroredStream:
@@ -256,6 +253,5 @@ class MirroredStream:
         places = sorted(self._mirror.count_by_place(self._name).items())
         rows = [{"place": f"{medium}, group {group}", "num_blocks": num} for (group, medium), num in places]
         counters: dict[str, float] = {"stored": blocks.num_stored, "removed": blocks.num_removed}
-        counters["lost batches"] = stream.counts.num_lost
-        levels = {"waits for missed batches": stream.is_recovering}
+        levels = {"waits for missed": stream.is_recovering, "lost batches": stream.counts.num_lost}
         return Frame(counters=counters, levels=levels, tables={"cached": rows})
