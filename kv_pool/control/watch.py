@@ -49,7 +49,7 @@ class Watch:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send events until the client leaves or `stop` is called."""
-        client, left = asyncio.current_task(), asyncio.create_task(_wait_until_left(receive))
+        client, left = asyncio.current_task(), asyncio.create_task(wait_until_left(receive))
         assert client is not None
         self._clients.add(client)
         if not self._readers:
@@ -107,6 +107,7 @@ class Watch:
             self._news.set_result(None)
 
 
-async def _wait_until_left(receive: Receive) -> None:
+async def wait_until_left(receive: Receive) -> None:
+    """Wait until the client has closed the connection, or the answer is complete."""
     while (await receive())["type"] != "http.disconnect":
         pass
