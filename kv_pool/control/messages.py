@@ -267,5 +267,6 @@ def decode_answer(status: int, body: bytes, result_type: type[_Result]) -> _Resu
 def make_version_error(error: Exception) -> ControlError:
     """Return the error for an answer that cannot be decoded."""
     return ControlError(
-        f"the reply is not one of this version of kv_pool: {error}. Does the server run another version?"
+        f"the reply is not one of this version of kv_pool: {str(error).strip()}. Does the server run another "
+        "version?"
     )
