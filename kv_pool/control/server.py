@@ -79,8 +79,8 @@ class ControlServer(Running):
 
     Pool commands run one at a time in a thread, under the guard; readings, views and metrics in another one,
     without it. Node commands may wait for other nodes; they run in threads of their own, without the guard. A
-    command that has not begun when its client leaves is not carried out. A bad or incomplete command does not affect other clients;
-    its error is the reply. See `messages` for the requests.
+    command that has not begun when its client leaves is not carried out. A bad or incomplete command does not
+    affect other clients; its error is the reply. See `messages` for the requests.
     """
 
     def __init__(
