@@ -51,7 +51,7 @@ class Watch:
         """Send events until the client leaves or `stop` is called."""
         client, news = asyncio.current_task(), asyncio.Event()
         assert client is not None
-        left = asyncio.create_task(_wait_until_left(receive))
+        left = asyncio.create_task(wait_until_left(receive))
         left.add_done_callback(lambda _: news.set())
         self._clients[client] = news
         if not self._readers:
@@ -104,6 +104,7 @@ class Watch:
             news.set()
 
 
-async def _wait_until_left(receive: Receive) -> None:
+async def wait_until_left(receive: Receive) -> None:
+    """Wait until the client has closed the connection, or the answer is complete."""
     while (await receive())["type"] != "http.disconnect":
         pass
