@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from kv_pool.errors import ControlError, InvalidArgumentError
 from kv_pool.migration.secret import check_secret, load_secret
 
-_OPEN_PATHS = ("/v1/reading", "/v1/view", "/v1/watch")
+_OPEN_PATHS = ("/v1/history", "/v1/reading", "/v1/view", "/v1/watch")
 _MAX_PORT = 65535
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
@@ -51,8 +51,9 @@ class NetworkPort:
 
     Every user and every browser of a machine can reach its loopback addresses. So without a token the port
     serves only what keeps the pool's lock for less than a millisecond: the page, `/metrics`, health,
-    `/v1/reading`, `/v1/view` and `/v1/watch`. It refuses names of hosts other than `localhost`, to which the
-    owner of a web site may have rebound its own name, and requests that a page of another site has made.
+    `/v1/history`, `/v1/reading`, `/v1/view` and `/v1/watch`. It refuses names of hosts other than
+    `localhost`, to which the owner of a web site may have rebound its own name, and requests that a page of
+    another site has made.
     """
 
     host: str = "127.0.0.1"

@@ -113,7 +113,7 @@ class PoolControl(ControlledPool[BlockPool]):
         manager = self._get_manager()
         return None if manager is None else get_rows(manager.manager, sequence_id)
 
-    def _report_sequence(self, sequence_id: RequestId, num_blocks: int, num_immovable: int) -> SequenceReport:
+    def report_sequence(self, sequence_id: RequestId, num_blocks: int, num_immovable: int) -> SequenceReport:
         return SequenceReport(sequence_id, num_blocks, None, None, False, num_immovable_blocks=num_immovable)
 
     def count_more(self) -> dict[str, Any]:
