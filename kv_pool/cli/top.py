@@ -10,6 +10,7 @@ import tty
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
+from pathlib import Path
 
 from rich.console import Console
 from rich.live import Live
@@ -20,9 +21,9 @@ from kv_pool.cli.setting_options import takes
 from kv_pool.cli.top_screen import KEYS, Choices, draw, make_screen
 from kv_pool.cli.top_sources import TIMEOUT_S, MirroredStream, Watched, look_at_metrics, look_at_pool
 from kv_pool.control.client import ControlClient
+from kv_pool.control.network_port import read_token
 from kv_pool.control.socket_path import get_default_path, list_nodes
 from kv_pool.errors import ControlError, InvalidArgumentError
-from kv_pool.migration.secret import load_secret
 from kv_pool.option import setting
 
 _NUM_LINES = 40
@@ -49,7 +50,7 @@ def top(
         if url is not None:
             if not url.startswith(("http://", "https://")):
                 raise InvalidArgumentError(f"--url is {url!r}; it is such as http://localhost:8000/metrics")
-            token = None if token_file is None else load_secret(token_file).decode(errors="replace")
+            token = None if token_file is None else read_token(Path(token_file))
             watched = [Watched(url, partial(look_at_metrics, url, token))]
         elif events is not None:
             from kv_pool.events.subscriber import KVEventSubscriber

@@ -23,7 +23,7 @@ or more and the body `{"error": "InvalidArgumentError", "message": ...}`, with t
 """
 
 from http import HTTPStatus
-from typing import Annotated, ClassVar, TypeVar, get_args
+from typing import Annotated, ClassVar, TypeVar
 from urllib.parse import urlencode
 
 import msgspec
@@ -40,21 +40,24 @@ MAX_COMMAND_BYTES = 4096
 _Result = TypeVar("_Result")
 
 
-class _Command(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+class Command(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """A command, named by its class.
 
     Attributes:
         method: GET for a command that only reads, POST for one that changes the pool or its node.
+        place: where it is carried out. At the "pool" one at a time, under the guard of the server; "readings"
+            one at a time without it; at the "node", beside others, those that may wait for other nodes.
     """
 
     method: ClassVar[str] = "GET"
+    place: ClassVar[str] = "pool"
 
 
-class StatsCommand(_Command, frozen=True):
+class StatsCommand(Command, frozen=True):
     """A request for `PoolStatistics`."""
 
 
-class DefragCommand(_Command, frozen=True):
+class DefragCommand(Command, frozen=True):
     """A request to compact the pool; see `GPUKVPool.defragment`."""
 
     method: ClassVar[str] = "POST"
@@ -62,24 +65,25 @@ class DefragCommand(_Command, frozen=True):
     max_evictions: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
-class LayoutCommand(_Command, frozen=True):
+class LayoutCommand(Command, frozen=True):
     """A request for `PoolLayout`."""
 
 
-class SequencesCommand(_Command, frozen=True):
+class SequencesCommand(Command, frozen=True):
     """A request for the sequences that have blocks."""
 
 
-class HoldsCommand(_Command, frozen=True):
+class HoldsCommand(Command, frozen=True):
     """A request for the holds on all blocks, or on one block."""
 
     block_id: Annotated[BlockId, msgspec.Meta(ge=0)] | None = None
 
 
-class MigrateCommand(_Command, frozen=True):
+class MigrateCommand(Command, frozen=True):
     """A request to start a migration; see `LiveNode.migrate`. `MigrationsCommand` returns its progress."""
 
     method: ClassVar[str] = "POST"
+    place: ClassVar[str] = "node"
     target: NodeName | None = None
     sequence_id: SequenceId | RequestId | None = None
     is_move: bool = True
@@ -87,59 +91,53 @@ class MigrateCommand(_Command, frozen=True):
     backend: str = ""
 
 
-class MigrationsCommand(_Command, frozen=True):
+class MigrationsCommand(Command, frozen=True):
     """A request for the node's migrations, or for one of them."""
 
+    place: ClassVar[str] = "node"
     migration_id: str | None = None
 
 
-class CancelCommand(_Command, frozen=True):
+class CancelCommand(Command, frozen=True):
     """A request to cancel a migration, unless it is too late."""
 
     method: ClassVar[str] = "POST"
+    place: ClassVar[str] = "node"
     migration_id: str
 
 
-class PeersCommand(_Command, frozen=True):
+class PeersCommand(Command, frozen=True):
     """A request for the nodes that the node knows; it asks each of them for its free blocks."""
 
+    place: ClassVar[str] = "node"
 
-class TiersCommand(_Command, frozen=True):
+
+class TiersCommand(Command, frozen=True):
     """A request for the statistics of the pool's tiers."""
 
 
-class ReadingCommand(_Command, frozen=True):
+class ReadingCommand(Command, frozen=True):
     """A request for `PoolReading`."""
 
+    place: ClassVar[str] = "readings"
 
-class ViewCommand(_Command, frozen=True):
+
+class ViewCommand(Command, frozen=True):
     """A request for `PoolView`; see `read_view`."""
 
+    place: ClassVar[str] = "readings"
     num_cells: Annotated[int, msgspec.Meta(ge=1, le=65_536)] = 256
     num_sequences: Annotated[int, msgspec.Meta(ge=0)] = 20
     num_prefixes: Annotated[int, msgspec.Meta(ge=0)] = 10
 
 
-class HistoryCommand(_Command, frozen=True):
+class HistoryCommand(Command, frozen=True):
     """A request for the pool's use and rates in the last minutes."""
 
+    place: ClassVar[str] = "readings"
 
-NodeCommand = MigrateCommand | MigrationsCommand | CancelCommand | PeersCommand
-Command = (
-    StatsCommand
-    | DefragCommand
-    | LayoutCommand
-    | SequencesCommand
-    | HoldsCommand
-    | TiersCommand
-    | ReadingCommand
-    | ViewCommand
-    | HistoryCommand
-    | NodeCommand
-)
-COMMANDS: dict[str, type[Command]] = {
-    kind.__name__.removesuffix("Command").lower(): kind for kind in get_args(Command)
-}
+
+COMMANDS = {kind.__name__.removesuffix("Command").lower(): kind for kind in Command.__subclasses__()}
 """The commands by name, which ends the path of their requests."""
 
 PATH = "/v1/"
@@ -281,5 +279,6 @@ def decode_answer(status: int, body: bytes, result_type: type[_Result]) -> _Resu
 def make_version_error(error: Exception) -> ControlError:
     """Return the error for an answer that cannot be decoded."""
     return ControlError(
-        f"the reply is not one of this version of kv_pool: {error}. Does the server run another version?"
+        f"the reply is not one of this version of kv_pool: {str(error).strip()}. Does the server run another "
+        "version?"
     )

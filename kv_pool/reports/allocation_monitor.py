@@ -61,12 +61,12 @@ class PoolHistory(msgspec.Struct, frozen=True, kw_only=True):
     """A summary of the states of a pool.
 
     Attributes:
-        last: the newest state.
+        states: those kept, oldest first, and at the end that of this moment.
         windows: the shortest first.
         scenarios: the mean share of the blocks in use, 0 to 1, by scenario.
     """
 
-    last: AllocationState
+    states: list[AllocationState]
     windows: list[HistoryWindow]
     scenarios: dict[str, float]
 
@@ -120,7 +120,7 @@ class AllocationMonitor:
             shares[state.scenario].append(state.utilization)
         states = [*self.history, self.read_state()]
         return PoolHistory(
-            last=states[-1],
+            states=states,
             windows=[_summarize(states, window_s) for window_s in WINDOWS_S],
             scenarios={scenario: fmean(found) for scenario, found in shares.items()},
         )

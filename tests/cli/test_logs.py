@@ -20,17 +20,19 @@ HOSTILE = "\x1b]0;title\x07\x7f\u202e\ud800"
 def log(capsys):
     """Return a function that logs something in a format and at a level, and returns standard error."""
     levels = {name: logging.getLogger(name).level for name in ("", "kv_pool")}
-    handlers = list(logging.getLogger().handlers)
 
     def log(act, *options):
+        root = logging.getLogger()
+        handlers = list(root.handlers)  # pytest's: its workers cannot report a lone surrogate
+        root.handlers.clear()
         LogOptions(*options).apply()
         act(get_logger("kv_pool.events.sockets"))
+        root.handlers[:] = handlers
         return capsys.readouterr().err
 
     yield log
     for name, level in levels.items():
         logging.getLogger(name).setLevel(level)
-    logging.getLogger().handlers[:] = handlers
 
 
 def fail(logger):
