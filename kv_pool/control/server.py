@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from kv_pool.closing import Running
 from kv_pool.control import messages
@@ -41,6 +42,17 @@ if TYPE_CHECKING:
 
 _BACKLOG = 128
 _THREAD = "kv_pool control"
+
+_listeners: WeakSet[socket.socket] = WeakSet()
+
+
+def _close_inherited() -> None:
+    """Close the listeners in a forked child. Otherwise clients could connect after the server's death."""
+    for listener in _listeners:
+        listener.close()
+
+
+os.register_at_fork(after_in_child=_close_inherited)
 
 
 class ControlServer(Running):
@@ -145,10 +157,13 @@ class ControlServer(Running):
         application = ControlApplication(self._commands, self.refusals, self._max_clients, web=self._web)
         connect = partial(Connections, application, self.refusals, self._max_clients, self._timeout_s)
         with ExitStack() as on_failure:
-            served = [connect(on_failure.enter_context(self._listen()))]
+            listener = on_failure.enter_context(self._listen())
+            _listeners.add(listener)
+            served = [connect(listener)]
             on_failure.callback(self._remove_socket)
             if self.port is not None:
                 listener = on_failure.enter_context(self.port.listen(_BACKLOG))
+                _listeners.add(listener)
                 served.append(connect(listener, self.port))
                 self.url = self.port.get_url(listener)
             try:
