@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 HISTORY_INTERVAL_S = 3
 """Seconds between two states of the pool that the server keeps."""
-NUM_STATES = max(WINDOWS_S) // HISTORY_INTERVAL_S
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,15 @@ class PoolCommands:
     path: Path
     guard: AbstractContextManager[object]
     why_no_node: str
-    monitor: AllocationMonitor
     node: "LiveNode | None" = None
     tiers: Callable[[], messages.TierList] | None = None
     publisher: "EventPublisher | None" = None
     ages: "Callable[[], Mapping[str, Histogram]] | None" = None
+
+    @cached_property
+    def monitor(self) -> AllocationMonitor:
+        """The states of the last 15 minutes."""
+        return AllocationMonitor(self.pool, max(WINDOWS_S) // HISTORY_INTERVAL_S)
 
     @property
     def sources(self) -> PoolSources:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kv_pool.closing import Running
 from kv_pool.control import messages
-from kv_pool.control.commands import NUM_STATES, PoolCommands
+from kv_pool.control.commands import PoolCommands
 from kv_pool.control.network_port import NetworkPort
 from kv_pool.control.socket_path import (
     get_default_folder,
@@ -28,7 +28,6 @@ from kv_pool.core.arguments import as_count
 from kv_pool.errors import ControlError, MissingDependencyError, describe_install
 from kv_pool.ids import NodeName
 from kv_pool.metrics.block_ages import BlockAges
-from kv_pool.reports.allocation_monitor import AllocationMonitor
 from kv_pool.reports.controlled_pool import ControlledPool
 from kv_pool.threads import start_thread
 
@@ -106,15 +105,7 @@ class ControlServer(Running):
         held = nullcontext() if guard is None else guard
         self._ages = BlockAges(lambda: pool.block_pool, pool.lock)
         self._commands = PoolCommands(
-            pool,
-            self.path,
-            held,
-            why_no_node,
-            AllocationMonitor(pool, NUM_STATES),
-            node,
-            tiers,
-            publisher,
-            self._ages.get_histograms,
+            pool, self.path, held, why_no_node, node, tiers, publisher, self._ages.get_histograms
         )
         self._timeout_s = timeout_s
         self._max_clients = as_count("max_clients", max_clients, 1)
