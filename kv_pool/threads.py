@@ -81,6 +81,8 @@ class Workers:
             if self._is_stopped:
                 future.cancel()
                 return future
+            while self._waiting and self._waiting[-1][0].cancelled():
+                self._waiting.pop()
             self._waiting.append((future, work))
             if self._num_idle >= len(self._waiting) or len(self._threads) == self._max_threads:
                 self._condition.notify()

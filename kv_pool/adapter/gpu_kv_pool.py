@@ -734,9 +734,7 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
         holder = self.holdings.holders.get(sequence_id)
         return None if holder is None else [holder.blocks]
 
-    def _report_sequence(
-        self, sequence_id: SequenceId, num_blocks: int, num_immovable: int
-    ) -> SequenceReport:
+    def report_sequence(self, sequence_id: SequenceId, num_blocks: int, num_immovable: int) -> SequenceReport:
         holder = self.holdings.holders[sequence_id]
         return SequenceReport(
             sequence_id,

@@ -128,7 +128,7 @@ def describe_history(history: PoolHistory) -> list[str]:
     rows["Used Blocks (avg)"] = [f"{window.utilization:.1%}" for window in windows]
     rows["Used Blocks (max)"] = [f"{window.peak_utilization:.1%}" for window in windows]
     rows["Hit Rate"] = [_show_hit_rate(window.rates) for window in windows]
-    for name in history.last.counters:
+    for name in history.states[-1].counters:
         title = f"{name.replace('_', ' ').title()}/s"
         rows[title] = [f"{window.rates[name]:,.1f}" if window.rates else "-" for window in windows]
     return [f"{title:<22}" + "".join(f"{cell:>12}" for cell in cells) for title, cells in rows.items()]

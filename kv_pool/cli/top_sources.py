@@ -14,10 +14,10 @@ from typing import Any, Protocol
 import msgspec
 
 from kv_pool.control.client import ControlClient
+from kv_pool.control.network_port import read_token
 from kv_pool.control.socket_path import get_default_folder
 from kv_pool.errors import ControlError, InvalidArgumentError
 from kv_pool.events.mirror import PrefixMirror, apply_item
-from kv_pool.migration.secret import load_secret
 from kv_pool.reports.pool_view import PoolMap
 
 HIT, LOOKED_UP, EVICTED = "hit tokens", "looked-up tokens", "evicted: "
@@ -160,7 +160,7 @@ class MetricsSource:
     """A `/metrics` of vLLM, SGLang or kv_pool.
 
     Raises:
-        InvalidArgumentError: not a URL of HTTP, or a token that cannot be read; see `load_secret`.
+        InvalidArgumentError: not a URL of HTTP, or a token that cannot be read; see `read_token`.
         MissingDependencyError: prometheus_client is not installed.
     """
 
@@ -175,8 +175,7 @@ class MetricsSource:
         self._parse = text_string_to_metric_families
         self._request = urllib.request.Request(url)
         if token_file is not None:
-            token = load_secret(token_file).decode(errors="replace")
-            self._request.add_header("Authorization", f"Bearer {token}")
+            self._request.add_header("Authorization", f"Bearer {read_token(Path(token_file))}")
 
     def look(self, num_cells: int) -> Frame:
         found: dict[str, list[Any]] = defaultdict(list)

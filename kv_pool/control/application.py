@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Never, TypeVar
@@ -17,9 +17,9 @@ from starlette.types import Receive, Scope, Send
 from kv_pool.control import messages
 from kv_pool.control.commands import HISTORY_INTERVAL_S, PoolCommands
 from kv_pool.control.health import Health
-from kv_pool.control.network_port import NetworkPort, Refusal
+from kv_pool.control.network_port import NetworkPort
 from kv_pool.control.page import load_page
-from kv_pool.control.watch import Feed, Watch
+from kv_pool.control.watch import Feed, Watch, wait_until_left
 from kv_pool.errors import ControlError
 from kv_pool.threads import Workers
 
@@ -64,13 +64,14 @@ class ControlApplication:
             page, headers = load_page()
             routes.append(Route("/", Response(page, headers=headers), methods=["GET"]))
         self._routes = Starlette(routes=routes, exception_handlers={HTTPException: self._refuse_path})
+        self._routes.router.redirect_slashes = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request. `scope["state"]["port"]` is the `NetworkPort` that it came through, or None."""
         request = Request(scope)
         port: NetworkPort | None = request.state.port
         refusal = port and port.find_refusal(request.method, scope["path"], request.headers)
-        answer = self._refuse(refusal) if refusal else self._routes
+        answer = self._refuse(*refusal) if refusal else self._routes
         await answer(scope, receive, send)
 
     async def keep_history(self) -> Never:
@@ -94,8 +95,9 @@ class ControlApplication:
             arguments = dict(request.query_params) if request.method != "POST" else await _read_body(request)
             if arguments is None:
                 message = f"a command has at most {messages.MAX_COMMAND_BYTES} bytes"
-                return self._refuse(Refusal(413, "body", message, {"connection": "close"}))
-            return _reply(200, await self._carry_out(messages.decode_command(name, arguments)))
+                return self._refuse(413, "body", message, {"connection": "close"})
+            command = messages.decode_command(name, arguments)
+            return _reply(200, await self._carry_out(command, request.receive))
         except ClientDisconnect:
             return Response()
         except Exception as error:  # A pool's callback may raise anything; the server continues.
@@ -118,14 +120,14 @@ class ControlApplication:
             return encode_metrics(PoolMetrics([self._commands.sources], names or "vllm"), accept)
 
         try:
-            content_type, body = await _run(self._at_metrics, encode)
+            content_type, body = await _run(self._at_metrics, encode, request.receive)
         except Exception as error:  # such as a missing prometheus_client, or a pool that is gone
             return _reply(*messages.encode_error(error))
         return Response(body, media_type=content_type)
 
-    async def _carry_out(self, command: messages.Command) -> bytes:
+    async def _carry_out(self, command: messages.Command, receive: Receive | None = None) -> bytes:
         workers = self._at_node if isinstance(command, messages.NodeCommand) else self._at_pool
-        return await _run(workers, lambda: messages.encode_result(self._commands.carry_out(command)))
+        return await _run(workers, lambda: messages.encode_result(self._commands.carry_out(command)), receive)
 
     async def _refuse_path(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -133,20 +135,35 @@ class ControlApplication:
         message = (
             f"{request.method} {request.scope['path']}: {error.detail}; the commands under /v1/ are {known}"
         )
-        return self._refuse(Refusal(error.status_code, "path", message))
+        return self._refuse(error.status_code, "path", message, error.headers)
 
-    def _refuse(self, refusal: Refusal) -> Response:
-        self._refusals[refusal.reason] += 1
-        _, body = messages.encode_error(ControlError(refusal.message))
-        return _reply(refusal.status, body, refusal.headers)
+    def _refuse(
+        self, status: int, reason: str, message: str, headers: Mapping[str, str] | None = None
+    ) -> Response:
+        self._refusals[reason] += 1
+        _, body = messages.encode_error(ControlError(message))
+        if status == 401:
+            headers = {"www-authenticate": "Bearer"}
+        return _reply(status, body, headers)
 
 
-async def _run(workers: Workers, work: Callable[[], _Result]) -> _Result:
-    """Return the result of work in a thread. Raises ControlError if the server stops before it begins."""
+async def _run(workers: Workers, work: Callable[[], _Result], receive: Receive | None) -> _Result:
+    """Return the result of work in a thread.
+
+    Raises:
+        ControlError: the server stops, or the client leaves, before the work begins; it is not done then.
+    """
+    future = workers.submit(work)
+    left = None if receive is None else asyncio.create_task(wait_until_left(receive))
+    if left is not None:
+        left.add_done_callback(lambda _: future.cancel())
     try:
-        return await asyncio.wrap_future(workers.submit(work))
+        return await asyncio.wrap_future(future)
     except asyncio.CancelledError as error:
-        raise ControlError("the server stops") from error
+        raise ControlError("the server stops, or the client has left") from error
+    finally:
+        if left is not None:
+            left.cancel()
 
 
 async def _read_body(request: Request) -> bytes | None:
@@ -159,5 +176,5 @@ async def _read_body(request: Request) -> bytes | None:
     return body
 
 
-def _reply(status: int, body: bytes, headers: dict[str, str] | None = None) -> Response:
+def _reply(status: int, body: bytes, headers: Mapping[str, str] | None = None) -> Response:
     return Response(body, status, headers, "application/json")

@@ -1,7 +1,6 @@
 """`PoolCommands`: carry out the commands of `messages` on a pool, its node and its tiers."""
 
 import time
-from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,14 +13,12 @@ from kv_pool.control import messages
 from kv_pool.errors import ControlError
 from kv_pool.reports.allocation_monitor import WINDOWS_S, AllocationMonitor
 from kv_pool.reports.controlled_pool import ControlledPool
-from kv_pool.reports.histogram import Histogram
 from kv_pool.reports.holds import explain_block, list_holds
 from kv_pool.reports.pool_reading import PoolSources, read_pool
 from kv_pool.reports.pool_view import read_view
 
 if TYPE_CHECKING:
     from kv_pool.control.live_node import LiveNode
-    from kv_pool.events.event_publisher import EventPublisher
 
 HISTORY_INTERVAL_S = 3
 """Seconds between two states of the pool that the server keeps."""
@@ -29,29 +26,23 @@ HISTORY_INTERVAL_S = 3
 
 @dataclass(frozen=True)
 class PoolCommands:
-    """What a `ControlServer` serves; its arguments are described there."""
+    """What a `ControlServer` serves; most of its arguments are described there.
+
+    Args:
+        sources: what readings and views of the pool are made from. They do not need the guard.
+    """
 
     pool: ControlledPool[Any]
+    sources: PoolSources
     path: Path
     guard: AbstractContextManager[object]
     why_no_node: str
     node: "LiveNode | None" = None
-    tiers: Callable[[], messages.TierList] | None = None
-    publisher: "EventPublisher | None" = None
-    ages: "Callable[[], Mapping[str, Histogram]] | None" = None
 
     @cached_property
     def monitor(self) -> AllocationMonitor:
         """The states of the last 15 minutes."""
         return AllocationMonitor(self.pool, max(WINDOWS_S) // HISTORY_INTERVAL_S)
-
-    @property
-    def sources(self) -> PoolSources:
-        """What readings and views of the pool are made from. They do not need the guard."""
-        node = None if self.node is None else self.node.migrator
-        return PoolSources(
-            pool=self.pool, tiers=self.tiers, publisher=self.publisher, node=node, ages=self.ages
-        )
 
     def carry_out(self, command: messages.Command) -> msgspec.Struct:
         """Return the result of a command. Blocks; raises what the pool or the node raises."""
@@ -92,12 +83,12 @@ class PoolCommands:
                         return list_holds(self.pool.block_pool)
                     return explain_block(self.pool.block_pool, command.block_id)
             case messages.TiersCommand():
-                if self.tiers is None:
+                if self.sources.tiers is None:
                     raise ControlError(
                         f"the pool at {self.path} has no lower tiers; kv-pool serve adds them with "
                         "--host-tier BLOCKS and --disk-tier FOLDER, other engines with ControlServer(tiers=)"
                     )
-                return self.tiers()
+                return self.sources.tiers()
             case messages.StatsCommand():
                 return self.pool.get_statistics()
             case messages.DefragCommand():
@@ -106,17 +97,12 @@ class PoolCommands:
                 return self.pool.get_layout()
 
 
-def defragment(
-    pool: ControlledPool[Any],
-    max_moves: int | None,
-    max_evictions: int,
-    clock: Callable[[], float] = time.perf_counter,
-) -> messages.DefragReport:
+def defragment(pool: ControlledPool[Any], max_moves: int | None, max_evictions: int) -> messages.DefragReport:
     """Compact the pool and return a report. Raises the errors of `GPUKVPool.defragment`."""
     before = pool.get_fragmentation_rate()
-    started = clock()
+    started = time.perf_counter()
     moved = pool.defragment(max_evictions=max_evictions, max_moves=max_moves)
-    elapsed = clock() - started
+    elapsed = time.perf_counter() - started
     return messages.DefragReport(
         moved, elapsed * 1000, before, pool.get_fragmentation_rate(), pool.run_length
     )

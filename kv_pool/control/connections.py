@@ -164,6 +164,11 @@ class HttpConnection(H11Protocol):
         self.resume_writing()
 
     def data_received(self, data: bytes) -> None:
+        if data.startswith(b"{") and self._is_idle():  # h11 would wait for headers
+            self._refuse(
+                400, "garbage", "this server speaks HTTP; a client of this version of kv_pool does, too"
+            )
+            return
         # h11 limits the headers that are incomplete: in slices no long ones arrive at once.
         for start in range(0, len(data), _SLICE_BYTES):
             if self.transport.is_closing():

@@ -95,7 +95,7 @@ class ControlledManager(ControlledPool[BlockPoolCore]):
     def _get_rows(self, sequence_id: RequestId) -> list[list[KVCacheBlock]] | None:
         return get_rows(self.manager, sequence_id)
 
-    def _report_sequence(self, sequence_id: RequestId, num_blocks: int, num_immovable: int) -> SequenceReport:
+    def report_sequence(self, sequence_id: RequestId, num_blocks: int, num_immovable: int) -> SequenceReport:
         request = self._requests.get(sequence_id)
         return SequenceReport(
             sequence_id,

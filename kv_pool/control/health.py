@@ -60,10 +60,10 @@ class Health:
         self._first = 0
         self._counts: dict[str, tuple[int, float]] = {}
         self._checks = {"pool": self._check_pool}
-        if commands.publisher is not None:
-            self._checks["publisher"] = partial(self._check_publisher, commands.publisher)
-        if commands.tiers is not None:
-            self._checks["tiers"] = partial(self._check_tiers, commands.tiers)
+        if commands.sources.publisher is not None:
+            self._checks["publisher"] = partial(self._check_publisher, commands.sources.publisher)
+        if commands.sources.tiers is not None:
+            self._checks["tiers"] = partial(self._check_tiers, commands.sources.tiers)
         if commands.node is not None:
             self._checks["peers"] = partial(_check_peers, commands.node)
 

@@ -23,7 +23,7 @@ or more and the body `{"error": "InvalidArgumentError", "message": ...}`, with t
 """
 
 from http import HTTPStatus
-from typing import Annotated, ClassVar, TypeVar, get_args
+from typing import Annotated, ClassVar, TypeVar
 from urllib.parse import urlencode
 
 import msgspec
@@ -40,7 +40,7 @@ MAX_COMMAND_BYTES = 4096
 _Result = TypeVar("_Result")
 
 
-class _Command(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+class Command(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """A command, named by its class.
 
     Attributes:
@@ -50,11 +50,11 @@ class _Command(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
     method: ClassVar[str] = "GET"
 
 
-class StatsCommand(_Command, frozen=True):
+class StatsCommand(Command, frozen=True):
     """A request for `PoolStatistics`."""
 
 
-class DefragCommand(_Command, frozen=True):
+class DefragCommand(Command, frozen=True):
     """A request to compact the pool; see `GPUKVPool.defragment`."""
 
     method: ClassVar[str] = "POST"
@@ -62,21 +62,21 @@ class DefragCommand(_Command, frozen=True):
     max_evictions: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
-class LayoutCommand(_Command, frozen=True):
+class LayoutCommand(Command, frozen=True):
     """A request for `PoolLayout`."""
 
 
-class SequencesCommand(_Command, frozen=True):
+class SequencesCommand(Command, frozen=True):
     """A request for the sequences that have blocks."""
 
 
-class HoldsCommand(_Command, frozen=True):
+class HoldsCommand(Command, frozen=True):
     """A request for the holds on all blocks, or on one block."""
 
     block_id: Annotated[BlockId, msgspec.Meta(ge=0)] | None = None
 
 
-class MigrateCommand(_Command, frozen=True):
+class MigrateCommand(Command, frozen=True):
     """A request to start a migration; see `LiveNode.migrate`. `MigrationsCommand` returns its progress."""
 
     method: ClassVar[str] = "POST"
@@ -87,32 +87,32 @@ class MigrateCommand(_Command, frozen=True):
     backend: str = ""
 
 
-class MigrationsCommand(_Command, frozen=True):
+class MigrationsCommand(Command, frozen=True):
     """A request for the node's migrations, or for one of them."""
 
     migration_id: str | None = None
 
 
-class CancelCommand(_Command, frozen=True):
+class CancelCommand(Command, frozen=True):
     """A request to cancel a migration, unless it is too late."""
 
     method: ClassVar[str] = "POST"
     migration_id: str
 
 
-class PeersCommand(_Command, frozen=True):
+class PeersCommand(Command, frozen=True):
     """A request for the nodes that the node knows; it asks each of them for its free blocks."""
 
 
-class TiersCommand(_Command, frozen=True):
+class TiersCommand(Command, frozen=True):
     """A request for the statistics of the pool's tiers."""
 
 
-class ReadingCommand(_Command, frozen=True):
+class ReadingCommand(Command, frozen=True):
     """A request for `PoolReading`."""
 
 
-class ViewCommand(_Command, frozen=True):
+class ViewCommand(Command, frozen=True):
     """A request for `PoolView`; see `read_view`."""
 
     num_cells: Annotated[int, msgspec.Meta(ge=1, le=65_536)] = 256
@@ -120,26 +120,12 @@ class ViewCommand(_Command, frozen=True):
     num_prefixes: Annotated[int, msgspec.Meta(ge=0)] = 10
 
 
-class HistoryCommand(_Command, frozen=True):
+class HistoryCommand(Command, frozen=True):
     """A request for the pool's use and rates in the last minutes."""
 
 
 NodeCommand = MigrateCommand | MigrationsCommand | CancelCommand | PeersCommand
-Command = (
-    StatsCommand
-    | DefragCommand
-    | LayoutCommand
-    | SequencesCommand
-    | HoldsCommand
-    | TiersCommand
-    | ReadingCommand
-    | ViewCommand
-    | HistoryCommand
-    | NodeCommand
-)
-COMMANDS: dict[str, type[Command]] = {
-    kind.__name__.removesuffix("Command").lower(): kind for kind in get_args(Command)
-}
+COMMANDS = {kind.__name__.removesuffix("Command").lower(): kind for kind in Command.__subclasses__()}
 """The commands by name, which ends the path of their requests."""
 
 PATH = "/v1/"
@@ -281,5 +267,6 @@ def decode_answer(status: int, body: bytes, result_type: type[_Result]) -> _Resu
 def make_version_error(error: Exception) -> ControlError:
     """Return the error for an answer that cannot be decoded."""
     return ControlError(
-        f"the reply is not one of this version of kv_pool: {error}. Does the server run another version?"
+        f"the reply is not one of this version of kv_pool: {str(error).strip()}. Does the server run another "
+        "version?"
     )

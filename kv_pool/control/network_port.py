@@ -6,17 +6,18 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from kv_pool.errors import ControlError, InvalidArgumentError
 from kv_pool.migration.secret import check_secret, load_secret
 
-_OPEN_PATHS = ("/v1/reading", "/v1/view", "/v1/watch")
+_OPEN_PATHS = ("/v1/history", "/v1/reading", "/v1/view", "/v1/watch")
+_MAX_PORT = 65535
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
-@dataclass(frozen=True)
-class Refusal:
+class Refusal(NamedTuple):
     """Why a request is refused before anything is done for it.
 
     Attributes:
@@ -26,7 +27,6 @@ class Refusal:
     status: int
     reason: str
     message: str
-    headers: dict[str, str] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,19 +40,20 @@ class NetworkPort:
     Args:
         host: the address to bind; only processes of this machine reach the default.
         port: 0 for a free port; see `ControlServer.url`.
-        token: the secret of clients, or the path of a file with it; see `load_secret`. A client sends it as
+        token: the secret of clients, or the path of a file with it; see `read_token`. A client sends it as
             `Authorization: Bearer TOKEN`. The page is sent without one and asks for it.
         certificate, key: PEM files for TLS. Without them a token can be read on the way.
     Raises:
-        InvalidArgumentError: other machines can reach the host and there is no token, the token is short or
-            cannot be read, or there is a key without a certificate.
+        InvalidArgumentError: the port is not 0 to 65535, other machines can reach the host and there is no
+            token, as `read_token`, or there is a key without a certificate.
 
     The port only reads. Compaction and migration need the Unix socket, which only its owner can open.
 
     Every user and every browser of a machine can reach its loopback addresses. So without a token the port
     serves only what keeps the pool's lock for less than a millisecond: the page, `/metrics`, health,
-    `/v1/reading`, `/v1/view` and `/v1/watch`. It refuses names of hosts other than `localhost`, to which the
-    owner of a web site may have rebound its own name, and requests that a page of another site has made.
+    `/v1/history`, `/v1/reading`, `/v1/view` and `/v1/watch`. It refuses names of hosts other than
+    `localhost`, to which the owner of a web site may have rebound its own name, and requests that a page of
+    another site has made.
     """
 
     host: str = "127.0.0.1"
@@ -62,11 +63,11 @@ class NetworkPort:
     key: str | Path | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.token, Path):
-            object.__setattr__(self, "token", load_secret(self.token).decode(errors="replace"))
-        elif self.token is not None:
-            check_secret(self.token.encode(errors="replace"), "the token of the port: ")
-        if self.token is None and not _is_loopback(self.host):
+        if not 0 <= self.port <= _MAX_PORT:
+            raise InvalidArgumentError(f"port is {self.port}; it is 0 to {_MAX_PORT}")
+        if self.token is not None:
+            object.__setattr__(self, "token", read_token(self.token))
+        elif not _is_loopback(self.host):
             raise InvalidArgumentError(
                 f"other machines can reach port {self.port} of {self.host}, so it needs a token: pass "
                 "--token-file FILE, or token= to NetworkPort; or serve on 127.0.0.1 and forward the port, "
@@ -79,7 +80,7 @@ class NetworkPort:
     def parse(cls, address: str, **options: str | Path | None) -> "NetworkPort":
         """Return the port at `[HOST:]PORT`. Raises InvalidArgumentError for other text, or as the class."""
         host, _, port = address.rpartition(":")
-        if not port.isascii() or not port.isdecimal() or int(port) > 65535:
+        if not port.isascii() or not port.isdecimal() or int(port) > _MAX_PORT:
             raise InvalidArgumentError(
                 f"{address!r} is not a port; write PORT or HOST:PORT, such as 127.0.0.1:9400"
             )
@@ -114,8 +115,7 @@ class NetworkPort:
         if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
             return Refusal(403, "site", "a page of another site has made this request")
         if self.token is not None and not self._has_token(headers.get("authorization", "")):
-            message = "this port needs its token; send Authorization: Bearer TOKEN"
-            return Refusal(401, "token", message, {"www-authenticate": "Bearer"})
+            return Refusal(401, "token", "this port needs its token; send Authorization: Bearer TOKEN")
         if method not in ("GET", "HEAD"):
             return Refusal(403, "method", "this port only reads; use the Unix socket to change the pool")
         if self.token is None and path.startswith("/v1/") and path not in _OPEN_PATHS:
@@ -125,8 +125,27 @@ class NetworkPort:
 
     def _has_token(self, authorization: str) -> bool:
         scheme, _, given = authorization.partition(" ")
-        is_right = hmac.compare_digest(given.strip().encode(), str(self.token).encode(errors="replace"))
+        is_right = hmac.compare_digest(given.strip().encode(), str(self.token).encode())
         return is_right and scheme.lower() == "bearer"
+
+
+def read_token(token: str | Path) -> str:
+    """Return a bearer token, or the one in a file, without surrounding white space.
+
+    Raises:
+        InvalidArgumentError: as `load_secret`, or a header of HTTP cannot carry the token.
+    """
+    if isinstance(token, Path):
+        text = load_secret(token).decode(errors="replace")
+    else:
+        text = token.strip()
+        check_secret(text.encode(errors="replace"), "the token of the port: ")
+    if not (text.isascii() and text.isprintable()):
+        raise InvalidArgumentError(
+            f"{'the token' if text is token else token}: no client can send this token; use one line of "
+            "printable ASCII, such as of openssl rand -hex 32"
+        )
+    return text
 
 
 def _find_host_name(host: str) -> str | None:

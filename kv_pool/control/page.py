@@ -11,7 +11,9 @@ def load_page() -> tuple[bytes, dict[str, str]]:
 
     They allow its own script and style only, by their hashes, and connections to its own server.
     """
-    page = files("kv_pool.control").joinpath("page.html").read_bytes()
+    folder = files("kv_pool.control")
+    page, looks = (folder.joinpath(name).read_bytes() for name in ("page.html", "page.css"))
+    page = page.replace(b"<style></style>", b"<style>\n%b</style>" % looks)
     hashes = {}
     for tag in (b"script", b"style"):
         [content] = re.findall(b"<%b>(.*?)</%b>" % (tag, tag), page, re.DOTALL)

@@ -29,6 +29,7 @@ from kv_pool.errors import ControlError, MissingDependencyError, describe_instal
 from kv_pool.ids import NodeName
 from kv_pool.metrics.block_ages import BlockAges
 from kv_pool.reports.controlled_pool import ControlledPool
+from kv_pool.reports.pool_reading import PoolSources
 from kv_pool.threads import start_thread
 
 if TYPE_CHECKING:
@@ -102,15 +103,22 @@ class ControlServer(Running):
         self._web = web
         self.url: str | None = None
         self.refusals: Counter[str] = Counter()
-        held = nullcontext() if guard is None else guard
         self._ages = BlockAges(lambda: pool.block_pool, pool.lock)
-        self._commands = PoolCommands(
-            pool, self.path, held, why_no_node, node, tiers, publisher, self._ages.get_histograms
+        sources = PoolSources(
+            pool=pool,
+            tiers=tiers,
+            publisher=publisher,
+            node=None if node is None else node.migrator,
+            ages=self._ages.get_histograms,
+            refusals=self.refusals,
         )
+        held = nullcontext() if guard is None else guard
+        self._commands = PoolCommands(pool, sources, self.path, held, why_no_node, node)
         self._timeout_s = timeout_s
         self._max_clients = as_count("max_clients", max_clients, 1)
         self._thread: threading.Thread | None = None
         self._inode = 0
+        self._process_id = 0
 
     def start(self) -> None:
         """Start to listen; clients can connect as soon as this returns.
@@ -146,6 +154,7 @@ class ControlServer(Running):
                 raise ControlError(f"{self.path}: cannot serve there: {error}") from error
             on_failure.callback(self._end_loop)
             self._stopping = asyncio.Event()
+            self._process_id = os.getpid()
             self._thread = start_thread(_THREAD, self._run, application, served)
             on_failure.pop_all()
 
@@ -159,15 +168,18 @@ class ControlServer(Running):
     def stop(self) -> None:
         """Finish the command that runs, close all connections and remove the socket.
 
-        Do not call it while holding the guard: the running command may wait for it.
+        Do not call it while holding the guard: the running command may wait for it. In a forked child, which
+        has inherited a server but not its thread, nothing happens.
         """
-        if self._thread is None:
+        thread = self._thread
+        if thread is None or self._process_id != os.getpid():
             return
         self._remove_socket()
-        self._loop.call_soon_threadsafe(self._stopping.set)
+        with suppress(RuntimeError):  # another thread, or a signal's handler, has stopped it
+            self._loop.call_soon_threadsafe(self._stopping.set)
         # The server's own threads may drop the last reference to a pool.
         if not threading.current_thread().name.startswith(_THREAD):
-            self._thread.join()
+            thread.join()
         self._thread = None
 
     # ---- the socket ------------------------------------------------------------------------------

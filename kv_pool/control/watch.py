@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import NamedTuple
 
 from starlette.types import Receive, Scope, Send
@@ -43,24 +44,25 @@ class Watch:
         self._feeds = feeds
         self._latest: dict[str, bytes] = {}
         self._readers: list[asyncio.Task[None]] = []
-        self._clients: set[asyncio.Task[None]] = set()
+        self._clients: dict[asyncio.Task[None], asyncio.Event] = {}  # with what is set at news for the client
         self._is_stopped = False
-        self._news: asyncio.Future[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send events until the client leaves or `stop` is called."""
-        client, left = asyncio.current_task(), asyncio.create_task(_wait_until_left(receive))
+        client, news = asyncio.current_task(), asyncio.Event()
         assert client is not None
-        self._clients.add(client)
+        left = asyncio.create_task(wait_until_left(receive))
+        left.add_done_callback(lambda _: news.set())
+        self._clients[client] = news
         if not self._readers:
             self._readers = [asyncio.create_task(self._read(*feed)) for feed in self._feeds.items()]
         try:
             await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-            await self._send_events(send, left)
+            await self._send_events(send, left, news)
             await send({"type": "http.response.body"})
         finally:
             left.cancel()
-            self._clients.remove(client)
+            del self._clients[client]
             if not self._clients:
                 readers, self._readers = self._readers, []
                 for reader in readers:
@@ -74,15 +76,16 @@ class Watch:
         if self._clients:
             await asyncio.wait(self._clients, timeout=_END_S)
 
-    async def _send_events(self, send: Send, left: asyncio.Task[None]) -> None:
+    async def _send_events(self, send: Send, left: asyncio.Task[None], news: asyncio.Event) -> None:
         sent: dict[str, bytes] = {}
         while not left.done() and not self._is_stopped:
-            news = self._get_news()
+            news.clear()
             due = [event for name, event in self._latest.items() if sent.get(name) is not event]
             sent = self._latest.copy()
             body = b"".join(due) or _HEARTBEAT
             await send({"type": "http.response.body", "body": body, "more_body": True})
-            await asyncio.wait({left, news}, timeout=HEARTBEAT_S, return_when=asyncio.FIRST_COMPLETED)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(news.wait(), HEARTBEAT_S)
 
     async def _read(self, name: str, feed: Feed) -> None:
         while True:
@@ -96,17 +99,12 @@ class Watch:
             self._notify()
             await asyncio.sleep(feed.interval_s)
 
-    def _get_news(self) -> asyncio.Future[None]:
-        """Return what becomes done at the next event."""
-        if self._news is None or self._news.done():
-            self._news = asyncio.get_running_loop().create_future()
-        return self._news
-
     def _notify(self) -> None:
-        if self._news is not None and not self._news.done():
-            self._news.set_result(None)
+        for news in self._clients.values():
+            news.set()
 
 
-async def _wait_until_left(receive: Receive) -> None:
+async def wait_until_left(receive: Receive) -> None:
+    """Wait until the client has closed the connection, or the answer is complete."""
     while (await receive())["type"] != "http.disconnect":
         pass

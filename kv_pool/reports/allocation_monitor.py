@@ -59,12 +59,12 @@ class PoolHistory(msgspec.Struct, frozen=True, kw_only=True):
     """A summary of the states of a pool.
 
     Attributes:
-        last: the newest state.
+        states: those kept, oldest first, and at the end that of this moment.
         windows: the shortest first.
         scenarios: the mean share of the blocks in use, 0 to 1, by scenario.
     """
 
-    last: AllocationState
+    states: list[AllocationState]
     windows: list[HistoryWindow]
     scenarios: dict[str, float]
 
@@ -118,7 +118,7 @@ class AllocationMonitor:
         for state in states[:-1]:
             shares[state.scenario].append(state.utilization)
         return PoolHistory(
-            last=states[-1],
+            states=states,
             windows=[_summarize(states, window_s) for window_s in WINDOWS_S],
             scenarios={scenario: fmean(found) for scenario, found in shares.items()},
         )

@@ -67,6 +67,7 @@ class PoolReading(msgspec.Struct, frozen=True, kw_only=True):
         invariant_checks, invariant_failures: checks of the pool's invariants so far, and failed ones.
         interrupted_calls: interrupted calls so far.
         is_interrupted: the last call was interrupted, and the pool needs `repair`.
+        refused_requests: requests that the pool's server has refused so far, by reason; see `ControlServer`.
     """
 
     time_s: float
@@ -108,6 +109,7 @@ class PoolReading(msgspec.Struct, frozen=True, kw_only=True):
     invariant_failures: int = 0
     interrupted_calls: int = 0
     is_interrupted: bool = False
+    refused_requests: dict[str, int] = {}
 
     @property
     def usage(self) -> float:
@@ -190,6 +192,7 @@ class PoolSources:
         tiers: returns the report of the lower tiers, such as `LiveTiers.get_report`.
         node: the migrator of the pool.
         ages: returns the ages of blocks, such as `BlockAges.get_histograms`.
+        refusals: `ControlServer.refusals`.
         name: of the pool, as a label.
         model_name, engine: as labels; "" for those of the pool. `engine` is the index of an engine's core.
     """
@@ -200,6 +203,7 @@ class PoolSources:
     publisher: EventPublisher | None = None
     node: CountsMigrations | None = None
     ages: Callable[[], Mapping[str, Histogram]] | None = None
+    refusals: Mapping[str, int] | None = None
     name: str = ""
     model_name: str = ""
     engine: str = ""
@@ -255,6 +259,7 @@ def read_pool(sources: PoolSources, *, clock: Callable[[], float] = time.time) -
         migrations={} if sources.node is None else sources.node.count_migrations(),
         stream=None if sources.publisher is None else sources.publisher.get_statistics(),
         ages={} if sources.ages is None else dict(sources.ages()),
+        refused_requests=dict(sources.refusals or {}),
         **known,
         **({"calls": {}, "latencies": {}} | more),
         **({} if ages is None else _measure_runs(ages, getattr(pool, "run_length", DEFAULT_RUN_LENGTH))),

@@ -149,4 +149,4 @@ def test_history_has_the_use_and_rates_of_1_5_and_15_minutes(tmp_path):
     assert ["Hit Rate", "50.0%", "50.0%", "50.0%"] in rows
     assert all(len(line) <= 80 for line in text.splitlines())
     assert [window["window_s"] for window in found["windows"]] == [60, 300, 900]
-    assert found["last"]["counters"]["hit_tokens"] == 8
+    assert found["states"][-1]["counters"]["hit_tokens"] == 8

@@ -3,6 +3,7 @@
 import json
 import select
 import socket
+from contextlib import suppress
 
 STATS = b"GET /v1/stats HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
@@ -25,7 +26,8 @@ class RawClient:
         self._socket.close()
 
     def send(self, data):
-        self._socket.sendall(data)
+        with suppress(BrokenPipeError, ConnectionResetError):  # a refusal can be read even so
+            self._socket.sendall(data)
 
     def wait_for_hang_up(self):
         """Wait, without reading, until the server has closed the connection."""

@@ -66,7 +66,7 @@ class _Listener:
     [
         (b"", "closed the connection; was it stopped?"),
         (OK % 99 + b'{"total_', "closed the connection; was it stopped?"),
-        (b'{"result": {}}\n', "is not one of this version of kv_pool"),
+        (b'{"result": {}}\n', r'is not one of this version of kv_pool: {"result": {}}\. Does the server'),
         (OK % 2 + b"{}", "the reply is not one of this version of kv_pool"),
         (OK.replace(b"200", b"404") % 2 + b"no", "the reply is not one of this version of kv_pool"),
         (

@@ -13,6 +13,7 @@ from kv_pool.control.health import Health
 from kv_pool.control.messages import TierList
 from kv_pool.core.kv_events import AllBlocksCleared
 from kv_pool.events import PublisherConfig, ZMQEventPublisher
+from kv_pool.reports.pool_reading import PoolSources
 from kv_pool.tiers.tier import TierStatistics
 
 
@@ -24,7 +25,8 @@ class Clock:
 
 
 def make_health(pool, clock, **parts):
-    return Health(PoolCommands(pool, "c.sock", nullcontext(), "", **parts), clock)
+    sources = PoolSources(pool=pool, **parts)
+    return Health(PoolCommands(pool, sources, "c.sock", nullcontext(), ""), clock)
 
 
 def check(health, clock):

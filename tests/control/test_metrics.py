@@ -30,6 +30,14 @@ def get(url, accept="text/plain"):
         return error.code, error.headers["content-type"], error.read().decode()
 
 
+def test_refusals_are_counted_by_reason(url):
+    url, _ = url
+    assert get(url.replace("metrics", "v1/layout"))[0] == 403
+    assert (
+        'kv_pool_refused_requests_total{engine="0",model_name="",pool="",reason="token"} 1.0' in get(url)[2]
+    )
+
+
 def test_a_scrape_gets_the_format_and_the_names_that_it_asks_for(url):
     url, _ = url
     status, content_type, body = get(url)

@@ -59,6 +59,9 @@ def test_port_without_a_token_answers_what_costs_little(path):
         ({"target": "/v1/layout", "host": "localhost/?"}, "token", 403),
         ({"target": "/v1/nothing"}, "token", 403),
         ({"target": "/nothing"}, "path", 404),
+        ({"target": "/live/"}, "path", 404),
+        ({"target": "http://localhost/v1/layout"}, "path", 404),
+        ({"target": "/v1%2flayout"}, "token", 403),
     ],
 )
 def test_request_through_the_port_is_refused_and_counted(path, request_of, reason, status):
@@ -94,10 +97,13 @@ def test_port_with_a_token_asks_for_it_and_still_only_reads(path, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"port": 65536}, "port is 65536; it is 0 to 65535"),
         ({"host": "0.0.0.0"}, "other machines can reach .* --token-file FILE"),
         ({"host": "::"}, "other machines can reach"),
         ({"host": "pool.example"}, "other machines can reach"),
         ({"host": "10.0.0.1", "token": "short"}, "the token of the port: the shared secret has 5 bytes"),
+        ({"token": f"{TOKEN}\n{TOKEN}"}, "no client can send this token"),
+        ({"token": "ü" * 16}, "no client can send this token"),
         ({"token": Path("nowhere")}, "nowhere: cannot read the shared secret"),
         ({"key": "key.pem"}, "pass --certificate, too"),
     ],

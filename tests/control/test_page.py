@@ -1,6 +1,7 @@
 """The web page of a running pool, in headless Chromium: what its live DOM says."""
 
 import socket
+from importlib.resources import files
 
 import pytest
 from adapter.made_pool import make, take
@@ -19,6 +20,7 @@ TOKEN = "0123456789abcdef+/0123456789abcdef=&"
 COLOURS = {"light": ["#1a1e24", "rgb(247, 248, 250)"], "dark": ["#e8ecf1", "rgb(16, 20, 25)"]}
 IS_LIVE = "document.body.dataset.link === 'live'"
 IS_LOST = "document.body.dataset.link === 'lost'"
+IS_CUT = "(one) => one.scrollWidth > one.clientWidth"
 HOSTILE = '<img src=x onerror="document.title=1">&amp;'
 
 
@@ -86,6 +88,25 @@ def test_the_page_shows_the_pool_and_follows_it(browser, serve):
         # A page that is paused has still received this.
         browser.wait_for("recent.at(-1).used_blocks === 8")
         assert "13 of 16 blocks" in read(browser, "figures")
+        browser.run("tell('lost', 'Connection lost')")
+        browser.wait_for("byId('connection').textContent === 'Paused'")  # when it has come back
+    assert browser.complaints == []
+
+
+def test_the_curve_begins_with_the_history_of_the_server(browser, serve):
+    pool = make(16)
+    take(pool, 1, 2)
+    pool.cache_prefix(1, [b"a", b"b"])
+    with serve(pool) as server:
+        for sequence_id in range(2, 6):
+            pool.claim_prefix(sequence_id, [b"a", b"b", b"c"])
+            server._commands.monitor.log_allocation_state()
+        browser.show(server.url)
+        browser.wait_for(IS_LIVE)
+        shares = browser.run("points.map((one) => one.overall).filter((one) => one !== null)")
+        assert len(shares) >= 5
+        assert set(shares) == {2 / 3}
+        assert browser.run("points.every((one, at) => !at || one.time >= points[at - 1].time)")
     assert browser.complaints == []
 
 
@@ -188,7 +209,7 @@ def test_the_token_is_in_the_fragment_only_and_is_asked_for(browser, tmp_path):
         assert server.refusals["token"] == 1
 
 
-@pytest.mark.parametrize("width", [360, 1600])
+@pytest.mark.parametrize("width", [360, 1400])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_page_fits_its_window(browser, serve, width, scheme):
     pool = make(2000)
@@ -198,6 +219,8 @@ def test_the_page_fits_its_window(browser, serve, width, scheme):
         browser.show(server.url, width=width, scheme=scheme)
         browser.wait_for(IS_LIVE)
         assert browser.run("document.documentElement.scrollWidth <= window.innerWidth")
+        assert browser.run(f"[...document.querySelectorAll('.scroll')].filter({IS_CUT}).length") == 0
+        assert "priority" not in read(browser, "sequences")  # that of all is 0
         colours = browser.run("[colour('--ink'), getComputedStyle(document.body).backgroundColor]")
         assert colours == COLOURS[scheme]
 
@@ -219,4 +242,5 @@ def test_the_page_is_confined_to_its_server():
     assert "default-src 'none'; script-src 'sha256-" in policy
     assert "unsafe" not in policy
     assert b"://" not in page.replace(b"http://www.w3.org/", b"")
-    assert len(page.splitlines()) < 600
+    source = files("kv_pool.control").joinpath("page.html").read_text()
+    assert len(source.splitlines()) < 600

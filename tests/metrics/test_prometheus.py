@@ -48,6 +48,7 @@ def sources():
         publisher=NullEventPublisher(),
         node=Node(),
         ages=lambda: ages,
+        refusals={"token": 1},
         name="a",
         model_name="m",
     )

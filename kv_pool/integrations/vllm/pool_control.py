@@ -113,7 +113,7 @@ class PoolControl(ControlledPool[BlockPool]):
         manager = self._get_manager()
         return None if manager is None else get_rows(manager.manager, sequence_id)
 
-    def _report_sequence(self, sequence_id: RequestId, num_blocks: int, num_immovable: int) -> SequenceReport:
+    def report_sequence(self, sequence_id: RequestId, num_blocks: int, num_immovable: int) -> SequenceReport:
         return SequenceReport(sequence_id, num_blocks, None, None, False, num_immovable_blocks=num_immovable)
 
     def count_more(self) -> dict[str, Any]:
@@ -205,7 +205,7 @@ def open_socket(pool: BlockPool, control: PoolControl, setting: str) -> None:
         own = "" if setting == "1" else f". With {CONTROL}=1 each engine process has its own"
         logger.warning("kv_pool could not open a control socket: %s%s", error, own)
         return
-    weakref.finalize(pool, _stop, server, os.getpid())
+    weakref.finalize(pool, server.stop)
     also = "" if server.url is None else f"; page, metrics: {server.url}"
     logger.info("kv_pool answers at %s: kv-pool stats --socket %s%s", server.path, server.path, also)
 
@@ -217,11 +217,6 @@ def remove_sockets_at_exit(setting: str) -> None:
     """
     only = None if setting == "1" else Path(setting)
     Finalize(None, remove_dead_sockets, (only,), exitpriority=-1)  # negative: after the children have ended
-
-
-def _stop(server: ControlServer, process_id: int) -> None:
-    if os.getpid() == process_id:  # a forked child must not remove its parent's socket
-        server.stop()
 
 
 def locked(method: _Method) -> _Method:
