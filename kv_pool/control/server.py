@@ -76,9 +76,10 @@ class ControlServer(Running):
     A compaction changes block ids. The engine of the pool must update its tables (`on_moved`), or read the
     ids of its sequences again after each compaction.
 
-    Pool commands run one at a time in a thread, under the guard. Node commands may wait for other nodes; they
-    run in threads of their own, without the guard. A bad or incomplete command does not affect other clients;
-    its error is the reply. See `messages` for the requests.
+    Pool commands run one at a time in a thread, under the guard; readings, views and metrics in another one,
+    without it. Node commands may wait for other nodes; they run in threads of their own, without the guard. A
+    command that has not begun when its client leaves is not carried out. A bad or incomplete command does not
+    affect other clients; its error is the reply. See `messages` for the requests.
     """
 
     def __init__(

@@ -59,6 +59,17 @@ def test_readings_and_views_do_not_need_the_guard(path):
     assert (view.prefixes, view.migrations) == ([], None)
 
 
+def test_readings_do_not_wait_for_a_command_that_waits_for_the_guard(path):
+    """The page, `kv-pool top` and the history used to stop for as long."""
+    guard = threading.Lock()
+    server = ControlServer(make(), path, guard=guard)
+    with server, ControlClient(path, timeout_s=5) as client, RawClient(path) as waiting, guard:
+        waiting.send(STATS)
+        for _ in range(5):
+            assert client.read().total_blocks == client.view().reading.total_blocks == 10
+            assert client.get_history().windows
+
+
 def test_the_guard_is_held_during_a_command(path):
     guard = threading.Lock()
     seen = []
