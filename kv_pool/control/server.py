@@ -15,7 +15,7 @@ from weakref import WeakSet
 
 from kv_pool.closing import Running
 from kv_pool.control import messages
-from kv_pool.control.commands import NUM_STATES, PoolCommands
+from kv_pool.control.commands import PoolCommands
 from kv_pool.control.network_port import NetworkPort
 from kv_pool.control.socket_path import (
     get_default_folder,
@@ -29,7 +29,6 @@ from kv_pool.core.arguments import as_count
 from kv_pool.errors import ControlError, MissingDependencyError, describe_install
 from kv_pool.ids import NodeName
 from kv_pool.metrics.block_ages import BlockAges
-from kv_pool.reports.allocation_monitor import AllocationMonitor
 from kv_pool.reports.controlled_pool import ControlledPool
 from kv_pool.reports.pool_reading import PoolSources
 from kv_pool.threads import start_thread
@@ -127,8 +126,7 @@ class ControlServer(Running):
             refusals=self.refusals,
         )
         held = nullcontext() if guard is None else guard
-        monitor = AllocationMonitor(pool, NUM_STATES)
-        self._commands = PoolCommands(pool, sources, self.path, held, why_no_node, monitor, node)
+        self._commands = PoolCommands(pool, sources, self.path, held, why_no_node, node)
         self._timeout_s = timeout_s
         self._max_clients = as_count("max_clients", max_clients, 1)
         self._thread: threading.Thread | None = None
