@@ -285,13 +285,15 @@ class Wrong:
 
 WRONG_VALUES = {int: ["1", 1.5, Wrong()], str: [5, Wrong()], bool: ["yes", Wrong()], float: ["1", Wrong()]}
 PARTS = {"add_references", "drop_references", "place_in_band"}
+REPORTS = {"read_sequences", "count_held", "report_sequence"}  # called by views, with ids that the pool gave
 NOT_WALKED = {
     BlockPool: PARTS,  # parts of larger calls, which check the arguments
     RunBlockPool: PARTS,
     KVCacheManager: {
         "add_host",  # called by a swapper, with a weak reference
     },
-    GPUKVPool: {"attach", "dump", "load"},  # these involve a node, and a file
+    GPUKVPool: {"attach", "dump", "load", *REPORTS},  # these involve a node, and a file
+    ControlledManager: REPORTS,
     BlockRetention: {  # called by the manager
         "attach",
         "list_lasting_pins",

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Never, TypeVar
@@ -45,21 +45,21 @@ class ControlApplication:
         self._commands = commands
         self._refusals = refusals
         self.health = Health(commands)
-        self._at_pool = Workers("kv_pool control of the pool", 1)
-        self._at_node = Workers("kv_pool control of the node", max_threads)
+        numbers = {"pool": 1, "readings": 1, "node": max_threads}
+        self._workers = {place: Workers(f"kv_pool control of the {place}", n) for place, n in numbers.items()}
         feeds = {"view": Feed(partial(self._carry_out, messages.ViewCommand(_MAP_CELLS)), _VIEW_S)}
         if commands.node is not None:
             feeds["nodes"] = Feed(partial(self._carry_out, messages.PeersCommand()), _NODES_S)
         self._watch = Watch(feeds)
-        self._at_metrics = Workers("kv_pool control of metrics", 1)  # a scrape does not wait for a compaction
         routes = [
             Route("/live", self._live),
-            Route("/ready", self._ready),
-            Route("/metrics", self._metrics, methods=["GET"]),
+            Route("/ready", partial(self._answer, self._ready), methods=["GET"]),
+            Route("/metrics", partial(self._answer, self._metrics), methods=["GET"]),
             Route(f"{messages.PATH}watch", self._watch, methods=["GET"]),
         ]
         for name, kind in messages.COMMANDS.items():
-            routes.append(Route(messages.PATH + name, partial(self._answer, name), methods=[kind.method]))
+            answer = partial(self._answer, partial(self._command, name))
+            routes.append(Route(messages.PATH + name, answer, methods=[kind.method]))
         if web:
             page, headers = load_page()
             routes.append(Route("/", Response(page, headers=headers), methods=["GET"]))
@@ -77,31 +77,40 @@ class ControlApplication:
     async def keep_history(self) -> Never:
         """Note the state of the pool again and again."""
         monitor = self._commands.monitor
+
+        def note() -> None:  # in the thread that summarizes the history
+            monitor.history.append(monitor.read_state())
+
         while True:
             with suppress(Exception):  # such as of an interrupted pool: the history lacks this state
-                monitor.history.append(await asyncio.wrap_future(self._at_pool.submit(monitor.read_state)))
+                await _run(self._workers["readings"], note)
             await asyncio.sleep(HISTORY_INTERVAL_S)
 
     async def stop(self) -> None:
         """End the streams of views, and cancel the commands that have not started."""
         await self._watch.stop()
         self.health.stop()
-        self._at_pool.stop()
-        self._at_node.stop()
-        self._at_metrics.stop()
+        for workers in self._workers.values():
+            workers.stop()
 
-    async def _answer(self, name: str, request: Request) -> Response:
+    async def _answer(self, find: Callable[[Request], Awaitable[Response]], request: Request) -> Response:
         try:
-            arguments = dict(request.query_params) if request.method != "POST" else await _read_body(request)
-            if arguments is None:
-                message = f"a command has at most {messages.MAX_COMMAND_BYTES} bytes"
-                return self._refuse(413, "body", message, {"connection": "close"})
-            command = messages.decode_command(name, arguments)
-            return _reply(200, await self._carry_out(command, request.receive))
+            return await find(request)
         except ClientDisconnect:
             return Response()
         except Exception as error:  # A pool's callback may raise anything; the server continues.
             return _reply(*messages.encode_error(error))
+
+    async def _command(self, name: str, request: Request) -> Response:
+        arguments: bytes | dict[str, str] = dict(request.query_params)
+        if request.method == "POST":
+            arguments = b""
+            async for part in request.stream():
+                arguments += part
+                if len(arguments) > messages.MAX_COMMAND_BYTES:
+                    message = f"a command has at most {messages.MAX_COMMAND_BYTES} bytes"
+                    return self._refuse(413, "body", message, {"connection": "close"})
+        return _reply(200, await self._carry_out(messages.decode_command(name, arguments), request.receive))
 
     async def _live(self, request: Request) -> Response:
         return _reply(200, b'{"is_live":true}')
@@ -119,15 +128,14 @@ class ControlApplication:
 
             return encode_metrics(PoolMetrics([self._commands.sources], names or "vllm"), accept)
 
-        try:
-            content_type, body = await _run(self._at_metrics, encode, request.receive)
-        except Exception as error:  # such as a missing prometheus_client, or a pool that is gone
-            return _reply(*messages.encode_error(error))
+        content_type, body = await _run(self._workers["readings"], encode, request.receive)
         return Response(body, media_type=content_type)
 
     async def _carry_out(self, command: messages.Command, receive: Receive | None = None) -> bytes:
-        workers = self._at_node if isinstance(command, messages.NodeCommand) else self._at_pool
-        return await _run(workers, lambda: messages.encode_result(self._commands.carry_out(command)), receive)
+        def carry_out() -> bytes:
+            return messages.encode_result(self._commands.carry_out(command))
+
+        return await _run(self._workers[command.place], carry_out, receive)
 
     async def _refuse_path(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -147,7 +155,7 @@ class ControlApplication:
         return _reply(status, body, headers)
 
 
-async def _run(workers: Workers, work: Callable[[], _Result], receive: Receive | None) -> _Result:
+async def _run(workers: Workers, work: Callable[[], _Result], receive: Receive | None = None) -> _Result:
     """Return the result of work in a thread.
 
     Raises:
@@ -164,16 +172,6 @@ async def _run(workers: Workers, work: Callable[[], _Result], receive: Receive |
     finally:
         if left is not None:
             left.cancel()
-
-
-async def _read_body(request: Request) -> bytes | None:
-    """Return the body; None if it is too long."""
-    body = b""
-    async for part in request.stream():
-        body += part
-        if len(body) > messages.MAX_COMMAND_BYTES:
-            return None
-    return body
 
 
 def _reply(status: int, body: bytes, headers: Mapping[str, str] | None = None) -> Response:

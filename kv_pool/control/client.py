@@ -169,16 +169,15 @@ class _UnixConnection(HTTPConnection):
 def describe_failure(path: Path, error: OSError) -> str:
     """Return why no pool could be reached at `path`, and what to do."""
     way_out = "Start one with kv-pool serve, or name another socket with --socket."
+    if isinstance(error, PermissionError):  # of a folder above, too: nothing else is known of the path
+        return f"the pool at {path} is served only to the user that started it. {way_out}"
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         return f"no pool is served at {path}: there is no such socket. {way_out}"
-    if path.is_dir():
-        return f"no pool is served at {path}: this is a folder, not a socket. {way_out}"
-    if isinstance(error, ConnectionRefusedError) and path.exists() and not path.is_socket():
-        return f"no pool is served at {path}: this is a file, not a socket. {way_out}"
+    if path.exists() and not path.is_socket():
+        kind = "folder" if path.is_dir() else "file"
+        return f"no pool is served at {path}: this is a {kind}, not a socket. {way_out}"
     if isinstance(error, ConnectionRefusedError):
         return f"no pool is served at {path}: no server listens on it any more. {way_out}"
-    if isinstance(error, PermissionError):
-        return f"the pool at {path} is served only to the user that started it. {way_out}"
     if isinstance(error, BlockingIOError):
         return f"too many clients are connecting to the pool at {path}; try again."
     return f"{path}: cannot connect: {error.strerror or error}"

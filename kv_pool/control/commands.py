@@ -1,9 +1,9 @@
 """`PoolCommands`: carry out the commands of `messages` on a pool, its node and its tiers."""
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 HISTORY_INTERVAL_S = 3
 """Seconds between two states of the pool that the server keeps."""
-NUM_STATES = max(WINDOWS_S) // HISTORY_INTERVAL_S
 
 
 @dataclass(frozen=True)
@@ -38,73 +37,69 @@ class PoolCommands:
     path: Path
     guard: AbstractContextManager[object]
     why_no_node: str
-    monitor: AllocationMonitor
     node: "LiveNode | None" = None
+
+    @cached_property
+    def monitor(self) -> AllocationMonitor:
+        """The states of the last 15 minutes."""
+        return AllocationMonitor(self.pool, max(WINDOWS_S) // HISTORY_INTERVAL_S)
 
     def carry_out(self, command: messages.Command) -> msgspec.Struct:
         """Return the result of a command. Blocks; raises what the pool or the node raises."""
-        if isinstance(command, messages.NodeCommand):
-            return self._carry_out_at_node(command)
-        if isinstance(command, messages.HistoryCommand):
-            return self.monitor.summarize()
-        if isinstance(command, messages.ReadingCommand):
-            return read_pool(self.sources)
-        if isinstance(command, messages.ViewCommand):
-            return read_view(self.sources, **msgspec.structs.asdict(command))
-        with self.guard:
-            return self._carry_out_at_pool(command)
+        with self.guard if command.place == "pool" else nullcontext():
+            match command:
+                case messages.StatsCommand():
+                    return self.pool.get_statistics()
+                case messages.LayoutCommand():
+                    return self.pool.get_layout()
+                case messages.SequencesCommand():
+                    return self.pool.describe_sequences()
+                case messages.DefragCommand():
+                    return defragment(self.pool, command.max_moves, command.max_evictions)
+                case messages.HoldsCommand():
+                    with self.pool.lock:
+                        if command.block_id is None:
+                            return list_holds(self.pool.block_pool)
+                        return explain_block(self.pool.block_pool, command.block_id)
+                case messages.TiersCommand():
+                    return self._find_tiers()
+                case messages.ReadingCommand():
+                    return read_pool(self.sources)
+                case messages.ViewCommand():
+                    return read_view(self.sources, **msgspec.structs.asdict(command))
+                case messages.HistoryCommand():
+                    return self.monitor.summarize()
+                case messages.MigrateCommand():
+                    return self._find_node().migrate(**msgspec.structs.asdict(command))
+                case messages.MigrationsCommand():
+                    return self._find_node().list_migrations(command.migration_id)
+                case messages.CancelCommand():
+                    return self._find_node().cancel(command.migration_id)
+                case _:
+                    return self._find_node().list_peers()
 
-    def _carry_out_at_node(self, command: messages.NodeCommand) -> msgspec.Struct:
-        node = self.node
-        if node is None:
+    def _find_tiers(self) -> messages.TierList:
+        if self.sources.tiers is None:
+            raise ControlError(
+                f"the pool at {self.path} has no lower tiers; kv-pool serve adds them with "
+                "--host-tier BLOCKS and --disk-tier FOLDER, other engines with ControlServer(tiers=)"
+            )
+        return self.sources.tiers()
+
+    def _find_node(self) -> "LiveNode":
+        if self.node is None:
             raise ControlError(
                 f"the pool at {self.path} is not a node, so migration is not available: {self.why_no_node}"
             )
-        match command:
-            case messages.MigrateCommand():
-                return node.migrate(**msgspec.structs.asdict(command))
-            case messages.MigrationsCommand():
-                return node.list_migrations(command.migration_id)
-            case messages.CancelCommand():
-                return node.cancel(command.migration_id)
-            case _:
-                return node.list_peers()
-
-    def _carry_out_at_pool(self, command: messages.Command) -> msgspec.Struct:
-        match command:
-            case messages.SequencesCommand():
-                return self.pool.describe_sequences()
-            case messages.HoldsCommand():
-                with self.pool.lock:
-                    if command.block_id is None:
-                        return list_holds(self.pool.block_pool)
-                    return explain_block(self.pool.block_pool, command.block_id)
-            case messages.TiersCommand():
-                if self.sources.tiers is None:
-                    raise ControlError(
-                        f"the pool at {self.path} has no lower tiers; kv-pool serve adds them with "
-                        "--host-tier BLOCKS and --disk-tier FOLDER, other engines with ControlServer(tiers=)"
-                    )
-                return self.sources.tiers()
-            case messages.StatsCommand():
-                return self.pool.get_statistics()
-            case messages.DefragCommand():
-                return defragment(self.pool, command.max_moves, command.max_evictions)
-            case _:
-                return self.pool.get_layout()
+        return self.node
 
 
-def defragment(
-    pool: ControlledPool[Any],
-    max_moves: int | None,
-    max_evictions: int,
-    clock: Callable[[], float] = time.perf_counter,
-) -> messages.DefragReport:
+def defragment(pool: ControlledPool[Any], max_moves: int | None, max_evictions: int) -> messages.DefragReport:
     """Compact the pool and return a report. Raises the errors of `GPUKVPool.defragment`."""
     before = pool.get_fragmentation_rate()
-    started = clock()
+    started = time.perf_counter()
     moved = pool.defragment(max_evictions=max_evictions, max_moves=max_moves)
-    elapsed = clock() - started
+    elapsed = time.perf_counter() - started
     return messages.DefragReport(
         moved, elapsed * 1000, before, pool.get_fragmentation_rate(), pool.run_length
     )

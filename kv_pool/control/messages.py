@@ -45,9 +45,12 @@ class Command(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fi
 
     Attributes:
         method: GET for a command that only reads, POST for one that changes the pool or its node.
+        place: where it is carried out. At the "pool" one at a time, under the guard of the server; "readings"
+            one at a time without it; at the "node", beside others, those that may wait for other nodes.
     """
 
     method: ClassVar[str] = "GET"
+    place: ClassVar[str] = "pool"
 
 
 class StatsCommand(Command, frozen=True):
@@ -80,6 +83,7 @@ class MigrateCommand(Command, frozen=True):
     """A request to start a migration; see `LiveNode.migrate`. `MigrationsCommand` returns its progress."""
 
     method: ClassVar[str] = "POST"
+    place: ClassVar[str] = "node"
     target: NodeName | None = None
     sequence_id: SequenceId | RequestId | None = None
     is_move: bool = True
@@ -90,6 +94,7 @@ class MigrateCommand(Command, frozen=True):
 class MigrationsCommand(Command, frozen=True):
     """A request for the node's migrations, or for one of them."""
 
+    place: ClassVar[str] = "node"
     migration_id: str | None = None
 
 
@@ -97,11 +102,14 @@ class CancelCommand(Command, frozen=True):
     """A request to cancel a migration, unless it is too late."""
 
     method: ClassVar[str] = "POST"
+    place: ClassVar[str] = "node"
     migration_id: str
 
 
 class PeersCommand(Command, frozen=True):
     """A request for the nodes that the node knows; it asks each of them for its free blocks."""
+
+    place: ClassVar[str] = "node"
 
 
 class TiersCommand(Command, frozen=True):
@@ -111,10 +119,13 @@ class TiersCommand(Command, frozen=True):
 class ReadingCommand(Command, frozen=True):
     """A request for `PoolReading`."""
 
+    place: ClassVar[str] = "readings"
+
 
 class ViewCommand(Command, frozen=True):
     """A request for `PoolView`; see `read_view`."""
 
+    place: ClassVar[str] = "readings"
     num_cells: Annotated[int, msgspec.Meta(ge=1, le=65_536)] = 256
     num_sequences: Annotated[int, msgspec.Meta(ge=0)] = 20
     num_prefixes: Annotated[int, msgspec.Meta(ge=0)] = 10
@@ -123,8 +134,9 @@ class ViewCommand(Command, frozen=True):
 class HistoryCommand(Command, frozen=True):
     """A request for the pool's use and rates in the last minutes."""
 
+    place: ClassVar[str] = "readings"
 
-NodeCommand = MigrateCommand | MigrationsCommand | CancelCommand | PeersCommand
+
 COMMANDS = {kind.__name__.removesuffix("Command").lower(): kind for kind in Command.__subclasses__()}
 """The commands by name, which ends the path of their requests."""
 

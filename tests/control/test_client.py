@@ -1,5 +1,6 @@
 """Errors of a client without a working server."""
 
+import os
 import socket
 import threading
 
@@ -29,6 +30,18 @@ def test_dead_socket_error_says_how_to_start_a_server(path):
         dead.bind(str(path))
     with pytest.raises(ControlError, match=f"no server listens on it any more. {START_ONE}"):
         ControlClient(path)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root becomes another user")
+def test_socket_in_a_folder_of_another_user_is_refused_with_the_reason(tmp_path):
+    """The look at what is there used to raise PermissionError itself."""
+    (tmp_path / "private").mkdir(0o700)
+    os.seteuid(65534)
+    try:
+        with pytest.raises(ControlError, match="to the user that started it"):
+            ControlClient(tmp_path / "private" / "c.sock")
+    finally:
+        os.seteuid(0)
 
 
 def test_socket_of_another_user_is_refused_with_the_reason(path):

@@ -59,6 +59,17 @@ def test_readings_and_views_do_not_need_the_guard(path):
     assert (view.prefixes, view.migrations) == ([], None)
 
 
+def test_readings_do_not_wait_for_a_command_that_waits_for_the_guard(path):
+    """The page, `kv-pool top` and the history used to stop for as long."""
+    guard = threading.Lock()
+    server = ControlServer(make(), path, guard=guard)
+    with server, ControlClient(path, timeout_s=5) as client, RawClient(path) as waiting, guard:
+        waiting.send(STATS)
+        for _ in range(5):
+            assert client.read().total_blocks == client.view().reading.total_blocks == 10
+            assert client.get_history().windows
+
+
 def test_the_guard_is_held_during_a_command(path):
     guard = threading.Lock()
     seen = []
@@ -332,6 +343,23 @@ def test_forked_child_leaves_the_socket_of_its_parent(path):
     done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.returncode) == ("10\n", 0), done.stderr
     assert not path.exists()
+
+
+def test_forked_child_does_not_listen_after_the_death_of_its_parent(path):
+    """A client used to connect and to wait for the child, and a new server refused to replace the socket."""
+    code = (
+        "import os, sys\n"
+        "from kv_pool import GPUKVPool\nfrom kv_pool.control import ControlServer\n"
+        "ControlServer(GPUKVPool(10, 16), sys.argv[1]).start()\n"
+        "if os.fork(): os._exit(0)\n"
+        "sys.stdin.read()\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, path], stdin=subprocess.PIPE) as parent:
+        assert parent.wait(60) == 0
+        with pytest.raises(ControlError, match="no server listens on it any more"):
+            ControlClient(path)
+        with ControlServer(make(), path), ControlClient(path) as client:
+            assert client.get_statistics().total_blocks == 10
 
 
 def test_running_server_cannot_be_started_again(path):
