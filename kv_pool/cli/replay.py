@@ -2,16 +2,14 @@
 
 import logging
 import os
-import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, nullcontext, redirect_stdout
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 
 from kv_pool.cli import options
 from kv_pool.cli.console import show_progress
 from kv_pool.cli.publishing import describe_publisher, open_publisher
-from kv_pool.cli.replay_metrics import export_metrics
 from kv_pool.cli.setting_options import takes
 from kv_pool.core.kv_events import MEDIUM_GPU
 from kv_pool.errors import InvalidArgumentError
@@ -67,8 +65,8 @@ def replay(
         metavar="FILE",
     ),
     metrics: str | None = setting(
-        "Serve the metrics for Prometheus at this port of 127.0.0.1 while the replay runs; or write them to "
-        "this file at its end, - for standard output instead of the report.",
+        "Serve the metrics for Prometheus at this port of 127.0.0.1 while the replay runs, or write them to "
+        "this file at its end.",
         default=None,
         metavar="PORT|FILE",
     ),
@@ -97,11 +95,14 @@ def replay(
                 feed = EventFeed(publisher, pace)
                 print(f"in a second terminal: {describe_publisher(publisher)}", flush=True)
             notify = stack.enter_context(show_progress("replaying"))
-            exported = export_metrics(metrics, capacity.model or "replay", notify)
-            on_start, notify = stack.enter_context(exported)
+            on_start = None
+            if metrics is not None:
+                from kv_pool.cli.replay_metrics import export_metrics  # needs prometheus_client
+
+                exported = export_metrics(metrics, capacity.model or "replay", notify)
+                on_start, notify = stack.enter_context(exported)
             report = run_replay(settings, notify, feed, on_outcome, on_start=on_start)
-        with redirect_stdout(sys.stderr) if metrics == "-" else nullcontext():
-            outputs.write(report_replay(report), partial(draw_breakdowns, report))
+        outputs.write(report_replay(report), partial(draw_breakdowns, report))
 
 
 _SWEEP_ORDER = """

@@ -131,7 +131,7 @@ def describe_history(history: PoolHistory) -> list[str]:
     for name in history.states[-1].counters:
         title = f"{name.replace('_', ' ').title()}/s"
         rows[title] = [f"{window.rates[name]:,.1f}" if window.rates else "-" for window in windows]
-    return [f"{title:<22}" + "".join(f"{cell:>12}" for cell in cells) for title, cells in rows.items()]
+    return [f"{title:<22}" + "".join(f" {cell:>11}" for cell in cells) for title, cells in rows.items()]
 
 
 def _show_hit_rate(rates: dict[str, float]) -> str:

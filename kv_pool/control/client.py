@@ -51,7 +51,9 @@ class ControlClient(Closing):
     ) -> None:
         self.path = find_path(path, node, not_node)
         self._timeout_s = timeout_s
-        self._connect()
+        self._connection = _UnixConnection(self.path, timeout_s)
+        self._connection.connect()
+        self._is_waiting = False
 
     def close(self) -> None:
         """Close the connection."""
@@ -122,16 +124,10 @@ class ControlClient(Closing):
         """Return the nodes that the node knows. The node asks each of them for its state."""
         return self._ask(messages.PeersCommand(), messages.PeerList)
 
-    def _connect(self) -> None:
-        self._connection = _UnixConnection(self.path, self._timeout_s)
-        self._connection.connect()
-        self._is_waiting = False
-
     def _ask(self, command: messages.Command, result_type: type[_Result]) -> _Result:
         target, body = messages.encode_command(command)
         if self._is_waiting:  # Ctrl-C or a timeout: the next answer would be the previous command's
-            self.close()
-            self._connect()
+            self._connection.close()  # the next request opens it again
         self._is_waiting = True
         try:
             with suppress(BrokenPipeError, ConnectionResetError):  # a refusal can be read even so

@@ -1,9 +1,9 @@
 """`PoolCommands`: carry out the commands of `messages` on a pool, its node and its tiers."""
 
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 HISTORY_INTERVAL_S = 3
 """Seconds between two states of the pool that the server keeps."""
-NUM_STATES = max(WINDOWS_S) // HISTORY_INTERVAL_S
 
 
 @dataclass(frozen=True)
@@ -38,8 +37,12 @@ class PoolCommands:
     path: Path
     guard: AbstractContextManager[object]
     why_no_node: str
-    monitor: AllocationMonitor
     node: "LiveNode | None" = None
+
+    @cached_property
+    def monitor(self) -> AllocationMonitor:
+        """The states of the last 15 minutes."""
+        return AllocationMonitor(self.pool, max(WINDOWS_S) // HISTORY_INTERVAL_S)
 
     def carry_out(self, command: messages.Command) -> msgspec.Struct:
         """Return the result of a command. Blocks; raises what the pool or the node raises."""
@@ -91,17 +94,12 @@ class PoolCommands:
         return self.node
 
 
-def defragment(
-    pool: ControlledPool[Any],
-    max_moves: int | None,
-    max_evictions: int,
-    clock: Callable[[], float] = time.perf_counter,
-) -> messages.DefragReport:
+def defragment(pool: ControlledPool[Any], max_moves: int | None, max_evictions: int) -> messages.DefragReport:
     """Compact the pool and return a report. Raises the errors of `GPUKVPool.defragment`."""
     before = pool.get_fragmentation_rate()
-    started = clock()
+    started = time.perf_counter()
     moved = pool.defragment(max_evictions=max_evictions, max_moves=max_moves)
-    elapsed = clock() - started
+    elapsed = time.perf_counter() - started
     return messages.DefragReport(
         moved, elapsed * 1000, before, pool.get_fragmentation_rate(), pool.run_length
     )

@@ -6,6 +6,7 @@ import socket
 from collections import Counter
 from contextlib import suppress
 from functools import partial
+from http import HTTPStatus
 from typing import cast
 
 import h11
@@ -84,7 +85,7 @@ class Connections:
         self._listener = listener
         self._max_clients = max_clients
         full = f"{max_clients} clients are already connected; try again later"
-        self._full = b"" if self.config.ssl else _encode_answer(h11.Connection(h11.SERVER), 503, full)
+        self._full = b"" if self.config.ssl else _encode_refusal(503, full)
         self._accepted: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
@@ -126,12 +127,12 @@ class Connections:
 
     async def _connect(self, client: socket.socket) -> None:
         """Begin a connection; uvicorn adds it to `state.connections` until it is lost."""
-        limits = {}
-        if self.config.ssl is not None:
-            limits = {"ssl_handshake_timeout": self.timeout_s, "ssl_shutdown_timeout": self.timeout_s}
         make = partial(HttpConnection, self, self._loop)
+        limit = self.timeout_s if self.config.ssl else None
         try:
-            await self._loop.connect_accepted_socket(make, client, ssl=self.config.ssl, **limits)
+            await self._loop.connect_accepted_socket(
+                make, client, ssl=self.config.ssl, ssl_handshake_timeout=limit, ssl_shutdown_timeout=limit
+            )
         except OSError:
             self.num_clients -= 1
             self.refusals["handshake"] += 1
@@ -232,14 +233,14 @@ class HttpConnection(H11Protocol):
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.abort()
             return
-        self.transport.write(_encode_answer(self.conn, status, message))
+        self.transport.write(_encode_refusal(status, message))
         self.transport.close()
 
 
-def _encode_answer(connection: h11.Connection, status: int, message: str) -> bytes:
-    """Return an answer that refuses a request, as bytes; the connection ends with it."""
+def _encode_refusal(status: int, message: str) -> bytes:
+    """Return the answer that refuses a request, after which the connection ends."""
     _, body = messages.encode_error(ControlError(message))
-    length = str(len(body))
-    headers = [("content-type", "application/json"), ("content-length", length), ("connection", "close")]
-    answer = h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage()
-    return b"".join(connection.send(event) or b"" for event in answer)
+    return (
+        f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    ).encode() + body

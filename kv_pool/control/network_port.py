@@ -6,7 +6,6 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from kv_pool.errors import ControlError, InvalidArgumentError
@@ -15,18 +14,6 @@ from kv_pool.migration.secret import check_secret, load_secret
 _OPEN_PATHS = ("/v1/history", "/v1/reading", "/v1/view", "/v1/watch")
 _MAX_PORT = 65535
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
-
-
-class Refusal(NamedTuple):
-    """Why a request is refused before anything is done for it.
-
-    Attributes:
-        reason: the key in `ControlServer.refusals`.
-    """
-
-    status: int
-    reason: str
-    message: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,24 +90,24 @@ class NetworkPort:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http{'s' if self.certificate else ''}://{host}:{listener.getsockname()[1]}/"
 
-    def find_refusal(self, method: str, path: str, headers: Mapping[str, str]) -> Refusal | None:
-        """Return why a request through this port is refused, or None."""
+    def find_refusal(self, method: str, path: str, headers: Mapping[str, str]) -> tuple[int, str, str] | None:
+        """Return the status, the reason and the message if a request is refused, otherwise None."""
         if self.token is None and _find_host_name(headers.get("host", "")) not in {
             self.host,
             *_LOOPBACK_NAMES,
         }:
-            return Refusal(403, "host", "this port answers to the names localhost, 127.0.0.1 and [::1]")
+            return 403, "host", "this port answers to the names localhost, 127.0.0.1 and [::1]"
         if path == "/":  # the page has no data of the pool, and may be linked to
             return None
         if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
-            return Refusal(403, "site", "a page of another site has made this request")
+            return 403, "site", "a page of another site has made this request"
         if self.token is not None and not self._has_token(headers.get("authorization", "")):
-            return Refusal(401, "token", "this port needs its token; send Authorization: Bearer TOKEN")
+            return 401, "token", "this port needs its token; send Authorization: Bearer TOKEN"
         if method not in ("GET", "HEAD"):
-            return Refusal(403, "method", "this port only reads; use the Unix socket to change the pool")
+            return 403, "method", "this port only reads; use the Unix socket to change the pool"
         if self.token is None and path.startswith("/v1/") and path not in _OPEN_PATHS:
             message = f"this port has no token, so {path} is available at the Unix socket only"
-            return Refusal(403, "token", f"{message}; see kv-pool serve --token-file")
+            return 403, "token", f"{message}; see kv-pool serve --token-file"
         return None
 
     def _has_token(self, authorization: str) -> bool:

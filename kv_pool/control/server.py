@@ -11,10 +11,11 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from kv_pool.closing import Running
 from kv_pool.control import messages
-from kv_pool.control.commands import NUM_STATES, PoolCommands
+from kv_pool.control.commands import PoolCommands
 from kv_pool.control.network_port import NetworkPort
 from kv_pool.control.socket_path import (
     get_default_folder,
@@ -28,7 +29,6 @@ from kv_pool.core.arguments import as_count
 from kv_pool.errors import ControlError, MissingDependencyError, describe_install
 from kv_pool.ids import NodeName
 from kv_pool.metrics.block_ages import BlockAges
-from kv_pool.reports.allocation_monitor import AllocationMonitor
 from kv_pool.reports.controlled_pool import ControlledPool
 from kv_pool.reports.pool_reading import PoolSources
 from kv_pool.threads import start_thread
@@ -41,6 +41,17 @@ if TYPE_CHECKING:
 
 _BACKLOG = 128
 _THREAD = "kv_pool control"
+
+_listeners: WeakSet[socket.socket] = WeakSet()
+
+
+def _close_inherited() -> None:
+    """Close the listeners in a forked child. Otherwise clients could connect after the server's death."""
+    for listener in _listeners:
+        listener.close()
+
+
+os.register_at_fork(after_in_child=_close_inherited)
 
 
 class ControlServer(Running):
@@ -115,8 +126,7 @@ class ControlServer(Running):
             refusals=self.refusals,
         )
         held = nullcontext() if guard is None else guard
-        monitor = AllocationMonitor(pool, NUM_STATES)
-        self._commands = PoolCommands(pool, sources, self.path, held, why_no_node, monitor, node)
+        self._commands = PoolCommands(pool, sources, self.path, held, why_no_node, node)
         self._timeout_s = timeout_s
         self._max_clients = as_count("max_clients", max_clients, 1)
         self._thread: threading.Thread | None = None
@@ -145,10 +155,13 @@ class ControlServer(Running):
         application = ControlApplication(self._commands, self.refusals, self._max_clients, web=self._web)
         connect = partial(Connections, application, self.refusals, self._max_clients, self._timeout_s)
         with ExitStack() as on_failure:
-            served = [connect(on_failure.enter_context(self._listen()))]
+            listener = on_failure.enter_context(self._listen())
+            _listeners.add(listener)
+            served = [connect(listener)]
             on_failure.callback(self._remove_socket)
             if self.port is not None:
                 listener = on_failure.enter_context(self.port.listen(_BACKLOG))
+                _listeners.add(listener)
                 served.append(connect(listener, self.port))
                 self.url = self.port.get_url(listener)
             try:

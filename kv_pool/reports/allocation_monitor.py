@@ -1,8 +1,7 @@
 """`AllocationMonitor`: the last states of a pool, and its rates over 1, 5 and 15 minutes."""
 
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable
-from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
@@ -11,7 +10,7 @@ import msgspec
 from kv_pool.core.arguments import as_count
 from kv_pool.core.deadlines import read_clock
 from kv_pool.reports.controlled_pool import ControlledPool
-from kv_pool.reports.pool_reading import PoolReading, PoolSources, read_pool
+from kv_pool.reports.pool_reading import PoolSources, read_pool
 
 WINDOWS_S = (60, 300, 900)
 
@@ -46,8 +45,7 @@ class HistoryWindow(msgspec.Struct, frozen=True, kw_only=True):
         window_s: the length of the window.
         covered_s: from the first to the last state in it; shorter after a start.
         utilization, peak_utilization: mean and largest share of the blocks in use, 0 to 1.
-        rates: by name, how much a counter grew per second. A counter that became smaller has started again
-            at 0. Empty if there is only one state.
+        rates: by name, how much a counter grew per second. Empty if there is only one state.
     """
 
     window_s: int
@@ -115,10 +113,10 @@ class AllocationMonitor:
 
     def summarize(self) -> PoolHistory:
         """Return what the states in `history` and the current one say about `WINDOWS_S`. O(states)."""
+        states = [*self.history, self.read_state()]  # copied: another thread may append to it
         shares = defaultdict(list)
-        for state in self.history:
+        for state in states[:-1]:
             shares[state.scenario].append(state.utilization)
-        states = [*self.history, self.read_state()]
         return PoolHistory(
             states=states,
             windows=[_summarize(states, window_s) for window_s in WINDOWS_S],
@@ -127,45 +125,34 @@ class AllocationMonitor:
 
     def read_state(self, scenario: str = "") -> AllocationState:
         """Return the current state, without a fragmentation rate that needs a scan. Cost: `read_pool`."""
-        now, pool = self._clock(), self.pool
-        if not isinstance(pool, ControlledPool):
-            pool = pool.manager
-        reading = read_pool(PoolSources(pool=pool))
+        pool = self.pool if isinstance(self.pool, ControlledPool) else self.pool.manager
+        reading = read_pool(PoolSources(pool=pool), clock=self._clock)
+        counters = {
+            "allocations": reading.calls.get("take"),
+            "looked_up_tokens": reading.looked_up_tokens,
+            "hit_tokens": reading.hit_tokens,
+            "evictions": sum(reading.evictions.values()),
+            "moved_blocks": reading.moved_blocks,
+            "evicted_sequences": reading.evicted_sequences,
+        }
         return AllocationState(
-            timestamp=now,
+            timestamp=reading.time_s,
             free_blocks=reading.free_blocks,
             used_blocks=reading.used_blocks,
             active_sequences=reading.num_sequences,
             fragmentation_rate=reading.fragmentation_rate,
             utilization=reading.usage,
             scenario=scenario,
-            counters=_list_counters(reading),
+            counters={name: count for name, count in counters.items() if count is not None},
         )
-
-
-def _list_counters(reading: PoolReading) -> dict[str, int]:
-    """Return the counters of a reading that the pool has."""
-    counters = {
-        "allocations": reading.calls.get("take"),
-        "looked_up_tokens": reading.looked_up_tokens,
-        "hit_tokens": reading.hit_tokens,
-        "evictions": sum(reading.evictions.values()),
-        "moved_blocks": reading.moved_blocks,
-        "evicted_sequences": reading.evicted_sequences,
-    }
-    return {name: count for name, count in counters.items() if count is not None}
 
 
 def _summarize(states: list[AllocationState], window_s: int) -> HistoryWindow:
     last = states[-1]
     found = [state for state in states if state.timestamp >= last.timestamp - window_s]
-    covered_s = last.timestamp - found[0].timestamp
-    grown: Counter[str] = Counter()
-    for before, after in pairwise(found):
-        for name, count in after.counters.items():
-            earlier = before.counters.get(name, count)
-            grown[name] += count - earlier if count >= earlier else count
-    shares = [state.utilization for state in found]
+    first, shares = found[0], [state.utilization for state in found]
+    covered_s = last.timestamp - first.timestamp
+    grown = {name: count - first.counters.get(name, count) for name, count in last.counters.items()}
     return HistoryWindow(
         window_s=window_s,
         covered_s=covered_s,

@@ -179,8 +179,8 @@ def read_metrics(text):
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool on PATH")
-def test_metrics_in_a_file_and_on_standard_output_are_those_of_the_report(folder):
-    stdout, report = replay(folder, "--blocks", "20", "--metrics", "metrics.prom", "--model", "llama-3-8b")
+def test_metrics_in_a_file_are_those_of_the_report(folder):
+    _, report = replay(folder, "--blocks", "20", "--metrics", "metrics.prom", "--model", "llama-3-8b")
     text = (folder / "metrics.prom").read_text()
     found = read_metrics(text)
     assert found["kv_pool_hit_tokens_total"] == report["tokens_hit"] == 16
@@ -188,8 +188,6 @@ def test_metrics_in_a_file_and_on_standard_output_are_those_of_the_report(folder
     assert 'model_name="llama-3-8b"' in text
     checked = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True)
     assert (checked.returncode, checked.stdout + checked.stderr) == (0, "")
-    stdout, _ = replay(folder, "--blocks", "20", "--metrics", "-", "--model", "llama-3-8b")
-    assert read_metrics(stdout) == found  # and the table is on standard error
 
 
 def test_metrics_are_scraped_while_the_replay_runs(tmp_path):
@@ -211,6 +209,28 @@ def test_metrics_are_scraped_while_the_replay_runs(tmp_path):
         assert process.wait(BOUND_S) == 128 + signal.SIGTERM
     with pytest.raises(OSError, match="refused"):
         urllib.request.urlopen(url, timeout=30)
+
+
+def test_a_scrape_does_not_wait_for_the_pace_of_a_replay(tmp_path):
+    """It used to wait for the lock that the replay held until its next request."""
+    write_trace(tmp_path / "trace.jsonl", [record(24, [1, 2, n]) for n in range(3, 9)])
+    options = (
+        "replay trace.jsonl --trace-block-size 8 --blocks 20 --publish ipc://events --pace 0.05 --metrics 0"
+    )
+    with running(tmp_path, *options.split()) as process:
+        process.stdout.readline()  # of the events
+        url = process.stdout.readline().removeprefix("metrics: ").strip()
+        for _ in range(3):
+            with urllib.request.urlopen(url, timeout=5) as answer:
+                assert answer.status == 200
+        process.terminate()
+        assert process.wait(BOUND_S) == 128 + signal.SIGTERM
+
+
+def test_a_digit_that_is_no_decimal_is_a_file_name(folder):
+    """It used to end in a traceback: "²".isdigit() is true."""
+    replay(folder, "--blocks", "20", "--metrics", "²")
+    assert read_metrics((folder / "²").read_text())["kv_pool_hit_tokens_total"] == 16
 
 
 def test_a_port_in_use_is_refused(folder):

@@ -10,8 +10,10 @@ from cli.running_commands import running
 from events.deadlines import wait_until
 
 from kv_pool import GPUKVPool
+from kv_pool.cli.running_pool import describe_history
 from kv_pool.control import ControlClient, ControlServer
 from kv_pool.protocol import BlockAllocationRequest
+from kv_pool.reports.allocation_monitor import AllocationMonitor, HistoryWindow, PoolHistory
 
 
 @pytest.fixture
@@ -150,3 +152,17 @@ def test_history_has_the_use_and_rates_of_1_5_and_15_minutes(tmp_path):
     assert all(len(line) <= 80 for line in text.splitlines())
     assert [window["window_s"] for window in found["windows"]] == [60, 300, 900]
     assert found["states"][-1]["counters"]["hit_tokens"] == 8
+
+
+def test_long_numbers_of_a_history_stay_apart():
+    """Rates of ten million tokens per second and more used to have no space between them."""
+    state = AllocationMonitor(make()).log_allocation_state()
+    window = HistoryWindow(
+        window_s=60,
+        covered_s=60.0,
+        utilization=0.5,
+        peak_utilization=0.5,
+        rates=dict.fromkeys(state.counters, 2.5e7),
+    )
+    lines = describe_history(PoolHistory(states=[state], windows=[window] * 3, scenarios={}))
+    assert [line.split()[-3:] for line in lines[-2:]] == [["25,000,000.0"] * 3] * 2

@@ -114,6 +114,10 @@ def test_server_stopped_between_commands_is_an_error(path):
         server.stop()
         with pytest.raises(ControlError, match="closed the connection"):
             client.get_statistics()
+        with pytest.raises(ControlError, match="there is no such socket"):
+            client.get_statistics()
+        with server:
+            assert client.get_statistics().total_blocks == 10
 
 
 def test_late_reply_is_not_used_for_the_next_command(path):

@@ -13,7 +13,6 @@ from kv_pool.control.health import Health
 from kv_pool.control.messages import TierList
 from kv_pool.core.kv_events import AllBlocksCleared
 from kv_pool.events import PublisherConfig, ZMQEventPublisher
-from kv_pool.reports.allocation_monitor import AllocationMonitor
 from kv_pool.reports.pool_reading import PoolSources
 from kv_pool.tiers.tier import TierStatistics
 
@@ -27,7 +26,7 @@ class Clock:
 
 def make_health(pool, clock, **parts):
     sources = PoolSources(pool=pool, **parts)
-    return Health(PoolCommands(pool, sources, "c.sock", nullcontext(), "", AllocationMonitor(pool)), clock)
+    return Health(PoolCommands(pool, sources, "c.sock", nullcontext(), ""), clock)
 
 
 def check(health, clock):

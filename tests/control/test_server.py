@@ -345,6 +345,23 @@ def test_forked_child_leaves_the_socket_of_its_parent(path):
     assert not path.exists()
 
 
+def test_forked_child_does_not_listen_after_the_death_of_its_parent(path):
+    """A client used to connect and to wait for the child, and a new server refused to replace the socket."""
+    code = (
+        "import os, sys\n"
+        "from kv_pool import GPUKVPool\nfrom kv_pool.control import ControlServer\n"
+        "ControlServer(GPUKVPool(10, 16), sys.argv[1]).start()\n"
+        "if os.fork(): os._exit(0)\n"
+        "sys.stdin.read()\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, path], stdin=subprocess.PIPE) as parent:
+        assert parent.wait(60) == 0
+        with pytest.raises(ControlError, match="no server listens on it any more"):
+            ControlClient(path)
+        with ControlServer(make(), path), ControlClient(path) as client:
+            assert client.get_statistics().total_blocks == 10
+
+
 def test_running_server_cannot_be_started_again(path):
     with ControlServer(make(), path) as server, pytest.raises(ControlError, match="already listens"):
         server.start()

@@ -1,4 +1,7 @@
-"""The history of a pool: windows, rates, restarts, and what it keeps."""
+"""The history of a pool: windows, rates, threads, and what it keeps."""
+
+import sys
+import threading
 
 import pytest
 from adapter.made_pool import make, take
@@ -59,15 +62,38 @@ def test_after_a_start_the_windows_cover_what_there_is(watched):
     assert list_rates(watched.monitor, "hit_tokens") == [2 * 8 / 60, 3 * 8 / 90, 3 * 8 / 90]
 
 
-def test_counters_that_begin_again_give_no_negative_rates(watched):
-    watched.run(60, num_lookups=3)
-    watched.pool = watched.monitor.pool = make()  # a restart
-    cache(watched.pool, 1)
-    watched.run(60, num_lookups=1)
-    windows = watched.monitor.summarize().windows
-    assert all(rate >= 0 for window in windows for rate in window.rates.values())
-    assert windows[1].rates["looked_up_tokens"] == (6 * 16 + 2 * 16) / 120
-    assert windows[1].rates["hit_tokens"] == (6 * 8 + 2 * 4) / 120
+def test_a_state_has_the_time_of_its_counts(watched):
+    """It used to have the time at which the monitor began to wait for the pool's lock."""
+    noting = threading.Thread(target=watched.monitor.log_allocation_state)
+    with watched.pool.lock:
+        noting.start()
+        noting.join(0.2)
+        assert noting.is_alive()
+        watched.now += 30
+    noting.join()
+    assert watched.monitor.history[-1].timestamp == 30
+
+
+def test_a_summary_is_made_while_another_thread_notes_states():
+    """It used to raise RuntimeError: deque mutated during iteration."""
+    watched, is_done = Watched(), threading.Event()
+    state = watched.monitor.log_allocation_state()
+    watched.monitor.history.extend([state] * 10_000)
+
+    def note():
+        while not is_done.is_set():
+            watched.monitor.history.append(state)
+
+    noting, interval_s = threading.Thread(target=note), sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    noting.start()
+    try:
+        for _ in range(20):
+            assert watched.monitor.summarize().scenarios == {"": 0}
+    finally:
+        is_done.set()
+        noting.join()
+        sys.setswitchinterval(interval_s)
 
 
 def test_a_clock_that_is_set_back_gives_no_negative_rates(watched):

@@ -19,19 +19,19 @@ from kv_pool.control.client import ControlClient
 from kv_pool.environment import find_control
 from kv_pool.errors import KVPoolError
 from kv_pool.ids import NodeName
-from kv_pool.loggers import get_logger
+from kv_pool.integrations.vllm_warnings import warn
 from kv_pool.metrics.prometheus import PoolMetrics
 from kv_pool.reports.pool_reading import PoolReading
 
-logger = get_logger(__name__)
-
-_TIMEOUT_S = 2.0
+_TIMEOUT_S = 0.5
+"""Short, because the API server answers nothing else during a scrape."""
 
 
 class EngineMetrics(PoolMetrics):
     """kv_pool's own metrics of the engines that this process has started, for a registry of Prometheus.
 
-    An engine that does not answer within 2 seconds is left out of a scrape, and the log has the reason.
+    An engine that does not answer within half a second is left out of a scrape, and the log has the reason
+    once.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class EngineMetrics(PoolMetrics):
                 with ControlClient(**place, timeout_s=_TIMEOUT_S) as client:
                     readings.append(client.read())
             except KVPoolError as error:
-                logger.warning("kv_pool's metrics lack those of an engine: %s", error)
+                warn(f"kv_pool's metrics lack those of an engine: {error}")
         return readings
 
 
