@@ -60,13 +60,15 @@ def read_contents() -> Contents:
     """Read the guides and what they link to, and make the other pages."""
     pages = make_command_pages() | make_api_pages()
     with_pictures = {}
-    sources = {page.path.removesuffix(".md") for page in list_pages() if page.path.startswith("examples/")}
+    sources = set()
     for page in list_pages():
         if (ROOT / page.path).is_file():
             text = (ROOT / page.path).read_text()
             sources |= list_linked_files(page.path, text)
             pages[page.path] = rewrite_links(page.path, text)
             with_pictures[page.path] = rewrite_links(page.path, inline_pictures(page.path, text))
+        elif page.path.startswith("examples/"):
+            sources.add(page.path.removesuffix(".md"))
     pages |= {find_place(source): make_source_page(source) for source in sources if is_shown(source)}
     files = {find_place(source): ROOT / source for source in sources if not is_shown(source)}
     return Contents(pages, with_pictures, files)
