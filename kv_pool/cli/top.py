@@ -28,7 +28,7 @@ from kv_pool.option import setting
 
 _NUM_LINES = 40
 _SEQUENCE = re.compile(r"\x1b[\[O][0-9;]*[A-Za-z~]")
-"""What a terminal sends for an arrow and the like."""
+"""The characters that a terminal sends for a key such as an arrow."""
 
 
 @takes("socket node url token_file events replay interval once json")

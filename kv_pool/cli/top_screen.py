@@ -35,7 +35,7 @@ _SIGNS = (
 
 @dataclass
 class Choices:
-    """What was chosen with keys.
+    """The choices of the user, made with keys.
 
     Attributes:
         column: rows are sorted by this column of numbers, counted from the left, the highest first.

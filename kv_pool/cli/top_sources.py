@@ -52,7 +52,7 @@ _SGLANG_MEMORY = {
     "GPU": ("kv_used", "max_total_num", "kv_evictable"),
     "CPU": ("hicache_host_used", "hicache_host_total", ""),
 }
-"""What counts the used, all and cached tokens of a medium; the names are such as `sglang:kv_used_tokens`."""
+"""The metrics of the used, all and cached tokens of each medium, without `sglang:` and `_tokens`."""
 
 _NOT_ADDED = ("_size_tokens", "_run_blocks", "_ratio", "_rate")
 """Ends of names of which the highest value of all pools and engines is shown, not the sum."""
@@ -78,7 +78,7 @@ class Bar(msgspec.Struct, frozen=True):
 
 
 class Frame(msgspec.Struct, kw_only=True):
-    """What a source showed at a moment.
+    """The state of a source at one moment.
 
     Attributes:
         trouble: why the source does not answer now; "" if it does.

@@ -26,7 +26,7 @@ HISTORY_INTERVAL_S = 3
 
 @dataclass(frozen=True)
 class PoolCommands:
-    """What a `ControlServer` serves; most of its arguments are described there.
+    """A served pool with its tiers, publisher and node. `ControlServer` describes most of the arguments.
 
     Args:
         sources: what readings and views of the pool are made from. They do not need the guard.

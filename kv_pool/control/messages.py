@@ -1,4 +1,4 @@
-"""What the control socket is asked and what it answers: JSON over HTTP.
+"""The requests and replies of the control socket: JSON over HTTP.
 
 | request | arguments | result |
 |---|---|---|

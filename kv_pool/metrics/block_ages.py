@@ -25,7 +25,7 @@ _TRIES = 2
 
 @dataclass(slots=True)
 class _Seen:
-    """What the last look has found of a key: where it was, when it was first and last used, whether it is."""
+    """The last look at a key: its medium, its first and last use, and whether it was in use."""
 
     medium: str
     first_s: float

@@ -16,11 +16,11 @@ from kv_pool.reports.histogram import Histogram
 from kv_pool.reports.pool_reading import PoolReading
 
 PREFIXES = {"kv_pool": "kv_pool_", "vllm": "vllm:", "sglang": "sglang:"}
-"""What the names of a set begin with."""
+"""The beginning of the names of each set."""
 
 LabelValues = tuple[str, ...]
 Values = dict[LabelValues, float | Histogram]
-"""What a metric measures, by the values of its own labels; {} if the pool does not count it."""
+"""The values of a metric, by those of its own labels; {} if the pool does not count it."""
 
 
 class Metric(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -39,7 +39,7 @@ class AllocationState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HistoryWindow(msgspec.Struct, frozen=True, kw_only=True):
-    """What the states of the last seconds say.
+    """A summary of the states of the last seconds.
 
     Attributes:
         window_s: the length of the window.

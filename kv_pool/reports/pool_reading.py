@@ -180,7 +180,7 @@ class CountsMigrations(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class PoolSources:
-    """What a reading is made from.
+    """The sources of a reading: a pool, and its tiers, publisher and node.
 
         sources = PoolSources(pool=gpu_pool, publisher=publisher, model_name="qwen3-8b")
         print(read_pool(sources).usage)
