@@ -116,7 +116,7 @@ class ControlServer(Running):
         self._web = web
         self.url: str | None = None
         self.refusals: Counter[str] = Counter()
-        self._ages = BlockAges(lambda: pool.block_pool, pool.lock)
+        self._ages = BlockAges(lambda: pool.block_pool)
         sources = PoolSources(
             pool=pool,
             tiers=tiers,

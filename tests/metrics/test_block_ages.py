@@ -36,7 +36,7 @@ def read(ages):
 
 def test_ages_are_times_since_the_last_use(clock):
     pool = GPUKVPool(10, 4)
-    ages = BlockAges(lambda: pool.block_pool, pool.lock, num_keys=100, clock=clock, seed=0)
+    ages = BlockAges(lambda: pool.block_pool, num_keys=100, clock=clock, seed=0)
     hashes = fill(pool, 1, 4)
     for _ in range(3):
         ages.look()
@@ -61,7 +61,7 @@ def test_ages_are_times_since_the_last_use(clock):
 def test_a_block_is_followed_into_a_lower_tier_and_back(clock):
     pool = GPUKVPool(10, 4)
     TieredCache(pool.block_pool, None, [Tier(10)])
-    ages = BlockAges(lambda: pool.block_pool, pool.lock, num_keys=100, clock=clock, seed=0)
+    ages = BlockAges(lambda: pool.block_pool, num_keys=100, clock=clock, seed=0)
     first = fill(pool, 1, 2)
     for _ in range(5):
         ages.look()
@@ -84,7 +84,7 @@ def test_a_block_is_followed_into_a_lower_tier_and_back(clock):
 def test_the_thread_looks_until_it_is_stopped():
     pool = GPUKVPool(10, 4)
     deadline, number = time.monotonic() + 10, 0
-    with BlockAges(lambda: pool.block_pool, pool.lock, period_s=0.001) as ages:
+    with BlockAges(lambda: pool.block_pool, period_s=0.001) as ages:
         while "evict GPU" not in read(ages) and time.monotonic() < deadline:
             number += 1
             fill(pool, number, 10)
