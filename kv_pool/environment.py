@@ -98,12 +98,15 @@ def find_level(environ: Mapping[str, str] = os.environ) -> str:
     return environ.get(LEVEL) or LEVELS[0]
 
 
-def find_control(environ: Mapping[str, str] = os.environ) -> str:
+def find_control() -> str:
     """Return where an engine opens its control socket: a path, or "1" for the default one; "" for none."""
-    found = environ.get(CONTROL, "")
-    if found in ("", "0"):
-        return "" if environ.get(CONTROL_PORT, "0") in ("", "0") else "1"
-    return found
+    return find_value(CONTROL) or ("1" if find_value(CONTROL_PORT) else "")
+
+
+def find_value(name: str) -> str:
+    """Return the value of a variable; "" if it is not set, or 0."""
+    found = os.environ.get(name, "")
+    return "" if found == "0" else found
 
 
 def has_level_manager(environ: Mapping[str, str] = os.environ) -> bool:

@@ -100,7 +100,9 @@ class NetworkPort:
             return None
         if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
             return 403, "site", "a page of another site has made this request"
-        if self.token is not None and not self._has_token(headers.get("authorization", "")):
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        is_right = hmac.compare_digest(given.strip().encode(), str(self.token).encode())
+        if self.token is not None and not (is_right and scheme.lower() == "bearer"):
             return 401, "token", "this port needs its token; send Authorization: Bearer TOKEN"
         if method not in ("GET", "HEAD"):
             return 403, "method", "this port only reads; use the Unix socket to change the pool"
@@ -108,11 +110,6 @@ class NetworkPort:
             message = f"this port has no token, so {path} is available at the Unix socket only"
             return 403, "token", f"{message}; see kv-pool serve --token-file"
         return None
-
-    def _has_token(self, authorization: str) -> bool:
-        scheme, _, given = authorization.partition(" ")
-        is_right = hmac.compare_digest(given.strip().encode(), str(self.token).encode())
-        return is_right and scheme.lower() == "bearer"
 
 
 def read_token(token: str | Path) -> str:

@@ -7,7 +7,7 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
@@ -184,12 +184,7 @@ def make_folder(path: Path) -> None:
 
 
 @contextmanager
-def lock_socket(
-    path: Path,
-    timeout_s: float,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], object] = time.sleep,
-) -> Iterator[None]:
+def lock_socket(path: Path, timeout_s: float) -> Iterator[None]:
     """Hold the lock of the socket at `path` within a `with` block.
 
     Without it, two servers that replace a dead server's socket could remove each other's. The lock is on a
@@ -198,18 +193,17 @@ def lock_socket(
 
     Args:
         timeout_s: seconds to wait for another process of this user that holds the lock.
-        clock, sleep: in seconds.
     Raises:
         ControlError: the file belongs to another user or cannot be created, or the wait timed out.
     """
     place = path.with_name(f".{path.name}.lock")
-    deadline_s = clock() + timeout_s
+    deadline_s = time.monotonic() + timeout_s
     while (lock := _take_lock(place)) is None:
-        if clock() > deadline_s:
+        if time.monotonic() > deadline_s:
             raise ControlError(
                 f"{place}: another server of yours holds this lock; stop it, or choose another socket"
             )
-        sleep(_PAUSE_S)
+        time.sleep(_PAUSE_S)
     with lock:
         try:
             yield

@@ -10,23 +10,18 @@ from functools import cache, wraps
 from multiprocessing import current_process
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH
 from kv_pool.control.controlled_manager import get_rows
 from kv_pool.control.network_port import NetworkPort
 from kv_pool.control.server import ControlServer
-from kv_pool.control.socket_path import remove_dead_sockets
+from kv_pool.control.socket_path import get_default_path, remove_dead_sockets
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_pool import BlockPool
 from kv_pool.core.kv_events import MEDIUM_GPU, KVCacheEvent
-from kv_pool.environment import CONTROL, CONTROL_PORT, LEVEL, find_control
-from kv_pool.errors import (
-    ControlError,
-    InvalidArgumentError,
-    MissingDependencyError,
-    OutOfThreadsError,
-)
+from kv_pool.environment import CONTROL, CONTROL_PORT, LEVEL, find_control, find_value
+from kv_pool.errors import ControlError, KVPoolError
 from kv_pool.ids import NodeName, RequestId
 from kv_pool.loggers import get_logger
 from kv_pool.manager.engine.engine_manager import EngineManager
@@ -38,8 +33,6 @@ if TYPE_CHECKING:
     from kv_pool.integrations.vllm.connector.tier_scheduler import TierScheduler
 
 logger = get_logger(__name__)
-
-_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 _NOTHING_MOVES = (
     "blocks of vLLM cannot be moved: its scheduler and workers keep their ids, and its workers the bytes. "
@@ -64,12 +57,14 @@ class PoolControl(ControlledPool[BlockPool]):
     def __init__(self, pool: BlockPool) -> None:
         self.lock = threading.RLock()
         self._pool = weakref.ref(pool)
-        self._manager: weakref.ref[EngineManager] | None = None
-        self._tiers: weakref.ref[TierScheduler] | None = None
+        self._find_manager: Callable[[], EngineManager | None] = lambda: None
+        self._find_tiers: Callable[[], TierScheduler | None] = lambda: None
         self._tier_block_bytes = 0
         self.taken_events: Counter[str] = Counter()
         self.lookups: Counter[str] = Counter(looked_up_blocks=0, hit_blocks=0)
-        self.engine = str(get_rank())
+        # The rank of data parallelism, by the name that vLLM gives to an engine's process.
+        rank = current_process().name.partition("EngineCore_DP")[2]
+        self.engine = rank if rank.isdecimal() else "0"
 
     @property
     def block_pool(self) -> BlockPool:  # type: ignore[override]  # weak
@@ -80,7 +75,7 @@ class PoolControl(ControlledPool[BlockPool]):
 
     def note_manager(self, manager: EngineManager) -> None:
         """Answer questions about requests by the block tables of this manager, referenced weakly."""
-        self._manager = weakref.ref(manager)
+        self._find_manager = weakref.ref(manager)
 
     def note_tiers(self, tiers: "TierScheduler", block_bytes: int) -> None:
         """Answer questions about tiers by the scheduler half of a connector, referenced weakly.
@@ -88,17 +83,14 @@ class PoolControl(ControlledPool[BlockPool]):
         Args:
             block_bytes: size of a block in a rank's tiers.
         """
-        self._tiers, self._tier_block_bytes = weakref.ref(tiers), block_bytes
+        self._find_tiers, self._tier_block_bytes = weakref.ref(tiers), block_bytes
 
     def get_tiers(self) -> TierList:
         """Return what `kv-pool tiers` shows; no tiers without a `KVPoolConnector` that has some."""
-        tiers, num_hits = None if self._tiers is None else self._tiers(), self.lookups["hit_blocks"]
+        tiers, num_hits = self._find_tiers(), self.lookups["hit_blocks"]
         if tiers is None:
             return TierList({MEDIUM_GPU: num_hits}, [])
         return tiers.get_report(num_hits, self._tier_block_bytes)
-
-    def _get_manager(self) -> EngineManager | None:
-        return None if self._manager is None else self._manager()
 
     @property
     def block_size(self) -> int:  # type: ignore[override]  # of the engine's pool
@@ -106,18 +98,18 @@ class PoolControl(ControlledPool[BlockPool]):
 
     def _list_ids(self) -> list[RequestId]:
         """Return the requests in the order of admission; [] if vLLM's own manager has their tables."""
-        manager = self._get_manager()
+        manager = self._find_manager()
         return [] if manager is None else manager.manager.list_request_ids()
 
     def _get_rows(self, sequence_id: RequestId) -> list[list[KVCacheBlock]] | None:
-        manager = self._get_manager()
+        manager = self._find_manager()
         return None if manager is None else get_rows(manager.manager, sequence_id)
 
     def report_sequence(self, sequence_id: RequestId, num_blocks: int, num_immovable: int) -> SequenceReport:
         return SequenceReport(sequence_id, num_blocks, None, None, False, num_immovable_blocks=num_immovable)
 
     def count_more(self) -> dict[str, Any]:
-        manager = self._get_manager()
+        manager = self._find_manager()
         own = {"taken_events": dict(self.taken_events), **self.lookups}
         return own if manager is None else count_use(manager.manager) | own
 
@@ -127,7 +119,7 @@ class PoolControl(ControlledPool[BlockPool]):
         Args:
             is_seen_by_pool: the pool infers it; under our own manager, which sees the look-ups, left out.
         """
-        if self._manager is None or not is_seen_by_pool:
+        if not is_seen_by_pool or self._find_manager() is None:
             self.lookups.update(looked_up_blocks=num_blocks, hit_blocks=num_hits)
 
     def describe_sequences(self) -> SequenceList:
@@ -136,7 +128,7 @@ class PoolControl(ControlledPool[BlockPool]):
         Raises:
             ControlError: vLLM's own manager has the block tables, as at level `pool`.
         """
-        if self._manager is None:
+        if self._find_manager() is None:
             raise ControlError(
                 "the block tables of requests are in vLLM's scheduler, not in the pool; use stats, layout or "
                 f"sequences --holds, set {LEVEL}=manager, or read vLLM's metrics"
@@ -150,26 +142,16 @@ class PoolControl(ControlledPool[BlockPool]):
         raise ControlError(_NOTHING_MOVES)
 
 
-def get_rank() -> int:
-    """Return the data-parallel rank of this process, by the name that vLLM gives to an engine's process."""
-    rank = current_process().name.partition("EngineCore_DP")[2]
-    return int(rank) if rank.isdecimal() else 0
+def find_socket(process_id: int) -> Path:
+    """Return the socket of an engine's process: the one that is set, or that of a node `vllm-PID`."""
+    setting = find_control()
+    return get_default_path(NodeName(f"vllm-{process_id}")) if setting == "1" else Path(setting)
 
 
-def find_port() -> NetworkPort | None:
-    """Return the TCP port of this engine, or None. Raises InvalidArgumentError, see `NetworkPort.parse`."""
-    given = os.environ.get(CONTROL_PORT, "0")
-    if given in ("", "0"):
-        return None
-    port = NetworkPort.parse(given)
-    return replace(port, port=port.port + get_rank())
-
-
-@cache
 def name_models(scheduler_class: Any) -> None:
     """Let each new scheduler of this class of vLLM's tell the control of its pool the name of the model.
 
-    A second call changes nothing. vLLM gives its configuration to neither the pool nor the manager.
+    vLLM gives its configuration to neither the pool nor the manager.
     """
     create = scheduler_class.__init__
 
@@ -183,26 +165,24 @@ def name_models(scheduler_class: Any) -> None:
     scheduler_class.__init__ = create_and_name
 
 
-def open_socket(pool: BlockPool, control: PoolControl, setting: str) -> None:
-    """Serve a pool until it is discarded or the process ends. A failure is logged; the engine continues.
-
-    Args:
-        setting: "1" for the default socket of a node `vllm-PID`, otherwise the path of the socket.
-    """
+def open_socket(pool: BlockPool, control: PoolControl) -> None:
+    """Serve a pool until it is discarded or the process ends. A failure is logged; the engine continues."""
+    given = find_value(CONTROL_PORT)
     try:
-        port = find_port()
+        port = NetworkPort.parse(given) if given else None
+        if port is not None:
+            port = replace(port, port=port.port + int(control.engine))
         server = ControlServer(
             control,
-            None if setting == "1" else setting,
-            node_name=NodeName(f"vllm-{os.getpid()}"),
+            find_socket(os.getpid()),
             why_no_node=_NOTHING_MOVES,
             tiers=control.get_tiers,
             port=port,
             web=port is not None,
         )
         server.start()
-    except (ControlError, InvalidArgumentError, MissingDependencyError, OutOfThreadsError) as error:
-        own = "" if setting == "1" else f". With {CONTROL}=1 each engine process has its own"
+    except KVPoolError as error:
+        own = "" if find_control() == "1" else f". With {CONTROL}=1 each engine process has its own"
         logger.warning("kv_pool could not open a control socket: %s%s", error, own)
         return
     weakref.finalize(pool, server.stop)
@@ -219,7 +199,7 @@ def remove_sockets_at_exit(setting: str) -> None:
     Finalize(None, remove_dead_sockets, (only,), exitpriority=-1)  # negative: after the children have ended
 
 
-def locked(method: _Method) -> _Method:
+def _locked(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a method that holds `self.control.lock`, which the socket's answers take, during each call."""
 
     @wraps(method)
@@ -227,7 +207,7 @@ def locked(method: _Method) -> _Method:
         with self.control.lock:
             return method(self, *args, **kwargs)
 
-    return cast(_Method, call)
+    return call
 
 
 _POOL_CHANGES = (
@@ -245,9 +225,9 @@ _MANAGER_CHANGES = (
 
 
 def _lock_methods(cls: Any, names: Iterable[str]) -> Any:
-    """Return the class, in which these methods are `locked`."""
+    """Return the class, in which these methods are `_locked`."""
     for name in names:
-        setattr(cls, name, locked(getattr(cls, name)))
+        setattr(cls, name, _locked(getattr(cls, name)))
     return cls
 
 
@@ -263,7 +243,7 @@ def make_controlled(pool_class: type[BlockPool]) -> type[BlockPool]:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             self.control = PoolControl(self)
             super().__init__(*args, **kwargs)
-            open_socket(self, self.control, find_control())
+            open_socket(self, self.control)
 
         def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
             super().touch(blocks)

@@ -1,0 +1,41 @@
+"""`EngineMetrics`: kv_pool's metrics of vLLM engines, in the registry of Prometheus that has vLLM's own.
+
+    the engine's process                                     the API server's process
+    pool <- ControlServer  <- control socket, at a scrape -  EngineMetrics <- GET /metrics
+
+vLLM's statistics of a step have no place for those of a pool. So the pools are read at a scrape, and a step
+costs nothing more.
+"""
+
+import os
+from multiprocessing import active_children
+
+from kv_pool.control.client import ControlClient
+from kv_pool.errors import KVPoolError
+from kv_pool.integrations.vllm.pool_control import find_socket
+from kv_pool.integrations.vllm_warnings import warn
+from kv_pool.metrics.prometheus import PoolMetrics
+from kv_pool.reports.pool_reading import PoolReading
+
+_TIMEOUT_S = 0.5
+"""Short, because the API server answers nothing else during a scrape."""
+
+
+class EngineMetrics(PoolMetrics):
+    """kv_pool's own metrics of the engines that this process has started, for a registry of Prometheus.
+
+    An engine that does not answer within half a second is left out of a scrape, and the log has the reason
+    once.
+    """
+
+    def read_pools(self) -> list[PoolReading]:
+        """Return a reading of the pool of each engine."""
+        engines = [one.pid for one in active_children() if one.name.startswith("EngineCore") and one.pid]
+        readings = []
+        for path in {find_socket(process_id) for process_id in engines or [os.getpid()]}:
+            try:
+                with ControlClient(path, timeout_s=_TIMEOUT_S) as client:
+                    readings.append(client.read())
+            except KVPoolError as error:
+                warn(f"kv_pool's metrics lack those of an engine: {error}")
+        return readings
