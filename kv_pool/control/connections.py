@@ -64,7 +64,6 @@ class Connections:
             cast("type[ASGIApp]", application),
             http=HttpConnection,
             ws="none",
-            interface="asgi3",
             log_config=None,
             proxy_headers=False,
             workers=1,
@@ -195,7 +194,11 @@ class HttpConnection(H11Protocol):
 
     def _watch(self) -> None:
         """Start the deadline of what the client has to do now, unless it runs already."""
-        awaited = self._find_awaited()
+        is_arriving = self.conn.their_state in (h11.IDLE, h11.SEND_BODY) and not self.transport.is_closing()
+        may_wait = self._owner.port is None and self._is_idle()
+        awaited = "slow" if is_arriving and not may_wait else None
+        if self.flow.write_paused:
+            awaited = "unread"
         if awaited == self._awaited:
             return
         if self._deadline is not None:
@@ -203,24 +206,16 @@ class HttpConnection(H11Protocol):
         self._awaited = awaited
         self._deadline = self.loop.call_later(self._owner.timeout_s, self._end) if awaited else None
 
-    def _find_awaited(self) -> str | None:
-        """Return the reason to count if the client does not do now what it has to; None if it may wait."""
-        if self.flow.write_paused:
-            return "unread"
-        is_arriving = self.conn.their_state in (h11.IDLE, h11.SEND_BODY) and not self.transport.is_closing()
-        may_wait = self._owner.port is None and self._is_idle()
-        return "slow" if is_arriving and not may_wait else None
-
     def _is_idle(self) -> bool:
         """Return True between two requests, and before the first one."""
         return self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]
 
     def _end(self) -> None:
-        is_next = self.cycle is not None and self._is_idle()
-        if self._awaited == "slow" and not is_next:
+        if self._awaited == "unread":
+            self._owner.refusals["unread"] += 1
+        elif self.cycle is None or not self._is_idle():
             self._refuse(408, "slow", f"the request did not arrive within {self._owner.timeout_s} s")
             return
-        self._owner.refusals["unread"] += self._awaited == "unread"
         self.transport.abort()
 
     def _refuse(self, status: int, reason: str, message: str) -> None:

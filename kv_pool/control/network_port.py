@@ -12,7 +12,6 @@ from kv_pool.errors import ControlError, InvalidArgumentError
 from kv_pool.migration.secret import check_secret, load_secret
 
 _OPEN_PATHS = ("/v1/history", "/v1/reading", "/v1/view", "/v1/watch")
-_MAX_PORT = 65535
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +48,8 @@ class NetworkPort:
     key: str | Path | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= _MAX_PORT:
-            raise InvalidArgumentError(f"port is {self.port}; it is 0 to {_MAX_PORT}")
+        if self.port not in range(65536):
+            raise InvalidArgumentError(f"port is {self.port}; it is 0 to 65535")
         if self.token is not None:
             object.__setattr__(self, "token", read_token(self.token))
         elif not _is_loopback(self._url_host):
@@ -72,11 +71,11 @@ class NetworkPort:
             )
         return cls(host=host.strip("[]") or cls.host, port=int(port), **options)
 
-    def listen(self, backlog: int) -> socket.socket:
+    def listen(self) -> socket.socket:
         """Return a socket that listens on the port. Raises ControlError if that is not possible."""
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         try:
-            listener = socket.create_server((self.host, self.port), family=family, backlog=backlog)
+            listener = socket.create_server((self.host, self.port), family=family)
         except OSError as error:
             raise ControlError(
                 f"port {self.port} of {self.host}: cannot listen there: {error.strerror}; choose another"

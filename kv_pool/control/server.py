@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from kv_pool.control.live_node import LiveNode
     from kv_pool.events.event_publisher import EventPublisher
 
-_BACKLOG = 128
 _THREAD = "kv_pool control"
 
 _listeners: WeakSet[socket.socket] = WeakSet()
@@ -146,7 +145,7 @@ class ControlServer(Running):
         application = ControlApplication(self._commands, self.refusals, self._max_clients, web=self._web)
         with ExitStack() as on_failure:
             try:
-                listeners = [on_failure.enter_context(listen(self.path, self._timeout_s, _BACKLOG))]
+                listeners = [on_failure.enter_context(listen(self.path, self._timeout_s))]
                 self._inode = self.path.lstat().st_ino
                 on_failure.callback(self._remove_socket)
                 self._loop = asyncio.new_event_loop()
@@ -154,7 +153,7 @@ class ControlServer(Running):
                 raise ControlError(f"{self.path}: cannot serve there: {error.strerror}") from error
             on_failure.callback(self._end_loop)
             if self.port is not None:
-                listeners.append(on_failure.enter_context(self.port.listen(_BACKLOG)))
+                listeners.append(on_failure.enter_context(self.port.listen()))
                 self.url = self.port.get_url(listeners[1])
             _listeners.update(listeners)
             served = [

@@ -19,7 +19,6 @@ from kv_pool.regular_files import open_private
 _MAX_PATH_BYTES = 107 if sys.platform == "linux" else 103
 """Longest path that the kernel's address of a Unix socket can hold, without the final null byte."""
 
-_PROBE_S = 1.0
 _PAUSE_S = 0.01
 
 _PLAIN, _PREFIX, _SUFFIX = "control.sock", "control-", ".sock"
@@ -27,8 +26,7 @@ _PLAIN, _PREFIX, _SUFFIX = "control.sock", "control-", ".sock"
 
 def get_default_folder() -> Path:
     """Return `$XDG_RUNTIME_DIR/kv_pool`, or else a folder of this user for temporary files."""
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    if runtime:
+    if runtime := os.environ.get("XDG_RUNTIME_DIR"):
         return Path(runtime) / "kv_pool"
     return Path(tempfile.gettempdir()) / f"kv_pool-{os.getuid()}"
 
@@ -43,21 +41,20 @@ def list_nodes() -> list[NodeName]:
     names = []
     for path in get_default_folder().glob(f"{_PREFIX}*{_SUFFIX}"):
         with suppress(OSError):
-            if not is_dead(path, _PROBE_S):
+            if not is_dead(path):
                 names.append(NodeName(path.name[len(_PREFIX) : -len(_SUFFIX)]))
     return sorted(names)
 
 
-def is_dead(path: Path, timeout_s: float) -> bool:
+def is_dead(path: Path) -> bool:
     """Return True if no server listens at the socket at `path`. Raises OSError if that remains unknown."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(timeout_s)
+    # A server with a full queue of connections lets the probe wait.
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, suppress(BlockingIOError):
+        probe.setblocking(False)
         try:
             probe.connect(os.fspath(path))
         except ConnectionRefusedError:
             return True
-        except BlockingIOError:
-            pass  # The queue of connections is full: a server listens.
     return False
 
 
@@ -68,10 +65,10 @@ def remove_dead_sockets(only: Path | None = None) -> None:
     """
     for path in get_default_folder().glob(f"{_PREFIX}*{_SUFFIX}") if only is None else [only]:
         with suppress(OSError, ControlError), lock_socket(path, 0.0):
-            _remove_dead(path, _PROBE_S)
+            _remove_dead(path)
 
 
-def _remove_dead(path: Path, timeout_s: float) -> None:
+def _remove_dead(path: Path) -> None:
     """Remove the socket of a dead server. Raises ControlError if anything else is at `path`."""
     try:
         found = path.lstat()
@@ -81,20 +78,20 @@ def _remove_dead(path: Path, timeout_s: float) -> None:
         raise ControlError(
             f"{path} is not a socket and was left unchanged; choose another path with --socket"
         )
-    if not is_dead(path, timeout_s):
+    if not is_dead(path):
         raise ControlError(
             f"a pool is served at {path} already; stop its server, or choose another socket with --socket"
         )
     path.unlink(missing_ok=True)
 
 
-def listen(path: Path, timeout_s: float, backlog: int) -> socket.socket:
+def listen(path: Path, timeout_s: float) -> socket.socket:
     """Return a socket that listens at `path`, to which only this user can connect.
 
     In the default folder the sockets of killed servers are removed, otherwise that at `path` only.
 
     Args:
-        timeout_s: seconds to wait for the lock, and for an answer of the server at `path`.
+        timeout_s: seconds to wait for the lock of the socket.
     Raises:
         ControlError: a server listens there already, or a file that is not a socket is there, or as
             `make_folder` and `lock_socket`.
@@ -106,11 +103,11 @@ def listen(path: Path, timeout_s: float, backlog: int) -> socket.socket:
     with ExitStack() as on_failure:
         listener = on_failure.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         with lock_socket(path, timeout_s):
-            _remove_dead(path, timeout_s)
+            _remove_dead(path)
             listener.bind(os.fspath(path))
             # Clients cannot connect before listen().
             os.chmod(path, 0o600)
-            listener.listen(backlog)
+            listener.listen()
         on_failure.pop_all()
     return listener
 
