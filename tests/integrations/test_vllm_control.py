@@ -153,6 +153,9 @@ def test_setting_1_opens_the_default_socket_of_the_process(control, made_up_vllm
             with ControlClient(node=f"vllm-{{os.getpid()}}") as client, ControlClient() as other:
                 assert client.get_statistics() == other.get_statistics()
             from prometheus_client import REGISTRY
+            from vllm.v1.metrics import loggers
+            for _ in range(2):  # one for each engine that this process starts
+                loggers.PrometheusStatLogger(model, [0])
             labels = dict(model_name="a model", engine="0", pool="", state="free")
             assert REGISTRY.get_sample_value("kv_pool_blocks", labels) == 7
         else:

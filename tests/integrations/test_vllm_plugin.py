@@ -37,6 +37,10 @@ FILES = {
         class KVCacheEvictionEvent: ...
         class PrefixCacheStats: ...
     """,
+    "vllm/v1/metrics/loggers.py": """
+        class PrometheusStatLogger:
+            def __init__(self, vllm_config, engine_indexes=None): ...
+    """,
     "vllm/v1/core/__init__.py": "",
     "vllm/v1/core/block_pool.py": """
         from vllm.v1.core.kv_cache_utils import KVCacheBlock

@@ -3,7 +3,6 @@
 import importlib
 import os
 import sys
-from functools import cache
 from typing import Final
 
 from kv_pool.core.block import COMPILED
@@ -118,22 +117,14 @@ def register(level: str | None = None) -> None:
     )
 
 
-@cache
 def _show_pools() -> None:
-    """Prepare what shows the pools of engines: no sockets of killed ones, labels, and metrics in vLLM's.
-
-    A second call changes nothing.
-    """
+    """Prepare what shows the pools of engines: no sockets of killed ones, labels, and metrics in vLLM's."""
     from kv_pool.integrations.vllm.pool_control import name_models, remove_sockets_at_exit
 
     remove_sockets_at_exit(find_control())
     try:
-        from prometheus_client import REGISTRY
-
-        from kv_pool.integrations.vllm.engine_metrics import EngineMetrics
-
         name_models(importlib.import_module("vllm.v1.core.sched.scheduler").Scheduler)
-        REGISTRY.register(EngineMetrics(sources=(), names=()))  # vLLM's own metrics are there already
+        importlib.import_module("kv_pool.integrations.vllm.stat_logger").replace_stat_logger()
     except Exception as error:  # a module that is imported may raise anything
         warn(f"kv_pool's metrics are not among vLLM's ({type(error).__name__}: {error})")
 

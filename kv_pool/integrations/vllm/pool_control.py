@@ -148,10 +148,11 @@ def find_socket(process_id: int) -> Path:
     return get_default_path(NodeName(f"vllm-{process_id}")) if setting == "1" else Path(setting)
 
 
+@cache
 def name_models(scheduler_class: Any) -> None:
     """Let each new scheduler of this class of vLLM's tell the control of its pool the name of the model.
 
-    vLLM gives its configuration to neither the pool nor the manager.
+    A second call changes nothing. vLLM gives its configuration to neither the pool nor the manager.
     """
     create = scheduler_class.__init__
 

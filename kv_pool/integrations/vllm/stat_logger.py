@@ -1,4 +1,4 @@
-"""`EngineMetrics`: kv_pool's metrics of vLLM engines, in the registry of Prometheus that has vLLM's own.
+"""`PoolStatLogger`: vLLM's Prometheus logger, with kv_pool's metrics beside vLLM's own. Imports vLLM.
 
     the engine's process                                     the API server's process
     pool <- ControlServer  <- control socket, at a scrape -  EngineMetrics <- GET /metrics
@@ -8,7 +8,12 @@ costs nothing more.
 """
 
 import os
+from functools import cache
 from multiprocessing import active_children
+from typing import Any
+
+from prometheus_client import REGISTRY
+from vllm.v1.metrics import loggers
 
 from kv_pool.control.client import ControlClient
 from kv_pool.errors import KVPoolError
@@ -39,3 +44,21 @@ class EngineMetrics(PoolMetrics):
             except KVPoolError as error:
                 warn(f"kv_pool's metrics lack those of an engine: {error}")
         return readings
+
+
+@cache
+def _register_metrics() -> None:
+    REGISTRY.register(EngineMetrics(sources=(), names=()))  # vLLM's own metrics are there already
+
+
+class PoolStatLogger(loggers.PrometheusStatLogger):  # type: ignore[misc]
+    """vLLM's own metrics, and kv_pool's in the same registry."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _register_metrics()
+
+
+def replace_stat_logger() -> None:
+    """Let engines that this process starts have a `PoolStatLogger` in place of vLLM's Prometheus logger."""
+    loggers.PrometheusStatLogger = PoolStatLogger
