@@ -66,7 +66,6 @@ class PoolControl(ControlledPool[BlockPool]):
         self._pool = weakref.ref(pool)
         self._manager: weakref.ref[EngineManager] | None = None
         self._tiers: weakref.ref[TierScheduler] | None = None
-        self._tier_block_bytes = 0
         self.taken_events: Counter[str] = Counter()
         self.lookups: Counter[str] = Counter(looked_up_blocks=0, hit_blocks=0)
         self.engine = str(get_rank())
@@ -82,20 +81,16 @@ class PoolControl(ControlledPool[BlockPool]):
         """Answer questions about requests by the block tables of this manager, referenced weakly."""
         self._manager = weakref.ref(manager)
 
-    def note_tiers(self, tiers: "TierScheduler", block_bytes: int) -> None:
-        """Answer questions about tiers by the scheduler half of a connector, referenced weakly.
-
-        Args:
-            block_bytes: size of a block in a rank's tiers.
-        """
-        self._tiers, self._tier_block_bytes = weakref.ref(tiers), block_bytes
+    def note_tiers(self, tiers: "TierScheduler") -> None:
+        """Answer questions about tiers by the scheduler half of a connector, referenced weakly."""
+        self._tiers = weakref.ref(tiers)
 
     def get_tiers(self) -> TierList:
         """Return what `kv-pool tiers` shows; no tiers without a `KVPoolConnector` that has some."""
         tiers, num_hits = None if self._tiers is None else self._tiers(), self.lookups["hit_blocks"]
         if tiers is None:
             return TierList({MEDIUM_GPU: num_hits}, [])
-        return tiers.get_report(num_hits, self._tier_block_bytes)
+        return tiers.get_report(num_hits)
 
     def _get_manager(self) -> EngineManager | None:
         return None if self._manager is None else self._manager()
