@@ -62,10 +62,6 @@ def _find(reading: PoolReading, path: str) -> Values:
     return {} if found is None else {(): found}
 
 
-class _Table(msgspec.Struct, forbid_unknown_fields=True):
-    metric: tuple[Metric, ...]
-
-
 @cache
 def list_metrics(*names: str) -> tuple[Metric, ...]:
     """Return the metrics of these sets: "kv_pool", "vllm", "sglang".
@@ -77,5 +73,5 @@ def list_metrics(*names: str) -> tuple[Metric, ...]:
         if name not in PREFIXES:
             raise InvalidArgumentError(f"{name!r} is no set of metrics; {describe_known(name, PREFIXES)}")
     path = Path(__file__).with_name("metrics.toml")
-    table = msgspec.convert(read_toml(path, "the table of metrics"), _Table)
-    return tuple(one for name in names for one in table.metric if one.name.startswith(PREFIXES[name]))
+    table = msgspec.convert(read_toml(path, "the table of metrics")["metric"], list[Metric])
+    return tuple(one for name in names for one in table if one.name.startswith(PREFIXES[name]))

@@ -42,8 +42,7 @@ def observe_pools(meter: Meter, sources: Iterable[PoolSources]) -> None:
         name, unit = f"kv_pool.{words}", UNITS.get(words.rpartition("_")[2], "{" + words.split("_")[-1] + "}")
         if unit in ("s", "By", "1"):
             name = name.rpartition("_")[0]  # the unit is not part of the name
-        is_gauge = metric.type == "gauge"
-        create = meter.create_observable_gauge if is_gauge else meter.create_observable_counter
+        create = meter.create_observable_gauge if metric.type == "gauge" else meter.create_observable_counter
         parts = {"": unit}
         if metric.type == "histogram":
             parts = {".count": "1", ".sum": unit, ".bucket": "1"}

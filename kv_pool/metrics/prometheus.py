@@ -10,13 +10,7 @@ from kv_pool.reports.histogram import Histogram
 from kv_pool.reports.pool_reading import PoolReading, PoolSources, read_pools
 
 try:
-    from prometheus_client.core import (
-        CollectorRegistry,
-        CounterMetricFamily,
-        GaugeMetricFamily,
-        HistogramMetricFamily,
-    )
-    from prometheus_client.core import Metric as MetricFamily
+    from prometheus_client import metrics_core
     from prometheus_client.exposition import choose_encoder
     from prometheus_client.openmetrics import exposition as openmetrics
     from prometheus_client.registry import Collector
@@ -24,6 +18,12 @@ except ImportError as error:
     raise MissingDependencyError(
         f"metrics for Prometheus need prometheus_client: {describe_install('metrics')}"
     ) from error
+
+_FAMILIES: dict[str, Any] = {
+    "counter": metrics_core.CounterMetricFamily,
+    "gauge": metrics_core.GaugeMetricFamily,
+    "histogram": metrics_core.HistogramMetricFamily,
+}
 
 
 class PoolMetrics(Collector):
@@ -63,7 +63,7 @@ class PoolMetrics(Collector):
                 "Prometheus tells metrics apart by their labels"
             )
 
-    def collect(self) -> Iterator[MetricFamily]:
+    def collect(self) -> Iterator[metrics_core.Metric]:
         """Read all pools and yield the metrics that they count."""
         readings = self._read()
         for metric in self._metrics:
@@ -71,7 +71,7 @@ class PoolMetrics(Collector):
             if any(values for _, values in found):
                 yield _make_family(metric, found)
 
-    def describe(self) -> Iterator[MetricFamily]:
+    def describe(self) -> Iterator[metrics_core.Metric]:
         """Yield the metrics without values, so that a registry need not read the pools to know the names."""
         return (_make_family(metric, []) for metric in self._metrics)
 
@@ -79,11 +79,7 @@ class PoolMetrics(Collector):
 def _make_family(metric: Metric, found: list[tuple[PoolReading, Values]]) -> Any:
     is_ours = metric.name.startswith(PREFIXES["kv_pool"])
     labels = ("model_name", "engine", *(("pool",) if is_ours else ()), *metric.labels)
-    family: Any = GaugeMetricFamily(metric.name, metric.help, labels=labels)
-    if metric.type == "counter":
-        family = CounterMetricFamily(metric.name, metric.help, labels=labels)
-    elif metric.type == "histogram":
-        family = HistogramMetricFamily(metric.name, metric.help, labels=labels)
+    family = _FAMILIES[metric.type](metric.name, metric.help, labels=labels)
     for reading, values in found:
         common = (reading.model_name, reading.engine, *((reading.name,) if is_ours else ()))
         for own, value in values.items():
@@ -100,11 +96,9 @@ def encode_metrics(metrics: PoolMetrics, accept: str = "") -> tuple[str, bytes]:
     Args:
         accept: the Accept header of the request: OpenMetrics if it prefers that, else Prometheus' text.
     """
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(metrics)
     encode, content_type = choose_encoder(accept)
     if "openmetrics" in content_type:
         # That encoder replaces the colon in names, in samples only. No name of ours has to be escaped.
-        body: bytes = openmetrics.generate_latest(registry, openmetrics.ALLOWUTF8)  # type: ignore[no-untyped-call]
+        body: bytes = openmetrics.generate_latest(metrics, openmetrics.ALLOWUTF8)  # type: ignore[no-untyped-call]
         return openmetrics.CONTENT_TYPE_LATEST, body
-    return content_type, encode(registry)
+    return content_type, encode(metrics)
