@@ -50,10 +50,12 @@ class Health:
     found wrong is checked again until it is right.
     """
 
-    def __init__(self, commands: PoolCommands, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, commands: PoolCommands, workers: Workers, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._pool = commands.pool
+        self._workers = workers
         self._clock = clock
-        self._workers = Workers("kv_pool control of health", 1)
         self._running: Future[None] | None = None
         self._report = HealthReport(False, {"pool": "not checked yet"})
         self._checked_at = clock() - _FRESH_S
@@ -78,10 +80,6 @@ class Health:
         if self._get_age_s() < _STALE_S:
             return self._report
         return HealthReport(False, {"pool": f"no check has ended for {_STALE_S:.0f} s; is its lock held?"})
-
-    def stop(self) -> None:
-        """Start no more checks."""
-        self._workers.stop()
 
     def _get_age_s(self) -> float:
         return self._clock() - self._checked_at
