@@ -7,6 +7,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Never, TypeVar
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -82,13 +83,9 @@ class ControlApplication:
     async def keep_history(self) -> Never:
         """Note the state of the pool again and again."""
         monitor = self._commands.monitor
-
-        def note() -> None:  # in the thread that summarizes the history
-            monitor.history.append(monitor.read_state())
-
         while True:
             with suppress(Exception):  # such as of an interrupted pool: the history lacks this state
-                await self._run("readings", note)
+                monitor.history.append(await self._run("readings", monitor.read_state))
             await asyncio.sleep(HISTORY_INTERVAL_S)
 
     async def stop(self) -> None:
@@ -110,7 +107,7 @@ class ControlApplication:
 
     async def _ready(self, request: Request) -> Response:
         report = await self._health.get_report()
-        return _reply(200 if report.is_ready else 503, messages.encode_result(report))
+        return _reply(200 if report.is_ready else 503, msgspec.json.encode(report))
 
     async def _metrics(self, request: Request) -> Response:
         """Answer a scrape. `?names=` chooses the sets of names beside kv_pool's, see `PoolMetrics`."""
@@ -126,7 +123,7 @@ class ControlApplication:
 
     async def _carry_out(self, command: messages.Command, receive: Receive | None = None) -> bytes:
         def carry_out() -> bytes:
-            return messages.encode_result(self._commands.carry_out(command))
+            return msgspec.json.encode(self._commands.carry_out(command))
 
         return await self._run(command.place, carry_out, receive)
 
