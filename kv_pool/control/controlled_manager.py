@@ -107,8 +107,8 @@ class ControlledManager(ControlledPool[BlockPoolCore]):
             num_immovable,
         )
 
-    def count_more(self) -> dict[str, Any]:
-        return count_use(self.manager)
+    def count_use(self) -> dict[str, Any]:
+        return super().count_use() | count_use(self.manager)
 
     def get_free_blocks(self) -> int:
         """Return the number of free blocks, cached ones included."""

@@ -8,8 +8,6 @@ from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any, Generic, Protocol, TypeVar
 
-import msgspec
-
 from kv_pool.contiguous.fragmentation import get_fragmentation_rate
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.pool_core import BlockPoolCore
@@ -68,9 +66,9 @@ class ControlledPool(ABC, Generic[Pool]):
     def report_sequence(self, sequence_id: Any, num_blocks: int, num_immovable: int) -> SequenceReport:
         """Return the report of a sequence with these `count_held` blocks. Called with the lock held."""
 
-    def count_more(self) -> dict[str, Any]:
-        """Return the counts of `PoolStatistics` that only this pool knows. Called with the lock held."""
-        return {}
+    def count_use(self) -> dict[str, Any]:
+        """Return the `PoolStatistics` that the block pool does not count. Called with the lock held."""
+        return {"run_length": self.run_length, "moved_blocks": self.num_moved_blocks}
 
     @abstractmethod
     def defragment(
@@ -84,11 +82,10 @@ class ControlledPool(ABC, Generic[Pool]):
         The pool is locked meanwhile. O(number of blocks), a few nanoseconds each.
         """
         with self.lock:
-            more = self.count_more()
             timed = {"take": "allocation", "free": "freeing"}
+            more = self.count_use()
             more |= {timed[call]: one.summarize() for call, one in self.latencies.items() if call in timed}
-            known = read_statistics(self.block_pool, block_size=self.block_size, run_length=self.run_length)
-            return msgspec.structs.replace(known, moved_blocks=self.num_moved_blocks, **more)
+            return read_statistics(self.block_pool, block_size=self.block_size, **more)
 
     def get_layout(self) -> PoolLayout:
         """Return a snapshot of each block's state and each sequence's runs. O(number of blocks)."""
@@ -177,7 +174,7 @@ class Manager(Protocol):
 
 
 def count_use(manager: Manager) -> dict[str, Any]:
-    """Return the counts of `PoolStatistics` that a manager knows."""
+    """Return the counts of `PoolStatistics` that a manager keeps, beside those of its block pool."""
     retention = manager.retention
     return {
         "pinned_blocks": 0 if retention is None else retention.num_pins,
