@@ -10,6 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from kv_pool.contiguous.fragmentation import get_fragmentation_rate
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.holds import BlockHolds, Hold, PlaceHold
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.reports.latency import LatencyWindow
 from kv_pool.reports.layout import PoolLayout, list_free_runs, read_states, read_tables
@@ -100,7 +101,7 @@ class ControlledPool(ABC, Generic[Pool]):
     def describe_sequences(self) -> SequenceList:
         """Return a report on each sequence that holds blocks, the least recent first. O(held blocks)."""
         with self.lock:
-            immovable = list_immovable(self.block_pool)
+            immovable = list_immovable(self.block_pool.holds, self.lock)
             ids = self._list_ids()
             counts = {one: self.count_held(self._get_rows(one) or [], immovable) for one in ids}
             return SequenceList([self.report_sequence(one, *count) for one, count in counts.items()])
@@ -154,9 +155,17 @@ class ControlledPool(ABC, Generic[Pool]):
             return get_fragmentation_rate(list_free_runs(read_states(self.block_pool)), self.run_length)
 
 
-def list_immovable(pool: BlockPoolCore) -> set[KVCacheBlock]:
-    """Return the blocks of a pool that must not be moved. O(held blocks)."""
-    return {pool.blocks[block_id] for block_id in pool.holds.list_immovable_ids()}
+def list_immovable(holds: BlockHolds, lock: AbstractContextManager[object]) -> set[KVCacheBlock]:
+    """Return the blocks that must not be moved. The lock is held for a copy of one hold's list at a time."""
+    with lock:
+        found: list[PlaceHold | Hold] = [*holds.list_place_holds(), *holds.list_holds()]
+    immovable: set[KVCacheBlock] = set()
+    for hold in found:
+        if isinstance(hold, PlaceHold) or not hold.is_movable:
+            with lock:
+                held = list(hold.get_blocks()) if isinstance(hold, PlaceHold) else hold.blocks
+            immovable.update(held)
+    return immovable
 
 
 class Manager(Protocol):

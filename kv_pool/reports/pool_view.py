@@ -18,9 +18,8 @@ import msgspec
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_keys import make_external_block_hashes
-from kv_pool.core.holds import BlockHolds, Hold, PlaceHold
 from kv_pool.core.pool_core import BlockPoolCore
-from kv_pool.reports.controlled_pool import ControlledPool, Rows
+from kv_pool.reports.controlled_pool import ControlledPool, Rows, list_immovable
 from kv_pool.reports.layout import BlockState, read_states_of
 from kv_pool.reports.pool_reading import PoolReading, PoolSources, read_pool
 from kv_pool.reports.sequences import SequenceReport
@@ -120,7 +119,7 @@ def read_view(
     """
     pool, node, blocks, lock = sources.pool, sources.node, sources.block_pool, sources.held_lock
     reading = read_pool(sources)
-    immovable = _read_immovable(blocks.holds, lock)
+    immovable = list_immovable(blocks.holds, lock)
     sequences = prefixes = migrations = None
     if isinstance(pool, ControlledPool) and reading.num_sequences is not None:
         sequences, prefixes = _read_sequences(pool, immovable, num_sequences, num_prefixes)
@@ -134,19 +133,6 @@ def read_view(
         prefixes=prefixes,
         migrations=migrations,
     )
-
-
-def _read_immovable(holds: BlockHolds, lock: AbstractContextManager[object]) -> set[KVCacheBlock]:
-    """Return the blocks that must not be moved. The lock is held for a copy of one hold's list at a time."""
-    with lock:
-        found: list[PlaceHold | Hold] = [*holds.list_place_holds(), *holds.list_holds()]
-    immovable: set[KVCacheBlock] = set()
-    for hold in found:
-        if isinstance(hold, PlaceHold) or not hold.is_movable:
-            with lock:
-                held = list(hold.get_blocks()) if isinstance(hold, PlaceHold) else hold.blocks
-            immovable.update(held)
-    return immovable
 
 
 def _read_map(
