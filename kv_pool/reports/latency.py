@@ -75,7 +75,7 @@ class LatencyWindow:
 
         Only one thread may call this at a time; others may time calls meanwhile.
         """
-        num_calls, ordered = self.count_calls(), sorted(self._durations_ns.copy())
+        num_calls, ordered = self.count_calls(), sorted(self._durations_ns)
         if not ordered:
             return CallLatency(num_calls)
         num_timed = len(ordered)
