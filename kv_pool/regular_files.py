@@ -48,11 +48,11 @@ def read_toml(path: str | os.PathLike[str], contents: str) -> dict[str, Any]:
         raise InvalidArgumentError(f"{path}: this is not TOML: {error}") from error
 
 
-def open_private(name: str, flags: int, folder: int) -> int:
+def open_private(name: str, flags: int, folder: int | None = None) -> int:
     """Open a regular file that only this user can access, and return its descriptor.
 
     Args:
-        name: name of the file in `folder`.
+        name: name of the file in `folder`, or without one its path.
         flags: as for `os.open`.
         folder: descriptor of the folder, from `open_private_folder`.
     Raises:

@@ -40,10 +40,8 @@ class Connections:
         max_clients: maximum number of connections, TLS handshakes included.
         timeout_s: seconds for a request to arrive, and for its answer to be read. A connection through a
             network port is also closed if no request arrives for this time.
-        listener: a socket that listens and does not block.
+        listener: a socket that listens.
 
-    Attributes:
-        num_clients: number of open connections, TLS handshakes included.
     Raises:
         ControlError: the certificate or the key cannot be used.
     """
@@ -60,18 +58,15 @@ class Connections:
         self.refusals = refusals
         self.timeout_s = timeout_s
         self.port = port
-        self.num_clients = 0
         self.state = ServerState()
         # Logging is the host's: uvicorn changes its own loggers unless these arguments are as here.
         self.config = Config(
             cast("type[ASGIApp]", application),
             http=HttpConnection,
             ws="none",
-            lifespan="off",
             interface="asgi3",
             log_config=None,
             proxy_headers=False,
-            server_header=False,
             workers=1,
             timeout_keep_alive=_NEVER_S,
             h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
@@ -82,11 +77,12 @@ class Connections:
             self.config.load()
         except OSError as error:
             raise ControlError(f"{port and port.certificate}: not usable for TLS: {error}") from error
+        listener.setblocking(False)
         self._listener = listener
         self._max_clients = max_clients
         full = f"{max_clients} clients are already connected; try again later"
         self._full = b"" if self.config.ssl else _encode_refusal(503, full)
-        self._accepted: set[asyncio.Task[None]] = set()
+        self._clients: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
         """Accept connections in the running loop until `close`."""
@@ -99,11 +95,9 @@ class Connections:
         self._loop.remove_reader(self._listener)
         self._listener.close()
         await asyncio.sleep(0)  # each accepted socket has a transport, which closes it, after this
-        for accepted in self._accepted:
-            accepted.cancel()
-        for connection in self.state.connections:
-            connection.transport.abort()
-        await asyncio.gather(*self.state.tasks, *self._accepted, return_exceptions=True)
+        for client in self._clients:
+            client.cancel()
+        await asyncio.gather(*self.state.tasks, *self._clients, return_exceptions=True)
 
     def _accept(self) -> None:
         try:
@@ -114,28 +108,31 @@ class Connections:
             self._loop.remove_reader(self._listener)
             self._loop.call_later(_PAUSE_S, self.start)
             return
-        if self.num_clients < self._max_clients:
-            self.num_clients += 1
-            accepted = self._loop.create_task(self._connect(client))
-            self._accepted.add(accepted)
-            accepted.add_done_callback(self._accepted.discard)
+        if len(self._clients) < self._max_clients:
+            served = self._loop.create_task(self._serve(client))
+            self._clients.add(served)
+            served.add_done_callback(self._clients.discard)
             return
         self.refusals["clients"] += 1
         with client, suppress(OSError):
             client.setblocking(False)
             client.send(self._full)
 
-    async def _connect(self, client: socket.socket) -> None:
-        """Begin a connection; uvicorn adds it to `state.connections` until it is lost."""
+    async def _serve(self, client: socket.socket) -> None:
+        """Serve a client until its connection is lost."""
         make = partial(HttpConnection, self, self._loop)
         limit = self.timeout_s if self.config.ssl else None
         try:
-            await self._loop.connect_accepted_socket(
+            transport, connection = await self._loop.connect_accepted_socket(
                 make, client, ssl=self.config.ssl, ssl_handshake_timeout=limit, ssl_shutdown_timeout=limit
             )
         except OSError:
-            self.num_clients -= 1
             self.refusals["handshake"] += 1
+            return
+        try:
+            await connection.lost.wait()
+        finally:
+            transport.abort()
 
 
 class HttpConnection(H11Protocol):
@@ -150,19 +147,19 @@ class HttpConnection(H11Protocol):
         self.logger = _logger
         self.access_log = False
         self._owner = owner
-        self._request_deadline: asyncio.TimerHandle | None = None
-        self._answer_deadline: asyncio.TimerHandle | None = None
+        self._awaited: str | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+        self.lost = asyncio.Event()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # uvicorn's
         super().connection_made(transport)
         transport.set_write_buffer_limits(1, 0)  # pause_writing() as soon as the client does not read
-        self._watch_request()
+        self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._owner.num_clients -= 1
-        self._watch_request()
-        self.resume_writing()
+        self.lost.set()
+        self._watch()
 
     def data_received(self, data: bytes) -> None:
         if data.startswith(b"{") and self._is_idle():  # h11 would wait for headers
@@ -175,21 +172,19 @@ class HttpConnection(H11Protocol):
             if self.transport.is_closing():
                 return
             super().data_received(data[start : start + _SLICE_BYTES])
-        self._watch_request()
+        self._watch()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._watch_request()
+        self._watch()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._answer_deadline = self.loop.call_later(self._owner.timeout_s, self._end_unread)
+        self._watch()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._answer_deadline is not None:
-            self._answer_deadline.cancel()
-            self._answer_deadline = None
+        self._watch()
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what h11 could not parse."""
@@ -198,30 +193,34 @@ class HttpConnection(H11Protocol):
         else:
             self._refuse(400, "garbage", msg)
 
-    def _watch_request(self) -> None:
-        """Start the deadline of the next request, or end it."""
-        is_answering = self.cycle is not None and not self.cycle.response_complete
-        has_arrived = self.conn.their_state not in (h11.IDLE, h11.SEND_BODY)
-        may_wait = (is_answering and has_arrived) or (self._owner.port is None and self._is_idle())
-        if may_wait or self.transport.is_closing():
-            if self._request_deadline is not None:
-                self._request_deadline.cancel()
-                self._request_deadline = None
-        elif self._request_deadline is None:
-            self._request_deadline = self.loop.call_later(self._owner.timeout_s, self._end_slow)
+    def _watch(self) -> None:
+        """Start the deadline of what the client has to do now, unless it runs already."""
+        awaited = self._find_awaited()
+        if awaited == self._awaited:
+            return
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._awaited = awaited
+        self._deadline = self.loop.call_later(self._owner.timeout_s, self._end) if awaited else None
+
+    def _find_awaited(self) -> str | None:
+        """Return the reason to count if the client does not do now what it has to; None if it may wait."""
+        if self.flow.write_paused:
+            return "unread"
+        is_arriving = self.conn.their_state in (h11.IDLE, h11.SEND_BODY) and not self.transport.is_closing()
+        may_wait = self._owner.port is None and self._is_idle()
+        return "slow" if is_arriving and not may_wait else None
 
     def _is_idle(self) -> bool:
         """Return True between two requests, and before the first one."""
         return self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]
 
-    def _end_slow(self) -> None:
-        if self.cycle is not None and self._is_idle():
-            self.transport.abort()
+    def _end(self) -> None:
+        is_next = self.cycle is not None and self._is_idle()
+        if self._awaited == "slow" and not is_next:
+            self._refuse(408, "slow", f"the request did not arrive within {self._owner.timeout_s} s")
             return
-        self._refuse(408, "slow", f"the request did not arrive within {self._owner.timeout_s} s")
-
-    def _end_unread(self) -> None:
-        self._owner.refusals["unread"] += 1
+        self._owner.refusals["unread"] += self._awaited == "unread"
         self.transport.abort()
 
     def _refuse(self, status: int, reason: str, message: str) -> None:

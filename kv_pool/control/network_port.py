@@ -13,7 +13,6 @@ from kv_pool.migration.secret import check_secret, load_secret
 
 _OPEN_PATHS = ("/v1/history", "/v1/reading", "/v1/view", "/v1/watch")
 _MAX_PORT = 65535
-_LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +53,7 @@ class NetworkPort:
             raise InvalidArgumentError(f"port is {self.port}; it is 0 to {_MAX_PORT}")
         if self.token is not None:
             object.__setattr__(self, "token", read_token(self.token))
-        elif not _is_loopback(self.host):
+        elif not _is_loopback(self._url_host):
             raise InvalidArgumentError(
                 f"other machines can reach port {self.port} of {self.host}, so it needs a token: pass "
                 "--token-file FILE, or token= to NetworkPort; or serve on 127.0.0.1 and forward the port, "
@@ -67,7 +66,7 @@ class NetworkPort:
     def parse(cls, address: str, **options: str | Path | None) -> "NetworkPort":
         """Return the port at `[HOST:]PORT`. Raises InvalidArgumentError for other text, or as the class."""
         host, _, port = address.rpartition(":")
-        if not port.isascii() or not port.isdecimal() or int(port) > _MAX_PORT:
+        if not port.isascii() or not port.isdecimal():
             raise InvalidArgumentError(
                 f"{address!r} is not a port; write PORT or HOST:PORT, such as 127.0.0.1:9400"
             )
@@ -87,15 +86,15 @@ class NetworkPort:
 
     def get_url(self, listener: socket.socket) -> str:
         """Return the address of the port's socket as a URL."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http{'s' if self.certificate else ''}://{host}:{listener.getsockname()[1]}/"
+        return f"http{'s' if self.certificate else ''}://{self._url_host}:{listener.getsockname()[1]}/"
+
+    @property
+    def _url_host(self) -> str:
+        return f"[{self.host}]" if ":" in self.host else self.host
 
     def find_refusal(self, method: str, path: str, headers: Mapping[str, str]) -> tuple[int, str, str] | None:
         """Return the status, the reason and the message if a request is refused, otherwise None."""
-        if self.token is None and _find_host_name(headers.get("host", "")) not in {
-            self.host,
-            *_LOOPBACK_NAMES,
-        }:
+        if self.token is None and not _is_loopback(headers.get("host", "")):
             return 403, "host", "this port answers to the names localhost, 127.0.0.1 and [::1]"
         if path == "/":  # the page has no data of the pool, and may be linked to
             return None
@@ -135,16 +134,10 @@ def read_token(token: str | Path) -> str:
     return text
 
 
-def _find_host_name(host: str) -> str | None:
-    """Return the name in the header Host, without the port."""
-    try:
-        return urlsplit(f"//{host}").hostname
-    except ValueError:
-        return None
-
-
 def _is_loopback(host: str) -> bool:
+    """Return True if a host, written as in a URL, is this machine, whatever a name server says."""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        name = urlsplit(f"//{host}").hostname or ""
+        return name == "localhost" or ipaddress.ip_address(name).is_loopback
     except ValueError:
-        return host == "localhost"
+        return False

@@ -3,12 +3,10 @@
 import asyncio
 import os
 import socket
-import stat
 import threading
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -17,14 +15,7 @@ from kv_pool.closing import Running
 from kv_pool.control import messages
 from kv_pool.control.commands import PoolCommands
 from kv_pool.control.network_port import NetworkPort
-from kv_pool.control.socket_path import (
-    get_default_folder,
-    is_dead,
-    lock_socket,
-    make_folder,
-    remove_dead_sockets,
-    resolve_path,
-)
+from kv_pool.control.socket_path import listen, resolve_path
 from kv_pool.core.arguments import as_count
 from kv_pool.errors import ControlError, MissingDependencyError, describe_install
 from kv_pool.ids import NodeName
@@ -153,22 +144,23 @@ class ControlServer(Running):
                 f"serving a pool needs starlette and uvicorn: {describe_install('serve')}"
             ) from error
         application = ControlApplication(self._commands, self.refusals, self._max_clients, web=self._web)
-        connect = partial(Connections, application, self.refusals, self._max_clients, self._timeout_s)
         with ExitStack() as on_failure:
-            listener = on_failure.enter_context(self._listen())
-            _listeners.add(listener)
-            served = [connect(listener)]
-            on_failure.callback(self._remove_socket)
-            if self.port is not None:
-                listener = on_failure.enter_context(self.port.listen(_BACKLOG))
-                _listeners.add(listener)
-                served.append(connect(listener, self.port))
-                self.url = self.port.get_url(listener)
             try:
+                listeners = [on_failure.enter_context(listen(self.path, self._timeout_s, _BACKLOG))]
+                self._inode = self.path.lstat().st_ino
+                on_failure.callback(self._remove_socket)
                 self._loop = asyncio.new_event_loop()
             except OSError as error:  # such as no file descriptor for it
-                raise ControlError(f"{self.path}: cannot serve there: {error}") from error
+                raise ControlError(f"{self.path}: cannot serve there: {error.strerror}") from error
             on_failure.callback(self._end_loop)
+            if self.port is not None:
+                listeners.append(on_failure.enter_context(self.port.listen(_BACKLOG)))
+                self.url = self.port.get_url(listeners[1])
+            _listeners.update(listeners)
+            served = [
+                Connections(application, self.refusals, self._max_clients, self._timeout_s, listener, port)
+                for listener, port in zip(listeners, (None, self.port), strict=False)
+            ]
             self._stopping = asyncio.Event()
             self._process_id = os.getpid()
             self._thread = start_thread(_THREAD, self._run, application, served)
@@ -197,47 +189,6 @@ class ControlServer(Running):
         if not threading.current_thread().name.startswith(_THREAD):
             thread.join()
         self._thread = None
-
-    # ---- the socket ------------------------------------------------------------------------------
-
-    def _listen(self) -> socket.socket:
-        make_folder(self.path)
-        if self.path.parent == get_default_folder():
-            remove_dead_sockets()
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        with ExitStack() as on_failure:
-            on_failure.callback(listener.close)
-            try:
-                with lock_socket(self.path, self._timeout_s):
-                    self._make_room()
-                    listener.bind(os.fspath(self.path))
-                    # Clients cannot connect before listen().
-                    os.chmod(self.path, 0o600)
-                    self._inode = self.path.lstat().st_ino
-                    listener.listen(_BACKLOG)
-                listener.setblocking(False)
-            except OSError as error:
-                raise ControlError(f"{self.path}: cannot listen there: {error.strerror}") from error
-            on_failure.pop_all()
-        return listener
-
-    def _make_room(self) -> None:
-        """Remove the socket of a dead server. Raises ControlError if anything else is at the path."""
-        try:
-            found = self.path.lstat()
-        except FileNotFoundError:
-            return
-        if not stat.S_ISSOCK(found.st_mode):
-            raise ControlError(
-                f"{self.path} is not a socket and was left unchanged; choose another path with --socket"
-            )
-        if is_dead(self.path, self._timeout_s):
-            self.path.unlink()
-            return
-        raise ControlError(
-            f"a pool is served at {self.path} already; stop its server, or choose another socket "
-            "with --socket"
-        )
 
     def _remove_socket(self) -> None:
         with suppress(FileNotFoundError):

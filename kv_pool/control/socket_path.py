@@ -1,6 +1,5 @@
-"""The path of a user's control socket, its lock, and checks of the folder that contains it."""
+"""The path of a user's control socket: find it, and listen there."""
 
-import errno
 import fcntl
 import os
 import socket
@@ -9,7 +8,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
 
 from kv_pool.errors import ControlError
@@ -67,16 +67,52 @@ def remove_dead_sockets(only: Path | None = None) -> None:
     A server holds the lock of its socket until it listens, and is not mistaken for a dead one before that.
     """
     for path in get_default_folder().glob(f"{_PREFIX}*{_SUFFIX}") if only is None else [only]:
-        with suppress(OSError, ControlError):
-            if _is_own_socket(path) and is_dead(path, _PROBE_S):
-                with lock_socket(path, 0.0):
-                    if _is_own_socket(path) and is_dead(path, _PROBE_S):
-                        path.unlink()
+        with suppress(OSError, ControlError), lock_socket(path, 0.0):
+            _remove_dead(path, _PROBE_S)
 
 
-def _is_own_socket(path: Path) -> bool:
-    found = path.lstat()
-    return stat.S_ISSOCK(found.st_mode) and found.st_uid == os.getuid()
+def _remove_dead(path: Path, timeout_s: float) -> None:
+    """Remove the socket of a dead server. Raises ControlError if anything else is at `path`."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(found.st_mode):
+        raise ControlError(
+            f"{path} is not a socket and was left unchanged; choose another path with --socket"
+        )
+    if not is_dead(path, timeout_s):
+        raise ControlError(
+            f"a pool is served at {path} already; stop its server, or choose another socket with --socket"
+        )
+    path.unlink(missing_ok=True)
+
+
+def listen(path: Path, timeout_s: float, backlog: int) -> socket.socket:
+    """Return a socket that listens at `path`, to which only this user can connect.
+
+    In the default folder the sockets of killed servers are removed, otherwise that at `path` only.
+
+    Args:
+        timeout_s: seconds to wait for the lock, and for an answer of the server at `path`.
+    Raises:
+        ControlError: a server listens there already, or a file that is not a socket is there, or as
+            `make_folder` and `lock_socket`.
+        OSError: the system refuses it.
+    """
+    make_folder(path)
+    if path.parent == get_default_folder():
+        remove_dead_sockets()
+    with ExitStack() as on_failure:
+        listener = on_failure.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        with lock_socket(path, timeout_s):
+            _remove_dead(path, timeout_s)
+            listener.bind(os.fspath(path))
+            # Clients cannot connect before listen().
+            os.chmod(path, 0o600)
+            listener.listen(backlog)
+        on_failure.pop_all()
+    return listener
 
 
 def find_path(path: str | Path | None, node: NodeName | None, not_node: NodeName | None = None) -> Path:
@@ -166,45 +202,37 @@ def lock_socket(
     Raises:
         ControlError: the file belongs to another user or cannot be created, or the wait timed out.
     """
-    name = f".{path.name}.lock"
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        place = path.parent / name
-        deadline_s = clock() + timeout_s
-        while (lock := _take_lock(folder, place)) is None:
-            if clock() > deadline_s:
-                raise ControlError(
-                    f"{place}: another server of yours holds this lock; stop it, or choose another socket"
-                )
-            sleep(_PAUSE_S)
+    place = path.with_name(f".{path.name}.lock")
+    deadline_s = clock() + timeout_s
+    while (lock := _take_lock(place)) is None:
+        if clock() > deadline_s:
+            raise ControlError(
+                f"{place}: another server of yours holds this lock; stop it, or choose another socket"
+            )
+        sleep(_PAUSE_S)
+    with lock:
         try:
             yield
         finally:
             with suppress(OSError):
-                os.unlink(name, dir_fd=folder)
-            os.close(lock)
-    finally:
-        os.close(folder)
+                place.unlink()
 
 
-def _take_lock(folder: int, place: Path) -> int | None:
-    """Return the descriptor of the locked file; None if another process holds the lock."""
+def _take_lock(place: Path) -> BufferedReader | None:
+    """Return the locked file; None if another process holds the lock."""
     try:
-        lock = open_private(place.name, os.O_RDWR | os.O_CREAT, folder)
+        lock = os.fdopen(open_private(os.fspath(place), os.O_RDWR | os.O_CREAT), "rb")
     except OSError as error:
         raise ControlError(
             f"{place}: cannot be locked: {error.strerror}. Remove it, or choose a socket with --socket in "
             "a folder that only you can write to"
         ) from error
-    try:
+    # Held, or removed by its last holder before it was locked here.
+    with suppress(BlockingIOError, FileNotFoundError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.stat(place.name, dir_fd=folder).st_ino == os.fstat(lock).st_ino:
+        if os.path.samestat(place.stat(), os.fstat(lock.fileno())):
             return lock
-    except OSError as error:  # held, or removed by its last holder before it was locked here
-        if error.errno not in (errno.EWOULDBLOCK, errno.ENOENT):
-            os.close(lock)
-            raise
-    os.close(lock)
+    lock.close()
     return None
 
 

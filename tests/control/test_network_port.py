@@ -113,7 +113,7 @@ def test_unsafe_port_is_refused_with_the_way_out(options, message):
         NetworkPort(**options)
 
 
-@pytest.mark.parametrize("text", ["", "a", "127.0.0.1:", "1:65536", "-1", "²"])
+@pytest.mark.parametrize("text", ["", "a", "127.0.0.1:", "-1", "²"])
 def test_text_that_names_no_port_is_refused(text):
     with pytest.raises(InvalidArgumentError, match="is not a port; write PORT or HOST:PORT"):
         NetworkPort.parse(text)
