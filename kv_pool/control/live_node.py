@@ -100,7 +100,7 @@ class LiveNode:
         self.pool = pool
         self.topology = Topology() if settings.nodes is None else read_topology(settings.nodes)
         peers = Peers(clock) if settings.nodes is None else read_peers(settings.nodes, clock)
-        for text in settings.peer:
+        for text in settings.peer or ():
             known = parse_peer(text)
             peers.add(known.name, known.address)
         secret = load_or_create_secret(settings.secret_file)
