@@ -1,4 +1,4 @@
-"""`list_metrics`: what is measured of a running pool, from the table `metrics.toml`; the page of all metrics.
+"""`list_metrics`: what is measured of a running pool, from the table `metrics.toml`.
 
 PoolSources -> read_pool -> PoolReading -> Metric.read -> Prometheus, OpenTelemetry
 """
@@ -79,24 +79,3 @@ def list_metrics(*names: str) -> tuple[Metric, ...]:
     path = Path(__file__).with_name("metrics.toml")
     table = msgspec.convert(read_toml(path, "the table of metrics"), _Table)
     return tuple(one for name in names for one in table.metric if one.name.startswith(PREFIXES[name]))
-
-
-def describe_metrics() -> str:
-    """Return the tables of all metrics in Markdown, one for each set."""
-    lines = []
-    for name in PREFIXES:
-        lines += [
-            f"### {name}",
-            "",
-            "| metric | type | labels | meaning | when it looks bad |",
-            "|---|---|---|---|---|",
-        ]
-        for one in list_metrics(name):
-            labels = ", ".join(one.labels)
-            lines.append(f"| `{one.exposed_name}` | {one.type} | {labels} | {one.help} | {one.advice} |")
-        lines.append("")
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    print(describe_metrics())

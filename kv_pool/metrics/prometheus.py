@@ -1,13 +1,13 @@
 """`PoolMetrics`: running pools as a collector of `prometheus_client`; `encode_metrics` for `GET /metrics`."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
-from kv_pool.errors import ControlError, InvalidArgumentError, MissingDependencyError, describe_install
+from kv_pool.errors import InvalidArgumentError, MissingDependencyError, describe_install
 from kv_pool.metrics.metric_table import PREFIXES, Metric, Values, list_metrics
 from kv_pool.reports.histogram import Histogram
-from kv_pool.reports.pool_reading import PoolReading, PoolSources, read_pool
+from kv_pool.reports.pool_reading import PoolReading, PoolSources, read_pools
 
 try:
     from prometheus_client.core import (
@@ -35,7 +35,8 @@ class PoolMetrics(Collector):
         push_to_gateway("gateway:9091", job="batch", registry=registry) # or push
 
     Args:
-        sources: of pools that differ in their model name or engine.
+        sources: of pools that differ in their model name or engine, or a function that returns readings of
+            them.
         names: the metrics to export in addition to kv_pool's: "vllm" under the names of vLLM 0.33, "sglang"
             under SGLang's, or both; () beside an engine that exports them itself.
     Raises:
@@ -45,26 +46,26 @@ class PoolMetrics(Collector):
     Every metric has the labels `model_name` and `engine`; kv_pool's also have `pool`, the name of the source.
     """
 
-    def __init__(self, sources: Iterable[PoolSources], names: Sequence[str] | str = "vllm") -> None:
-        self.sources = list(sources)
+    def __init__(
+        self,
+        sources: Iterable[PoolSources] | Callable[[], list[PoolReading]],
+        names: Sequence[str] | str = "vllm",
+    ) -> None:
         self._metrics = list_metrics("kv_pool", *([names] if isinstance(names, str) else names))
-        if len({one.labels for one in self.sources}) < len(self.sources):
+        if callable(sources):
+            self._read = sources
+            return
+        known = list(sources)
+        self._read = partial(read_pools, known)
+        if len({one.labels for one in known}) < len(known):
             raise InvalidArgumentError(
                 "two sources have the same model_name and engine; give each pool another engine, since "
                 "Prometheus tells metrics apart by their labels"
             )
 
-    def read_pools(self) -> list[PoolReading]:
-        """Return a reading of each pool whose engine is not gone. See `read_pool` for the cost."""
-        readings = []
-        for one in self.sources:
-            with suppress(ControlError):  # its engine is gone; other metrics of the registry are not
-                readings.append(read_pool(one))
-        return readings
-
     def collect(self) -> Iterator[MetricFamily]:
         """Read all pools and yield the metrics that they count."""
-        readings = self.read_pools()
+        readings = self._read()
         for metric in self._metrics:
             found = [(reading, metric.read_values(reading)) for reading in readings]
             if any(values for _, values in found):

@@ -6,8 +6,8 @@
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH, RunBlockPool
 from kv_pool.core.holds import HoldState
 from kv_pool.core.kv_events import MEDIUM_GPU
 from kv_pool.core.pool_core import BlockPoolCore
+from kv_pool.errors import ControlError
 from kv_pool.events.event_publisher import EventPublisher, PublisherStatistics
 from kv_pool.reports.controlled_pool import ControlledPool, Manager, count_use
 from kv_pool.reports.histogram import Histogram
@@ -264,6 +265,15 @@ def read_pool(sources: PoolSources, *, clock: Callable[[], float] = time.time) -
         **({"calls": {}, "latencies": {}} | more),
         **({} if ages is None else _measure_runs(ages, getattr(pool, "run_length", DEFAULT_RUN_LENGTH))),
     )
+
+
+def read_pools(sources: Iterable[PoolSources]) -> list[PoolReading]:
+    """Return a reading of each pool whose engine is not gone. See `read_pool` for the cost."""
+    readings = []
+    for one in sources:
+        with suppress(ControlError):
+            readings.append(read_pool(one))
+    return readings
 
 
 def _read_blocks(pool: BlockPoolCore) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """`PoolStatLogger`: vLLM's Prometheus logger, with kv_pool's metrics beside vLLM's own. Imports vLLM.
 
     the engine's process                                     the API server's process
-    pool <- ControlServer  <- control socket, at a scrape -  EngineMetrics <- GET /metrics
+    pool <- ControlServer  <- control socket, at a scrape -  read_engines <- GET /metrics
 
 vLLM's statistics of a step have no place for those of a pool. So the pools are read at a scrape, and a step
 costs nothing more.
@@ -27,36 +27,29 @@ _TIMEOUT_S = 0.5
 """Short, because the API server answers nothing else during a scrape."""
 
 
-class EngineMetrics(PoolMetrics):
-    """kv_pool's own metrics of the engines that this process has started, for a registry of Prometheus.
+def read_engines() -> list[PoolReading]:
+    """Return a reading of the pool of each engine that this process has started.
 
-    An engine that does not answer within half a second is left out of a scrape, and the log has the reason
-    once.
+    An engine that does not answer within half a second is left out, and the log has the reason once.
     """
-
-    def __init__(self) -> None:
-        super().__init__((), ())
-
-    def read_pools(self) -> list[PoolReading]:
-        """Return a reading of the pool of each engine."""
-        path = find_control()
-        places: list[dict[str, Any]] = [{"path": path}]
-        if path == "1":
-            engines = [one.pid for one in active_children() if one.name.startswith("EngineCore")]
-            places = [{"node": NodeName(f"vllm-{pid}")} for pid in engines or [os.getpid()]]
-        readings = []
-        for place in places:
-            try:
-                with ControlClient(**place, timeout_s=_TIMEOUT_S) as client:
-                    readings.append(client.read())
-            except KVPoolError as error:
-                warn(f"kv_pool's metrics lack those of an engine: {error}")
-        return readings
+    path = find_control()
+    places: list[dict[str, Any]] = [{"path": path}]
+    if path == "1":
+        engines = [one.pid for one in active_children() if one.name.startswith("EngineCore")]
+        places = [{"node": NodeName(f"vllm-{pid}")} for pid in engines or [os.getpid()]]
+    readings = []
+    for place in places:
+        try:
+            with ControlClient(**place, timeout_s=_TIMEOUT_S) as client:
+                readings.append(client.read())
+        except KVPoolError as error:
+            warn(f"kv_pool's metrics lack those of an engine: {error}")
+    return readings
 
 
 @cache
 def _register_metrics() -> None:
-    REGISTRY.register(EngineMetrics())
+    REGISTRY.register(PoolMetrics(read_engines, ()))
 
 
 class PoolStatLogger(loggers.PrometheusStatLogger):  # type: ignore[misc]
