@@ -62,15 +62,15 @@ def serve(
         where = "" if node is None else f" --node {node.migrator.name}"
         where = where if settings.socket is None else f" --socket {server.path}"
         events = "" if publisher is None else f", or: {describe_publisher(publisher)}"
-        first_line = (
+        print(
             f"a pool of {settings.blocks:,} blocks of {settings.block_size} tokens is served at "
-            f"{server.path}; in a second terminal: kv-pool stats{where}{events}"
+            f"{server.path}; in a second terminal: kv-pool stats{where}{events}",
+            flush=True,
         )
-        print(first_line, flush=True)
         if server.url is not None:
             print(f"its {'page' if settings.web else 'port'} is at {server.url}", flush=True)
         if node is not None:
-            print(f"{describe_node(node)}", flush=True)
+            print(describe_node(node), flush=True)
         _run(replay, settings.duration, asked_to_end)
 
 

@@ -38,8 +38,6 @@ _of_network = partial(setting, panel="Network")
 _NEEDED = {"Nodes": ("name",), "Network": ("port", "web")}
 """The options of a panel of which one must be set for the others; tiers, too, have `block_bytes`."""
 
-_WEB_PORT = "9400"
-
 
 @describe_options
 @dataclass(frozen=True, kw_only=True)
@@ -184,8 +182,7 @@ class ServeSettings:
         if self.port is None and not self.web:
             return None
         token = None if self.token_file is None else Path(self.token_file)
-        address = self.port or _WEB_PORT
-        return NetworkPort.parse(address, token=token, certificate=self.certificate, key=self.key)
+        return NetworkPort.parse(self.port or "9400", token=token, certificate=self.certificate, key=self.key)
 
     @property
     def has_tiers(self) -> bool:
