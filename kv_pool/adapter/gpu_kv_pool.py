@@ -740,9 +740,9 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
             num_immovable_blocks=num_immovable,
         )
 
-    def count_more(self) -> dict[str, Any]:
+    def count_use(self) -> dict[str, Any]:
         self._expire_claims()
-        return {
+        return super().count_use() | {
             "pinned_blocks": len(self.holdings.pins),
             "reserved_blocks": self.reserved_blocks,
             "num_sequences": len(self.holdings.holders),

@@ -31,6 +31,7 @@ class Metric(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     read: str | dict[str, str]
     help: str
     advice: str
+    title: str = ""
     labels: LabelValues = ()
 
     @property

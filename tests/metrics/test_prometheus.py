@@ -15,6 +15,7 @@ from kv_pool import BlockAllocationRequest, BlockPool, GPUKVPool, InvalidArgumen
 from kv_pool.events.event_publisher import NullEventPublisher
 from kv_pool.metrics.metric_table import PREFIXES, list_metrics
 from kv_pool.metrics.prometheus import PoolMetrics, encode_metrics
+from kv_pool.migration.messages import MigrationPhase
 from kv_pool.reports import PoolSources
 from kv_pool.reports.histogram import AGE_BOUNDS_S, Histogram
 from kv_pool.reports.tiers import TierList, TierStatistics
@@ -92,6 +93,13 @@ def test_every_metric_of_the_table_is_exported_with_its_type_labels_and_help(sou
     assert values["vllm:external_prefix_cache_hits_total",] == 8
     assert values["vllm:cache_config_info", "4", "101"] == 1
     assert values["sglang:cache_hit_rate",] == 0.75
+
+
+def test_every_phase_of_a_migration_is_exported():
+    read = [one.read for one in list_metrics("kv_pool") if one.name.endswith("migrations")]
+    assert sorted(path for one in read for path in one.values()) == sorted(
+        f"migrations.{phase.value}" for phase in MigrationPhase
+    )
 
 
 def test_a_bare_pool_exports_what_it_counts():

@@ -111,10 +111,10 @@ class PoolControl(ControlledPool[BlockPool]):
     def report_sequence(self, sequence_id: RequestId, num_blocks: int, num_immovable: int) -> SequenceReport:
         return SequenceReport(sequence_id, num_blocks, None, None, False, num_immovable_blocks=num_immovable)
 
-    def count_more(self) -> dict[str, Any]:
+    def count_use(self) -> dict[str, Any]:
         manager = self._get_manager()
-        own = {"taken_events": dict(self.taken_events), **self.lookups}
-        return own if manager is None else count_use(manager.manager) | own
+        of_manager = {} if manager is None else count_use(manager.manager)
+        return super().count_use() | of_manager | {"taken_events": dict(self.taken_events), **self.lookups}
 
     def note_lookup(self, num_blocks: int, num_hits: int, *, is_seen_by_pool: bool = False) -> None:
         """Count blocks that a request has looked up, and those of them that it hit.
