@@ -57,9 +57,10 @@ def measure_scrapes(pool: GPUKVPool, runs: int) -> list[Row]:
     lock = TimedLock(pool.lock)
     ages = BlockAges(lambda: pool.block_pool)
     ages.look()
-    metrics = PoolMetrics([PoolSources(pool=pool, lock=lock, ages=ages.get_histograms)])
+    sources = PoolSources(pool=pool, lock=lock, ages=ages.get_histograms)
+    metrics = PoolMetrics([sources])
     calls: dict[str, Callable[[], object]] = {
-        "reading": lambda: read_pool(metrics.sources[0]),
+        "reading": lambda: read_pool(sources),
         "scrape": lambda: encode_metrics(metrics),
         "look at ages": ages.look,
     }

@@ -1,6 +1,8 @@
-"""`check_can_draw`: whether a picture can be drawn, asked before a long computation."""
+"""`check_can_draw`: whether a picture can be drawn, asked before a long computation; `save_figure`."""
 
+import warnings
 from pathlib import Path
+from typing import Any
 
 from kv_pool.errors import KVPoolError, TraceError, describe_install
 from kv_pool.regular_files import find_obstacle
@@ -11,6 +13,20 @@ def check_can_draw(path: str, error: type[KVPoolError] = TraceError) -> None:
     obstacle = _find_obstacle(path)
     if obstacle is not None:
         raise error(f"{path}: cannot write the picture: {obstacle}")
+
+
+def save_figure(figure: Any, path: str, error: type[KVPoolError] = TraceError, **options: Any) -> None:
+    """Write a matplotlib figure to an image file. Raises an error if that is not possible.
+
+    Args:
+        options: of `Figure.savefig`.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # the font may lack characters of a name
+            figure.savefig(path, **options)
+    except (OSError, ValueError) as problem:
+        raise error(f"{path}: cannot write the picture: {problem}") from problem
 
 
 def _find_obstacle(path: str) -> str | None:

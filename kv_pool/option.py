@@ -1,12 +1,12 @@
 """`Option`: the command-line option of a setting, given where the setting is declared.
 
-A setting is declared once, as a field of a settings class with an `Option`: in its annotation, or, if it has
-a default, by `setting` in a dataclass. The field's documentation, its command-line option and help, its check
+A setting is declared once, as a field of a dataclass with an `Option`: in its annotation, or, if it has a
+default, by `setting`. The field's documentation, its command-line option and help, its check
 and its entry in a report are derived from it.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import MISSING, dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from math import inf
 from textwrap import fill
 from typing import Any, TypeVar, get_type_hints
@@ -63,15 +63,10 @@ def setting(declared: str | Option, /, *, default: Any = MISSING, **attributes: 
 
 def list_options(settings_class: type) -> Iterator[tuple[str, Any, Option]]:
     """Yield the name, the type and the option of each field that has an option."""
-    types = get_type_hints(settings_class)
-    fields = getattr(settings_class, "__dataclass_fields__", {})
-    for name, hint in get_type_hints(settings_class, include_extras=True).items():
-        declared = [fields[name].metadata.get("option")] if name in fields else []
-        yield from (
-            (name, types[name], note)
-            for note in [*declared, *getattr(hint, "__metadata__", ())]
-            if isinstance(note, Option)
-        )
+    types, hints = get_type_hints(settings_class), get_type_hints(settings_class, include_extras=True)
+    for one in fields(settings_class):
+        notes = [one.metadata.get("option"), *getattr(hints[one.name], "__metadata__", ())]
+        yield from ((one.name, types[one.name], note) for note in notes if isinstance(note, Option))
 
 
 def check_options(settings: object) -> None:

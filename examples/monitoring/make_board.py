@@ -1,6 +1,6 @@
-"""Make the Grafana board and the alert rules of this folder from kv_pool's table of metrics.
+"""Make a Grafana board, alert rules and the page of all metrics from kv_pool's table of metrics.
 
-    python examples/monitoring/make_board.py          # writes kv_pool_board.json and kv_pool_alerts.yml
+    python examples/monitoring/make_board.py          # writes kv_pool_board.json and kv_pool_alerts.yml, too
 
 The queries of panels and alerts are here. Their meaning, and what to do, are in the table of metrics.
 """
@@ -10,9 +10,10 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kv_pool.metrics.metric_table import Metric, list_metrics
+from kv_pool.metrics.metric_table import PREFIXES, Metric, list_metrics
 
 HERE = Path(__file__).parent
+PAGE = HERE.parents[1] / "kv_pool/metrics/README.md"
 MENUS = ("model_name", "engine", "pool")
 """The labels by which the board chooses pools."""
 
@@ -356,13 +357,31 @@ def make_alerts() -> str:
     return "\n".join(lines) + "\n"
 
 
-FILES = {"kv_pool_board.json": make_board, "kv_pool_alerts.yml": make_alerts}
+def make_page() -> str:
+    """Return the page with the tables of all metrics, one for each set, after its mark."""
+    before, mark, _ = PAGE.read_text().partition("<!-- made from metrics.toml -->\n")
+    lines = [before + mark]
+    for name in PREFIXES:
+        lines += [
+            f"### {name}",
+            "",
+            "| metric | type | labels | meaning | when it looks bad |",
+            "|---|---|---|---|---|",
+        ]
+        for one in list_metrics(name):
+            labels = ", ".join(one.labels)
+            lines.append(f"| `{one.exposed_name}` | {one.type} | {labels} | {one.help} | {one.advice} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+FILES = {HERE / "kv_pool_board.json": make_board, HERE / "kv_pool_alerts.yml": make_alerts, PAGE: make_page}
 
 
 def main() -> None:
     """Write the files."""
-    for name, make in FILES.items():
-        (HERE / name).write_text(make())
+    for path, make in FILES.items():
+        path.write_text(make())
 
 
 if __name__ == "__main__":

@@ -216,14 +216,9 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
             None if on_moved is None else self._note_moved,
         )
         self._routes: MigrationRoutes | None = None
-        self._allocation_latency = LatencyWindow()
-        self._freeing_latency = LatencyWindow()
-        self._lookup_latency = LatencyWindow()
-        self.latencies = {
-            "take": self._allocation_latency,
-            "free": self._freeing_latency,
-            "lookup": self._lookup_latency,
-        }
+        self.latencies = {call: LatencyWindow() for call in ("take", "free", "lookup")}
+        self._allocation_latency = self.latencies["take"]
+        self._freeing_latency = self.latencies["free"]
         self._num_looked_up_blocks = 0
         self._num_hit_blocks = 0
 
@@ -623,7 +618,7 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
             self._num_hit_blocks += len(hits)
             self._share(Holder(sequence_id, priority, self._clock()), hits)
             if started_ns:
-                self._lookup_latency.note(perf_counter_ns() - started_ns)
+                self.latencies["lookup"].note(perf_counter_ns() - started_ns)
             return list_ids(hits)
 
     @property
@@ -745,9 +740,9 @@ class GPUKVPool(ControlledPool[RunBlockPool], KVPoolProtocol):
             num_immovable_blocks=num_immovable,
         )
 
-    def count_more(self) -> dict[str, Any]:
+    def count_use(self) -> dict[str, Any]:
         self._expire_claims()
-        return {
+        return super().count_use() | {
             "pinned_blocks": len(self.holdings.pins),
             "reserved_blocks": self.reserved_blocks,
             "num_sequences": len(self.holdings.holders),

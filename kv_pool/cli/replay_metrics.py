@@ -9,21 +9,7 @@ from kv_pool.lab.report import OnProgress
 from kv_pool.lab.trace_writer import check_can_write, writing
 from kv_pool.manager.kv_cache_manager import KVCacheManager
 from kv_pool.metrics.prometheus import PoolMetrics, encode_metrics
-from kv_pool.reports.pool_reading import PoolReading, PoolSources
-
-
-class _LastReading(PoolMetrics):
-    """The metrics of a replay as its thread has last read them: a scrape does not wait for the replay."""
-
-    def __init__(self) -> None:
-        super().__init__((), ())
-        self._readings: list[PoolReading] = []
-
-    def refresh(self) -> None:
-        self._readings = super().read_pools()
-
-    def read_pools(self) -> list[PoolReading]:
-        return self._readings
+from kv_pool.reports.pool_reading import PoolReading, PoolSources, read_pools
 
 
 @contextmanager
@@ -42,21 +28,23 @@ def export_metrics(
         InvalidArgumentError: the port cannot be served.
         TraceError: the file cannot be written.
     """
-    metrics = _LastReading()
+    sources: list[PoolSources] = []
+    last: list[PoolReading] = []  # a scrape does not wait for the thread of the replay
+    metrics = PoolMetrics(lambda: last[:], ())
     if target.isdecimal():
         _serve(metrics, int(target))
     else:
         check_can_write(target, "the metrics")
 
     def start(manager: KVCacheManager) -> None:
-        metrics.sources = [PoolSources(pool=manager, model_name=model_name)]
+        sources[:] = [PoolSources(pool=manager, model_name=model_name)]
 
     def note(now: str, share: float | None) -> None:
         on_progress(now, share)
-        metrics.refresh()
+        last[:] = read_pools(sources)
 
     yield start, note
-    metrics.refresh()
+    last[:] = read_pools(sources)
     if not target.isdecimal():
         with writing(target, "the metrics"):
             Path(target).write_bytes(encode_metrics(metrics)[1])

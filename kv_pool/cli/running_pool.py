@@ -71,18 +71,16 @@ def stats(
     """Show the counts, shares and latencies of a running pool, or its rates."""
     with pool.connect() as client:
 
-        def look() -> Text:
+        def look() -> str:
             found = client.get_history() if history else client.get_statistics()
             if pool.json:
-                return Text(encode_json_line(found))
+                return encode_json_line(found)
             if isinstance(found, PoolHistory):
-                return Text("\n".join(describe_history(found)))
-            return Text(
-                "\n".join(["KV Pool Statistics:", *(f"  {line}" for line in describe_statistics(found))])
-            )
+                return "\n".join(describe_history(found))
+            return "\n  ".join(["KV Pool Statistics:", *describe_statistics(found)])
 
         if watch:
-            refresh_forever(lambda: [look()], Console(highlight=False))
+            refresh_forever(lambda: [Text(look())], Console(highlight=False))
         print(look())
 
 

@@ -12,23 +12,16 @@ from kv_pool.cli.publishing import describe_publisher, open_publisher
 from kv_pool.cli.setting_options import takes_given
 from kv_pool.cli.signals import defer_signals
 from kv_pool.control.live_node import LiveNode
-from kv_pool.control.serve_settings import ServeSettings, check_is_node, read_settings
+from kv_pool.control.serve_settings import ServeSettings, check_panels, read_settings
 from kv_pool.control.server import ControlServer
 from kv_pool.lab.live.live_replay import LiveReplay
 from kv_pool.option import setting
 from kv_pool.threads import submit
 
 _SECONDS_BETWEEN_LOOKS = 0.5
-_ORDER = """
-trace blocks kv_pool_size block_size kv_block_size manager run_length live_curve enable_defragmentation
-defrag_threshold defrag_interval defrag_moves max_evictions speedup trace_block_size timestamp_unit duration
-name listen bulk_port peer nodes registry secret_file backend block_bytes max_rate
-migration_threshold host_tier disk_tier disk_tier_blocks publish publish_replay publish_config
-port token_file certificate key web socket config
-"""
 
 
-@takes_given(ServeSettings, _ORDER)
+@takes_given(ServeSettings)
 def serve(
     given: dict[str, object],
     config: str | None = setting(
@@ -41,7 +34,7 @@ def serve(
     With --name the pool is a node: kv-pool migrate moves sequences between nodes.
     """
     settings = read_settings(config, given)
-    check_is_node(settings)
+    check_panels(settings)
     port = settings.network_port
     with (
         open_publisher(settings.publish, settings.publish_replay, settings.publish_config) as publisher,
@@ -69,15 +62,15 @@ def serve(
         where = "" if node is None else f" --node {node.migrator.name}"
         where = where if settings.socket is None else f" --socket {server.path}"
         events = "" if publisher is None else f", or: {describe_publisher(publisher)}"
-        first_line = (
+        print(
             f"a pool of {settings.blocks:,} blocks of {settings.block_size} tokens is served at "
-            f"{server.path}; in a second terminal: kv-pool stats{where}{events}"
+            f"{server.path}; in a second terminal: kv-pool stats{where}{events}",
+            flush=True,
         )
-        print(first_line, flush=True)
         if server.url is not None:
             print(f"its {'page' if settings.web else 'port'} is at {server.url}", flush=True)
         if node is not None:
-            print(f"{describe_node(node)}", flush=True)
+            print(describe_node(node), flush=True)
         _run(replay, settings.duration, asked_to_end)
 
 

@@ -55,8 +55,12 @@ def takes(order: str = "", **found: object) -> _Decorator:
     return decorate
 
 
-def takes_given(settings_class: type, order: str) -> _Decorator:
-    """Decorate a command whose first argument is a dict of these settings, with None for absent options."""
+def takes_given(settings_class: type, order: str = "") -> _Decorator:
+    """Decorate a command whose first argument is a dict of these settings, with None for absent options.
+
+    Args:
+        order: as in `takes`.
+    """
     defaults = settings_class()
     known: dict[str, inspect.Parameter] = {}
     options = {name: option for name, _, option in list_options(settings_class)}
@@ -76,7 +80,8 @@ def takes_given(settings_class: type, order: str) -> _Decorator:
             others = {each.name: given.pop(each.name) for each in own}
             command({name: _parse(options.get(name), value) for name, value in given.items()}, **others)
 
-        return _offer(command, run, known | {each.name: _declare(each) for each in own}, order.split())
+        offered = known | {each.name: _declare(each) for each in own}
+        return _offer(command, run, offered, order.split() or offered)
 
     return decorate
 

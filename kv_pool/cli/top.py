@@ -7,8 +7,7 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
@@ -79,8 +78,15 @@ def _watch(watched: list[Watched], interval_s: float, is_json: bool, is_once: bo
     is_screen = console.is_terminal and not is_once and not is_json
     live = Live(console=console, screen=True, auto_refresh=False)
     keys = KEYS + "  tab next pool" * (len(watched) > 1)
+    terminals: list[int] = []
     shown, due_s = None, 0.0
-    with _reading_keys(is_screen) as terminal, live if is_screen else nullcontext():
+    with ExitStack() as stack:
+        if is_screen:
+            if sys.stdin.isatty():
+                terminals.append(terminal := sys.stdin.fileno())
+                stack.callback(termios.tcsetattr, terminal, termios.TCSADRAIN, termios.tcgetattr(terminal))
+                tty.setcbreak(terminal)  # each key is readable at once
+            stack.enter_context(live)
         while True:
             chosen = watched[choices.number % len(watched)]
             if chosen is not shown or time.monotonic() >= due_s:
@@ -99,24 +105,9 @@ def _watch(watched: list[Watched], interval_s: float, is_json: bool, is_once: bo
             sys.stdout.flush()
             if is_once:
                 return
-            if select.select(terminal, [], [], max(0.0, due_s - time.monotonic()))[0]:
-                typed = os.read(terminal[0], 100).decode(errors="ignore")
+            for terminal in select.select(terminals, [], [], max(0.0, due_s - time.monotonic()))[0]:
+                typed = os.read(terminal, 100).decode(errors="ignore")
                 if not typed:
-                    terminal.clear()
+                    terminals.clear()
                 if not all(map(choices.obey, _SEQUENCE.sub("", typed))):
                     return
-
-
-@contextmanager
-def _reading_keys(is_wanted: bool) -> Iterator[list[int]]:
-    """Yield the terminal, on which each key is readable at once; [] if the input is no terminal."""
-    if not is_wanted or not sys.stdin.isatty():
-        yield []
-        return
-    terminal = sys.stdin.fileno()
-    before = termios.tcgetattr(terminal)
-    try:
-        tty.setcbreak(terminal)
-        yield [terminal]
-    finally:
-        termios.tcsetattr(terminal, termios.TCSADRAIN, before)

@@ -22,15 +22,14 @@ _BAR_CELLS = 24
 _MIN_NAME = 8
 _GAP = "  "
 _SPARKS = "▁▂▃▄▅▆▇█"
-_MAX_SPARKS = 60
-_SIGNS = (
-    ("_", "bright_black", "empty"),
-    ("=", "yellow", "cached"),
-    ("+", "cyan", "partly"),
-    ("#", "blue", "in use"),
-    ("P", "red", "held in place"),
-)
-"""Those of `kv-pool layout`, and one for a cell that is partly in use."""
+_SIGNS = {
+    "_": ("bright_black", "empty"),
+    "=": ("yellow", "cached"),
+    "+": ("cyan", "partly"),
+    "#": ("blue", "in use"),
+    "P": ("red", "held"),
+}
+"""Those of `kv-pool layout`, and one for a cell that is partly in use: their styles and meanings."""
 
 
 @dataclass
@@ -73,21 +72,21 @@ def make_screen(lines: list[Line]) -> Segments:
 
 def draw(frame: Frame, choices: Choices, width: int, height: int, keys: str = "") -> list[Line]:
     """Return the lines of a frame, as many as fit."""
-    clock = time.strftime("%H:%M:%S", time.localtime(frame.time_s))
-    state = f"{'paused ' * choices.is_paused}{clock}"
+    state = "paused " * choices.is_paused + time.strftime("%H:%M:%S", time.localtime(frame.time_s))
     title = set_cell_size(f"kv-pool top  {escape_text(frame.source)}", max(0, width - len(state) - 1))
     lines: list[Line] = [[(f"{title} {state}", "bold reverse")]]
     if frame.trouble:
         lines.append([(f"not connected: {escape_text(frame.trouble)}", "bold red")])
     rows = [(escape_text(bar.name), _draw_bar(bar)) for bar in frame.bars]
-    rows += [("hits", _draw_hits(frame, width))]
+    rows.append(("hits", _draw_hits(frame, width)))
     size = max(_MIN_NAME, *(cell_len(name) + 1 for name, _ in rows))
     lines += [[(set_cell_size(name, size), "bold"), *line] for name, line in rows if line]
     lines += _draw_words(frame, width) + _draw_map(frame, width)
     room = max(0, height - bool(keys))
     tables = [(title, rows) for title, rows in frame.tables.items() if rows]
-    for left, table in zip(range(len(tables), 0, -1), tables, strict=True):
-        lines += _draw_table(*table, choices, width, (room - len(lines)) // (1 if left == 1 else 3))
+    while tables:
+        title, table = tables.pop(0)
+        lines += _draw_table(title, table, choices, width, (room - len(lines)) // (3 if tables else 1))
     lines = lines[:room]
     if keys:
         typed = f"  / {escape_text(choices.filter)}{'_' * choices.is_typing}"
@@ -100,22 +99,22 @@ def _draw_bar(bar: Bar) -> Line:
     used, cached = (share / (bar.total or 1) for share in (bar.used, bar.cached or 0))
     num_used = round(_BAR_CELLS * min(1, used))
     num_cached = min(_BAR_CELLS - num_used, round(_BAR_CELLS * min(1, cached)))
-    words = [f" {used:.1%} in use"] + [f"{cached:.1%} cached"] * (bar.cached is not None)
-    words += [f"of {bar.total:,.0f} {bar.unit}"] * bool(bar.unit)
+    words = f" {used:.1%} in use"
+    words += "" if bar.cached is None else f", {cached:.1%} cached"
+    words += bar.unit and f", of {bar.total:,.0f} {bar.unit}"
     line = [("█" * num_used, "blue"), ("▒" * num_cached, "yellow")]
-    return [*line, ("░" * (_BAR_CELLS - num_used - num_cached), "dim"), (", ".join(words), "")]
+    return [*line, ("░" * (_BAR_CELLS - num_used - num_cached), "dim"), (words, "")]
 
 
 def _draw_hits(frame: Frame, width: int) -> Line:
     if frame.hit_rate is None:
         return []
-    line: Line = [(f"{frame.hit_rate:.1%} of all tokens", "")]
-    rates = frame.hit_rates[-max(1, min(_MAX_SPARKS, width - 60)) :]
+    rates = frame.hit_rates[-max(1, width - 60) :]
     most = max((rate for rate in rates if rate), default=0.0)
+    line = [(f"{frame.hit_rate:.1%} of all tokens", "")]
     if most:
-        sparks = (" " if rate is None else _SPARKS[round(7 * rate / most)] for rate in rates)
-        line += [(f", {rates[-1] or 0:.1%} now ", "green"), ("".join(sparks), "green")]
-        line.append((f" up to {most:.1%}", "dim"))
+        sparks = "".join(" " if rate is None else _SPARKS[round(7 * rate / most)] for rate in rates)
+        line += [(f", {rates[-1] or 0:.1%} now {sparks}", "green"), (f" up to {most:.1%}", "dim")]
     return line
 
 
@@ -134,39 +133,47 @@ def _draw_words(frame: Frame, width: int) -> list[Line]:
 def _draw_map(frame: Frame, width: int) -> list[Line]:
     if frame.map is None:
         return []
-    size = f"cells of {frame.map.blocks_per_cell:,} blocks,"
-    lines: list[Line] = [[(f"{'map':{_MIN_NAME}}", "bold"), (size, "")]]
-    lines[0] += [(f" {sign} {kind}", style) for sign, style, kind in _SIGNS]
-    signs = [_find_sign(cell) for cell in frame.map.cells]
-    for first in range(0, len(signs), width):
-        runs = groupby(signs[first : first + width])
-        lines.append([(sign * len(list(run)), style) for (sign, style, _), run in runs])
-    return lines
+    heading = [(f"{'map':{_MIN_NAME}}", "bold"), (f"cells of {frame.map.blocks_per_cell:,} blocks,", "")]
+    heading += [(f" {sign} {meaning}", style) for sign, (style, meaning) in _SIGNS.items()]
+    signs = "".join(map(_find_sign, frame.map.cells))
+    rows = [groupby(signs[first : first + width]) for first in range(0, len(signs), width)]
+    return [heading] + [[("".join(run), _SIGNS[sign][0]) for sign, run in row] for row in rows]
 
 
-def _find_sign(cell: MapCell) -> tuple[str, str, str]:
-    if cell.immovable or not cell.in_use:
-        return _SIGNS[4 if cell.immovable else cell.cached >= cell.empty]
-    return _SIGNS[2 if cell.cached or cell.empty else 3]
+def _find_sign(cell: MapCell) -> str:
+    if cell.immovable:
+        return "P"
+    if cell.in_use:
+        return "+" if cell.cached or cell.empty else "#"
+    return "=" if cell.cached >= cell.empty else "_"
 
 
 def _draw_table(
     title: str, rows: list[dict[str, Any]], choices: Choices, width: int, height: int
 ) -> list[Line]:
-    """Return the rows that pass the filter under a heading; columns without a value are left out."""
+    """Return the rows that pass the filter under a heading.
+
+    Columns without a value are left out, and the last ones if the first one has no room beside them.
+    """
     first, *others = [name for at, name in enumerate(rows[0]) if not at or any(row[name] for row in rows)]
     numbers = [name for name in others if any(isinstance(row[name], int | float) for row in rows)]
     order = numbers[(choices.column - 1) % len(numbers)] if choices.column and numbers else None
     if order is not None:
         rows = sorted(rows, key=lambda row: -(row[order] or 0))
-    shown = [row for row in rows if choices.filter in str(row[first])][: max(0, height - 1)]
-    heads = [f"{name.removeprefix('num_').replace('_', ' ')}{'↓' * (name == order)}" for name in others]
-    cells = [[title, *heads]]
-    cells += [[escape_text(str(row[first])), *(_show(row[name]) for name in others)] for row in shown]
-    size, *sizes = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
+    rows = [row for row in rows if choices.filter in str(row[first])][: max(0, height - 1)]
+    columns = [[title, *(escape_text(str(row[first])) for row in rows)]]
+    for name in others:
+        heading = name.removeprefix("num_").replace("_", " ") + "↓" * (name == order)
+        columns.append([heading, *(_show(row[name]) for row in rows)])
+    size, *sizes = (max(map(cell_len, column)) for column in columns)
+    while sizes and min(size, width // 2) > width - sum(sizes) - len(_GAP) * len(sizes):
+        sizes.pop()
     size = max(_MIN_NAME, min(size, width - sum(sizes) - len(_GAP) * len(sizes)))
-    lines = (_GAP.join([set_cell_size(row[0], size), *map(str.rjust, row[1:], sizes)]) for row in cells)
-    return [[(line, "" if number else "bold")] for number, line in enumerate(lines)][: max(0, height)]
+    lines: list[Line] = []
+    for name, *cells in zip(*columns, strict=True):
+        text = _GAP.join([set_cell_size(name, size), *map(str.rjust, cells, sizes)])
+        lines.append([(text, "" if lines else "bold")])
+    return lines[: max(0, height)]
 
 
 def _show(value: Any) -> str:

@@ -16,7 +16,7 @@ import msgspec
 from kv_pool.control.client import ControlClient
 from kv_pool.errors import ControlError, KVPoolError
 from kv_pool.events.mirror import PrefixMirror, apply_item
-from kv_pool.metrics.metric_table import list_metrics
+from kv_pool.metrics.metric_table import PREFIXES, list_metrics
 from kv_pool.reports.histogram import Histogram
 from kv_pool.reports.pool_view import PoolMap
 
@@ -26,33 +26,22 @@ if TYPE_CHECKING:
 HIT, LOOKED_UP = "hit tokens", "looked up tokens"
 TIMEOUT_S = 2.0
 _SECONDS_OF_RATES = 10.0
-_NUM_POINTS = 120
+_NUM_POINTS = 60
 _MAX_ROWS = 100
-_SNAPSHOT_S = 5.0
+_SNAPSHOT_S, _QUIET_S = 5.0, 0.1
 _MAX_BYTES = 32 * 2**20
 _MAX_VALUE = 1e15
 
-_NAMES = {
-    HIT: "kv_pool_hit_tokens_total vllm:prefix_cache_hits_total sglang:cached_tokens_total",
-    LOOKED_UP: "kv_pool_looked_up_tokens_total vllm:prefix_cache_queries_total sglang:prompt_tokens_total",
-    "evicted ": "kv_pool_evictions_total sglang:evicted_tokens_total",
+_TITLES = {one.exposed_name: one.title for one in list_metrics(*PREFIXES) if one.title} | {
+    "vllm:num_requests_waiting": "requests waiting",
+    "vllm:generation_tokens_total": "generation tokens",
+    "sglang:num_queue_reqs": "queue reqs",
+    "sglang:num_retracted_requests_total": "retracted requests",
+    "sglang:prompt_tokens_total": LOOKED_UP,
+    "sglang:evicted_tokens_total": "evicted",
+    "sglang:generation_tokens_total": "generation tokens",
 }
-"""The counters of all kinds of sources. The first metric that a source has is taken."""
-
-_OTHERS = re.compile(
-    r"(?:kv_pool_|vllm:(?:num_)?|sglang:(?:num_)?)"
-    r"(block_size_tokens|sequences|evicted_sequences|pinned_blocks|reserved_blocks|held_blocks|overdue_leases"
-    r"|fragmentation_ratio|largest_free_run_blocks|moved_blocks|tier_(?:stored|read)_blocks|migrations"
-    r"|invariant_failures|interrupted(?:_calls)?|requests_(?:running|waiting)|preemptions|cache_hit_rate"
-    r"|(?:running|queue)_reqs|retracted_requests|generation_tokens)(?:_total)?"
-)
-"""Metrics that are shown under their own names."""
-
-_SGLANG_MEMORY = {
-    "GPU": ("kv_used", "max_total_num", "kv_evictable"),
-    "CPU": ("hicache_host_used", "hicache_host_total", ""),
-}
-"""The metrics of the used, all and cached tokens of each medium, without `sglang:` and `_tokens`."""
+"""Words for the metrics that are shown. Of several with the same words, the first of this table is shown."""
 
 _NOT_ADDED = ("_size_tokens", "_run_blocks", "_ratio", "_rate")
 """Ends of names of which the highest value of all pools and engines is shown, not the sum."""
@@ -62,9 +51,7 @@ _KEYS = ("state", "cause", "kind", "medium", "phase", "num_gpu_blocks")
 
 _SAMPLE = re.compile(r"^((?:vllm:|sglang:|kv_pool_)\w+(?<!_bucket))(?:\{(.*)\})? +(\S+)", re.MULTILINE)
 _LABEL = re.compile(r'\b(\w+)="((?:[^"\\]|\\.)*)"')
-
-Sample = tuple[str, str, float]
-"""The name of a metric, the value of a label or "", and the value of the sample."""
+"""They skip what is not shown and what is invalid, in a quarter of the time of prometheus_client's parser."""
 
 
 class Bar(msgspec.Struct, frozen=True):
@@ -104,7 +91,7 @@ class Frame(msgspec.Struct, kw_only=True):
 
 
 class Watched:
-    """A source, its last frame, and its counters in the last two minutes, one point per second.
+    """A source, its last frame, and one frame for each second of the last minute.
 
     Args:
         name: of the source.
@@ -114,7 +101,7 @@ class Watched:
     def __init__(self, name: str, look: Callable[[int], Frame]) -> None:
         self.frame = Frame(source=name)
         self._look = look
-        self._points: deque[tuple[float, dict[str, float], float | None]] = deque(maxlen=_NUM_POINTS)
+        self._points: deque[Frame] = deque(maxlen=_NUM_POINTS)
 
     def look(self, num_cells: int) -> Frame:
         """Return a new frame with rates; the last one with its `trouble` if the source does not answer."""
@@ -124,17 +111,16 @@ class Watched:
             self.frame = msgspec.structs.replace(self.frame, trouble=str(error))
             return self.frame
         now, counts, points = frame.time_s, frame.counters, self._points
-        if points and any(counts.get(name, 0) < count for name, count in points[-1][1].items()):
+        if points and any(counts.get(name, 0) < count for name, count in points[-1].counters.items()):
             points.clear()  # the server was restarted
-        early = next((one for one in points if now - _SECONDS_OF_RATES <= one[0] < now), None)
+        early = next((one for one in points if now - _SECONDS_OF_RATES <= one.time_s < now), None)
         if early is not None:
-            then, before, _ = early
-            frame.rates = {name: (counts[name] - before.get(name, 0)) / (now - then) for name in counts}
-        lately = _find_hit_rate(frame.rates)
+            seconds = now - early.time_s
+            frame.rates = {name: (counts[name] - early.counters.get(name, 0)) / seconds for name in counts}
         frame.source, frame.hit_rate = self.frame.source, _find_hit_rate(counts)
-        frame.hit_rates = [*(rate for *_, rate in points), lately]
-        if not points or now - points[-1][0] >= 1:
-            points.append((now, counts, lately))
+        frame.hit_rates = [*(one.hit_rates[-1] for one in points), _find_hit_rate(frame.rates)]
+        if not points or now - points[-1].time_s >= 1:
+            points.append(frame)
         self.frame = frame
         return frame
 
@@ -189,7 +175,8 @@ def _fetch(url: str, token: str | None) -> str:
     return content.decode()
 
 
-def _make_frame(samples: Iterable[Sample], models: set[str]) -> Frame:
+def _make_frame(samples: Iterable[tuple[str, str, float]], models: set[str]) -> Frame:
+    """Return a frame of samples: the name of a metric, the value of one of `_KEYS` or "", and the value."""
     found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(int))
     for name, key, value in samples:
         if 0 <= value < _MAX_VALUE:  # and not NaN
@@ -197,16 +184,11 @@ def _make_frame(samples: Iterable[Sample], models: set[str]) -> Frame:
             values[key] = max(values[key], number) if name.endswith(_NOT_ADDED) else values[key] + number
     counters: dict[str, float] = {}
     levels: dict[str, Any] = {"model": ", ".join(sorted(models - {""}))} if any(models) else {}
-    titles = {names: title for title, names in _NAMES.items()}
-    titles |= {match[0]: f"{match[1].replace('_', ' ')} " for match in map(_OTHERS.fullmatch, found) if match}
-    for names, title in titles.items():
-        into = counters if names.endswith("_total") else levels
-        into |= {f"{title}{key}".strip(): value for key, value in _find_first(found, names).items()}
+    for name, title in _TITLES.items():
+        into = counters if name.endswith("_total") else levels
+        for key, value in found[name].items():
+            into.setdefault(f"{title} {key}".rstrip(), value)
     return Frame(bars=[*_make_bars(found)], counters=counters, levels=levels)
-
-
-def _find_first(found: dict[str, dict[str, float]], names: str) -> dict[str, float]:
-    return next(filter(None, map(found.get, names.split())), {})
 
 
 def _make_bars(found: dict[str, dict[str, float]]) -> Iterator[Bar]:
@@ -217,41 +199,49 @@ def _make_bars(found: dict[str, dict[str, float]]) -> Iterator[Bar]:
             yield Bar(medium, found["kv_pool_tier_blocks"][medium], capacity)
     elif usage:  # the sum of a share of each engine
         sizes = found["vllm:cache_config_info"]
-        total = sum(int(size) * count for size, count in sizes.items() if re.fullmatch("[0-9]{1,15}", size))
+        known = {size: count for size, count in sizes.items() if re.fullmatch("[1-9][0-9]{0,14}", size)}
+        total = sum((int(size) - 1) * count for size, count in known.items())  # without the null block
         share = usage[""] / (sum(sizes.values()) or 1)
         yield Bar("GPU", share * total, total) if total else Bar("GPU", share, 1, unit="")
     else:
-        for medium, names in _SGLANG_MEMORY.items():
-            used, size, cached = (found[f"sglang:{name}_tokens"].get("") for name in names)
-            if size:
-                yield Bar(medium, used or found["sglang:num_used_tokens"][""], size, cached, "tokens")
+        tokens = {name: values.get("", 0) for name, values in found.items()}
+        if size := tokens.get("sglang:max_total_num_tokens"):
+            used = tokens.get("sglang:kv_used_tokens") or tokens.get("sglang:num_used_tokens", 0)
+            yield Bar("GPU", used, size, tokens.get("sglang:kv_evictable_tokens"), "tokens")
+        if size := tokens.get("sglang:hicache_host_total_tokens"):
+            yield Bar("CPU", tokens.get("sglang:hicache_host_used_tokens", 0), size, unit="tokens")
 
 
 class MirroredStream:
     """An event stream of kv_pool, vLLM or SGLang, followed by a mirror."""
 
     def __init__(self, subscriber: "KVEventSubscriber", name: str) -> None:
-        self._subscriber = subscriber
-        self._mirror, self._name = PrefixMirror(), name
+        self._subscriber, self._name = subscriber, name
+        self._mirror = PrefixMirror()
         self._mirror.add_publisher(name)
-        self._has_begun = False
+        self._limit_s = _SNAPSHOT_S
 
     def look(self, _: int) -> Frame:
         """Return what is cached; at first after a snapshot. Raises ControlError if no publisher answers."""
-        wait_s, limit_s = (0.0, 0.1) if self._has_begun else (0.2, _SNAPSHOT_S)
-        deadline_s, is_complete = time.monotonic() + limit_s, False
-        while not is_complete and time.monotonic() < deadline_s:
-            items = self._subscriber.poll(wait_s)
+        deadline_s = time.monotonic() + self._limit_s
+        while True:
+            items = self._subscriber.poll(_QUIET_S)
             for item in items:
                 apply_item(self._mirror, item, self._name)
-            stream, blocks = self._subscriber.get_statistics(), self._mirror.get_counts(self._name)
-            is_ready = self._has_begun or (stream.is_connected and not stream.is_recovering)
-            is_complete = is_ready and not items
-        self._has_begun = True
+            stream = self._subscriber.get_statistics()
+            is_complete = stream.is_connected and not stream.is_recovering and not items
+            if is_complete or time.monotonic() >= deadline_s:
+                break
+        self._limit_s = _QUIET_S
         if not stream.is_connected:
             raise ControlError(f"no publisher answers at {self._name}")
-        places = sorted(self._mirror.count_by_place(self._name).items())
-        rows = [{"place": f"{medium}, group {group}", "num_blocks": num} for (group, medium), num in places]
-        counters: dict[str, float] = {"stored": blocks.num_stored, "removed": blocks.num_removed}
-        levels = {"waits for missed": stream.is_recovering, "lost batches": stream.counts.num_lost}
-        return Frame(counters=counters, levels=levels, tables={"cached": rows})
+        blocks, places = self._mirror.get_counts(self._name), self._mirror.count_by_place(self._name)
+        rows = [
+            {"place": f"{medium}, group {group}", "num_blocks": num}
+            for (group, medium), num in sorted(places.items())
+        ]
+        return Frame(
+            counters={"stored": blocks.num_stored, "removed": blocks.num_removed},
+            levels={"waits for missed": stream.is_recovering, "lost batches": stream.counts.num_lost},
+            tables={"cached": rows},
+        )

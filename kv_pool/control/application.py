@@ -2,14 +2,17 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Never, TypeVar
+from typing import Any, Never, TypeVar
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.middleware import Middleware
+from starlette.middleware.exceptions import ExceptionMiddleware
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -19,7 +22,7 @@ from kv_pool.control.commands import HISTORY_INTERVAL_S, PoolCommands
 from kv_pool.control.health import Health
 from kv_pool.control.network_port import NetworkPort
 from kv_pool.control.page import load_page
-from kv_pool.control.watch import Feed, Watch, wait_until_left
+from kv_pool.control.watch import Watch
 from kv_pool.errors import ControlError
 from kv_pool.threads import Workers
 
@@ -44,26 +47,29 @@ class ControlApplication:
     ) -> None:
         self._commands = commands
         self._refusals = refusals
-        self.health = Health(commands)
-        numbers = {"pool": 1, "readings": 1, "node": max_threads}
+        numbers = {"pool": 1, "readings": 1, "health": 1, "node": max_threads}
         self._workers = {place: Workers(f"kv_pool control of the {place}", n) for place, n in numbers.items()}
-        feeds = {"view": Feed(partial(self._carry_out, messages.ViewCommand(_MAP_CELLS)), _VIEW_S)}
+        self._health = Health(commands, self._workers["health"])
+        feeds = {"view": (partial(self._carry_out, messages.ViewCommand(_MAP_CELLS)), _VIEW_S)}
         if commands.node is not None:
-            feeds["nodes"] = Feed(partial(self._carry_out, messages.PeersCommand()), _NODES_S)
+            feeds["nodes"] = partial(self._carry_out, messages.PeersCommand()), _NODES_S
         self._watch = Watch(feeds)
         routes = [
-            Route("/live", self._live),
-            Route("/ready", partial(self._answer, self._ready), methods=["GET"]),
-            Route("/metrics", partial(self._answer, self._metrics), methods=["GET"]),
+            Route("/live", _reply(200, b'{"is_live":true}'), methods=["GET"]),
+            Route("/ready", self._ready),
+            Route("/metrics", self._metrics),
             Route(f"{messages.PATH}watch", self._watch, methods=["GET"]),
         ]
         for name, kind in messages.COMMANDS.items():
-            answer = partial(self._answer, partial(self._command, name))
-            routes.append(Route(messages.PATH + name, answer, methods=[kind.method]))
+            routes.append(Route(messages.PATH + name, partial(self._command, name), methods=[kind.method]))
         if web:
-            page, headers = load_page()
-            routes.append(Route("/", Response(page, headers=headers), methods=["GET"]))
-        self._routes = Starlette(routes=routes, exception_handlers={HTTPException: self._refuse_path})
+            routes.append(Route("/", load_page(), methods=["GET"]))
+        self._routes = Starlette(
+            routes=routes,
+            # Outside of Starlette's own, which would raise an unexpected error again for uvicorn to log.
+            middleware=[Middleware(ExceptionMiddleware, handlers={Exception: _report})],
+            exception_handlers={HTTPException: self._refuse_path},
+        )
         self._routes.router.redirect_slashes = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -77,29 +83,16 @@ class ControlApplication:
     async def keep_history(self) -> Never:
         """Note the state of the pool again and again."""
         monitor = self._commands.monitor
-
-        def note() -> None:  # in the thread that summarizes the history
-            monitor.history.append(monitor.read_state())
-
         while True:
             with suppress(Exception):  # such as of an interrupted pool: the history lacks this state
-                await _run(self._workers["readings"], note)
+                monitor.history.append(await self._run("readings", monitor.read_state))
             await asyncio.sleep(HISTORY_INTERVAL_S)
 
     async def stop(self) -> None:
         """End the streams of views, and cancel the commands that have not started."""
         await self._watch.stop()
-        self.health.stop()
         for workers in self._workers.values():
             workers.stop()
-
-    async def _answer(self, find: Callable[[Request], Awaitable[Response]], request: Request) -> Response:
-        try:
-            return await find(request)
-        except ClientDisconnect:
-            return Response()
-        except Exception as error:  # A pool's callback may raise anything; the server continues.
-            return _reply(*messages.encode_error(error))
 
     async def _command(self, name: str, request: Request) -> Response:
         arguments: bytes | dict[str, str] = dict(request.query_params)
@@ -112,12 +105,9 @@ class ControlApplication:
                     return self._refuse(413, "body", message, {"connection": "close"})
         return _reply(200, await self._carry_out(messages.decode_command(name, arguments), request.receive))
 
-    async def _live(self, request: Request) -> Response:
-        return _reply(200, b'{"is_live":true}')
-
     async def _ready(self, request: Request) -> Response:
-        report = await self.health.get_report()
-        return _reply(200 if report.is_ready else 503, messages.encode_result(report))
+        report = await self._health.get_report()
+        return _reply(200 if report.is_ready else 503, msgspec.json.encode(report))
 
     async def _metrics(self, request: Request) -> Response:
         """Answer a scrape. `?names=` chooses the sets of names beside kv_pool's, see `PoolMetrics`."""
@@ -128,14 +118,31 @@ class ControlApplication:
 
             return encode_metrics(PoolMetrics([self._commands.sources], names or "vllm"), accept)
 
-        content_type, body = await _run(self._workers["readings"], encode, request.receive)
+        content_type, body = await self._run("readings", encode, request.receive)
         return Response(body, media_type=content_type)
 
     async def _carry_out(self, command: messages.Command, receive: Receive | None = None) -> bytes:
         def carry_out() -> bytes:
-            return messages.encode_result(self._commands.carry_out(command))
+            return msgspec.json.encode(self._commands.carry_out(command))
 
-        return await _run(self._workers[command.place], carry_out, receive)
+        return await self._run(command.place, carry_out, receive)
+
+    async def _run(self, place: str, work: Callable[[], _Result], receive: Receive | None = None) -> _Result:
+        """Return the result of work in a thread.
+
+        Raises:
+            ControlError: the server stops, or the client leaves, before the work begins; it is not done then.
+        """
+        result = asyncio.wrap_future(self._workers[place].submit(work))
+        if receive is None:
+            return await result
+        leaving = asyncio.create_task(_cancel_when_left(result, receive))
+        try:
+            return await result
+        except asyncio.CancelledError as error:
+            raise ControlError("the server stops, or the client has left") from error
+        finally:
+            leaving.cancel()
 
     async def _refuse_path(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -155,23 +162,15 @@ class ControlApplication:
         return _reply(status, body, headers)
 
 
-async def _run(workers: Workers, work: Callable[[], _Result], receive: Receive | None = None) -> _Result:
-    """Return the result of work in a thread.
+async def _cancel_when_left(result: asyncio.Future[Any], receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    result.cancel()
 
-    Raises:
-        ControlError: the server stops, or the client leaves, before the work begins; it is not done then.
-    """
-    future = workers.submit(work)
-    left = None if receive is None else asyncio.create_task(wait_until_left(receive))
-    if left is not None:
-        left.add_done_callback(lambda _: future.cancel())
-    try:
-        return await asyncio.wrap_future(future)
-    except asyncio.CancelledError as error:
-        raise ControlError("the server stops, or the client has left") from error
-    finally:
-        if left is not None:
-            left.cancel()
+
+async def _report(request: Request, error: Exception) -> Response:
+    """Return the answer for an error of a command. A pool's callback may raise anything."""
+    return _reply(*messages.encode_error(error))
 
 
 def _reply(status: int, body: bytes, headers: Mapping[str, str] | None = None) -> Response:

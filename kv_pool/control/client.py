@@ -2,7 +2,7 @@
 
 import os
 import socket
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from http.client import HTTPConnection, HTTPException, IncompleteRead
 from pathlib import Path
 from typing import TypeVar
@@ -50,10 +50,8 @@ class ControlClient(Closing):
         timeout_s: float = 60.0,
     ) -> None:
         self.path = find_path(path, node, not_node)
-        self._timeout_s = timeout_s
         self._connection = _UnixConnection(self.path, timeout_s)
         self._connection.connect()
-        self._is_waiting = False
 
     def close(self) -> None:
         """Close the connection."""
@@ -126,24 +124,24 @@ class ControlClient(Closing):
 
     def _ask(self, command: messages.Command, result_type: type[_Result]) -> _Result:
         target, body = messages.encode_command(command)
-        if self._is_waiting:  # Ctrl-C or a timeout: the next answer would be the previous command's
-            self._connection.close()  # the next request opens it again
-        self._is_waiting = True
         try:
-            with suppress(BrokenPipeError, ConnectionResetError):  # a refusal can be read even so
-                self._connection.request(command.method, target, body)
-            response = self._connection.getresponse()
-            answer = response.read()
+            with ExitStack() as on_failure:
+                # After Ctrl-C or a timeout, the next answer would be this command's.
+                on_failure.callback(self._connection.close)
+                with suppress(BrokenPipeError, ConnectionResetError):  # a refusal can be read even so
+                    self._connection.request(command.method, target, body)
+                response = self._connection.getresponse()
+                answer = response.read()
+                on_failure.pop_all()
         except TimeoutError as error:
             raise ControlError(
-                f"the pool at {self.path} did not answer within {self._timeout_s} s; "
+                f"the pool at {self.path} did not answer within {self._connection.timeout} s; "
                 "does its engine hold the lock?"
             ) from error
         except (OSError, IncompleteRead) as error:
             raise ControlError(f"the pool at {self.path} closed the connection; was it stopped?") from error
         except HTTPException as error:
             raise messages.make_version_error(error) from error
-        self._is_waiting = False
         return messages.decode_answer(response.status, answer, result_type)
 
 

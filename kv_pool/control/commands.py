@@ -55,14 +55,20 @@ class PoolCommands:
                 case messages.SequencesCommand():
                     return self.pool.describe_sequences()
                 case messages.DefragCommand():
-                    return defragment(self.pool, command.max_moves, command.max_evictions)
+                    return self._defragment(command)
                 case messages.HoldsCommand():
                     with self.pool.lock:
                         if command.block_id is None:
                             return list_holds(self.pool.block_pool)
                         return explain_block(self.pool.block_pool, command.block_id)
                 case messages.TiersCommand():
-                    return self._find_tiers()
+                    if self.sources.tiers is None:
+                        raise ControlError(
+                            f"the pool at {self.path} has no lower tiers; kv-pool serve adds them with "
+                            "--host-tier BLOCKS and --disk-tier FOLDER, other engines with "
+                            "ControlServer(tiers=)"
+                        )
+                    return self.sources.tiers()
                 case messages.ReadingCommand():
                     return read_pool(self.sources)
                 case messages.ViewCommand():
@@ -78,13 +84,13 @@ class PoolCommands:
                 case _:
                     return self._find_node().list_peers()
 
-    def _find_tiers(self) -> messages.TierList:
-        if self.sources.tiers is None:
-            raise ControlError(
-                f"the pool at {self.path} has no lower tiers; kv-pool serve adds them with "
-                "--host-tier BLOCKS and --disk-tier FOLDER, other engines with ControlServer(tiers=)"
-            )
-        return self.sources.tiers()
+    def _defragment(self, command: messages.DefragCommand) -> messages.DefragReport:
+        before = self.pool.get_fragmentation_rate()
+        started = time.perf_counter()
+        moved = self.pool.defragment(**msgspec.structs.asdict(command))
+        elapsed_ms = (time.perf_counter() - started) * 1000
+        after = self.pool.get_fragmentation_rate()
+        return messages.DefragReport(moved, elapsed_ms, before, after, self.pool.run_length)
 
     def _find_node(self) -> "LiveNode":
         if self.node is None:
@@ -92,14 +98,3 @@ class PoolCommands:
                 f"the pool at {self.path} is not a node, so migration is not available: {self.why_no_node}"
             )
         return self.node
-
-
-def defragment(pool: ControlledPool[Any], max_moves: int | None, max_evictions: int) -> messages.DefragReport:
-    """Compact the pool and return a report. Raises the errors of `GPUKVPool.defragment`."""
-    before = pool.get_fragmentation_rate()
-    started = time.perf_counter()
-    moved = pool.defragment(max_evictions=max_evictions, max_moves=max_moves)
-    elapsed = time.perf_counter() - started
-    return messages.DefragReport(
-        moved, elapsed * 1000, before, pool.get_fragmentation_rate(), pool.run_length
-    )

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kv_pool.contiguous import compaction
 from kv_pool.contiguous.compaction import CopyBlocks, Relocation
@@ -18,9 +18,7 @@ from kv_pool.manager.requests.request import SchedulableRequest
 from kv_pool.migration.manager_sequences import ManagerSequences
 from kv_pool.reports.controlled_pool import ControlledPool, count_use
 from kv_pool.reports.sequences import SequenceReport
-
-if TYPE_CHECKING:
-    from kv_pool.storage.block_storage import BlockStorage
+from kv_pool.storage.block_storage import BlockStorage
 
 
 class ControlledManager(ControlledPool[BlockPoolCore]):
@@ -53,7 +51,7 @@ class ControlledManager(ControlledPool[BlockPoolCore]):
         self,
         manager: KVCacheManager,
         *,
-        storage: "BlockStorage | None" = None,
+        storage: BlockStorage | None = None,
         copy: CopyBlocks | None = None,
         lock: AbstractContextManager[object] | None = None,
         on_moved: Callable[[Relocation], object] | None = None,
@@ -61,9 +59,6 @@ class ControlledManager(ControlledPool[BlockPoolCore]):
         run_length: int = DEFAULT_RUN_LENGTH,
         device_id: int = 0,
     ) -> None:
-        # Compaction uses NumPy, whose first import takes 100 ms: too long with the lock held.
-        import numpy  # noqa: F401
-
         check_type("manager", manager, KVCacheManager)
         self.manager = manager
         self.block_pool = manager.block_pool
@@ -107,8 +102,8 @@ class ControlledManager(ControlledPool[BlockPoolCore]):
             num_immovable,
         )
 
-    def count_more(self) -> dict[str, Any]:
-        return count_use(self.manager)
+    def count_use(self) -> dict[str, Any]:
+        return super().count_use() | count_use(self.manager)
 
     def get_free_blocks(self) -> int:
         """Return the number of free blocks, cached ones included."""

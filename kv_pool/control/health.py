@@ -50,13 +50,15 @@ class Health:
     found wrong is checked again until it is right.
     """
 
-    def __init__(self, commands: PoolCommands, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, commands: PoolCommands, workers: Workers, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._pool = commands.pool
+        self._workers = workers
         self._clock = clock
-        self._workers = Workers("kv_pool control of health", 1)
         self._running: Future[None] | None = None
         self._report = HealthReport(False, {"pool": "not checked yet"})
-        self._checked_at = clock() - _FRESH_S
+        self._checked_at = clock()
         self._first = 0
         self._counts: dict[str, tuple[int, float]] = {}
         self._checks = {"pool": self._check_pool}
@@ -72,19 +74,13 @@ class Health:
 
         If no check has ended for ten seconds, such as while the engine keeps the lock, the pool is not ready.
         """
-        if self._running is None or (self._running.done() and self._get_age_s() >= _FRESH_S):
+        is_fresh = self._clock() - self._checked_at < _FRESH_S
+        if self._running is None or (self._running.done() and not is_fresh):
             self._running = self._workers.submit(self._check)
         await asyncio.wait([asyncio.wrap_future(self._running)], timeout=_FRESH_S)
-        if self._get_age_s() < _STALE_S:
+        if self._clock() - self._checked_at < _STALE_S:
             return self._report
         return HealthReport(False, {"pool": f"no check has ended for {_STALE_S:.0f} s; is its lock held?"})
-
-    def stop(self) -> None:
-        """Start no more checks."""
-        self._workers.stop()
-
-    def _get_age_s(self) -> float:
-        return self._clock() - self._checked_at
 
     def _check(self) -> None:
         found = {}
@@ -121,9 +117,8 @@ class Health:
         if count > before:
             grew_at = self._clock()
         self._counts[name] = count, grew_at
-        return (
-            "ok" if self._clock() - grew_at >= _WINDOW_S else f"{problem} in the last minute; so far: {count}"
-        )
+        has_grown = self._clock() - grew_at < _WINDOW_S
+        return f"{problem} in the last minute; so far: {count}" if has_grown else "ok"
 
 
 def _check_peers(node: "LiveNode") -> str:

@@ -1,5 +1,6 @@
 """A pool's memory map, printed by rich and drawn by matplotlib."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import groupby, zip_longest
@@ -12,7 +13,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from kv_pool.drawing import check_can_draw
+from kv_pool.drawing import save_figure
 from kv_pool.errors import DrawingError, InvalidArgumentError
 from kv_pool.reports import BlockState, PoolLayout
 
@@ -45,17 +46,13 @@ class LegendLine(NamedTuple):
     """The meaning of some kinds of cells and the number of their blocks. A remark has no kinds.
 
     Attributes:
-        share: fraction of the pool's blocks; 0 for the null block, which is not counted among them.
+        percent: share of the pool's blocks; "" for the null block, which is not counted among them.
     """
 
     kinds: tuple[CellKind, ...]
     words: str
     num_blocks: int
-    share: float
-
-    @property
-    def percent(self) -> str:
-        return f"{self.share:.1%}" if self.share >= 0.0005 else "< 0.1%" if self.share else ""
+    percent: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,26 +124,24 @@ def _make_legend(layout: PoolLayout, kinds: Kinds, shows_null: bool) -> list[Leg
         (CellKind.EMPTY_SHORT,): f"empty, {short}",
     }
     counts = np.bincount(kinds, minlength=len(CellKind)).tolist()
-    legend = [
-        LegendLine(shown, text, counts[shown[0]], counts[shown[0]] / layout.num_blocks)
-        for shown, text in words.items()
-        if counts[shown[0]]
-    ]
-    if shows_null:
-        legend.append(LegendLine((CellKind.NULL,), "the null block, id 0", 1, 0.0))
-    num_shared = int(np.count_nonzero(np.frombuffer(layout.holders, np.uint8) > 1))
-    if num_shared:
-        legend.append(
-            LegendLine((), "shared by several sequences", num_shared, num_shared / layout.num_blocks)
-        )
+    counted = [(shown, text, counts[shown[0]]) for shown, text in words.items()]
+    counted.append(((CellKind.NULL,), "the null block, id 0", int(shows_null)))
+    num_shared = np.count_nonzero(np.frombuffer(layout.holders, np.uint8) > 1)
+    counted.append(((), "shared by several sequences", num_shared))
+    legend = []
+    for shown, text, num_blocks in counted:
+        share = num_blocks / layout.num_blocks
+        percent = "" if CellKind.NULL in shown else f"{share:.1%}" if share >= 0.0005 else "< 0.1%"
+        if num_blocks:
+            legend.append(LegendLine(shown, text, num_blocks, percent))
     return legend
 
 
-_KIND_BY_STATE = np.zeros(len(BlockState), np.uint8)
-_KIND_BY_STATE[BlockState.EMPTY] = CellKind.EMPTY_SHORT  # one more in a run
-_KIND_BY_STATE[BlockState.CACHED] = CellKind.CACHED_SHORT
-_KIND_BY_STATE[BlockState.IN_USE] = CellKind.IN_USE
-_KIND_BY_STATE[BlockState.IMMOVABLE] = CellKind.IMMOVABLE
+_KIND_BY_STATE = np.array(
+    [CellKind.NULL, CellKind.EMPTY_SHORT, CellKind.CACHED_SHORT, CellKind.IN_USE, CellKind.IMMOVABLE],
+    np.uint8,
+)
+"""By `BlockState`. Of free blocks in a run, it is the next one."""
 
 
 def _classify(layout: PoolLayout) -> Kinds:
@@ -223,7 +218,7 @@ def print_layout(layout: PoolLayout, console: Console, num_columns: int | None =
     for row in range(0, len(rows), 1 + is_painted):
         text.append(f"{row * num_columns * shown.blocks_per_cell:>{ids_width},} ", "dim")
         if is_painted:
-            _paint(text, rows[row], rows[row + 1] if row + 1 < len(rows) else [])
+            _paint(text, *rows[row : row + 2])
         else:
             text.append("".join(SIGNS[kind] for kind in rows[row]))
         text.append("\n")
@@ -238,8 +233,8 @@ def print_layout(layout: PoolLayout, console: Console, num_columns: int | None =
     console.print(f"\n{shown.runs}\n{shown.cell}", style="dim", highlight=False)
 
 
-def _paint(text: Text, upper: list[CellKind], lower: list[CellKind]) -> None:
-    """Append two rows as one line; the lower row may be shorter."""
+def _paint(text: Text, upper: list[CellKind], lower: Sequence[CellKind] = ()) -> None:
+    """Append two rows as one line; the lower row may be shorter, or missing."""
     for (above, below), pairs in groupby(zip_longest(upper, lower)):
         behind = None if below is None else COLOURS[below]
         text.append("▀" * len(list(pairs)), Style(color=COLOURS[above], bgcolor=behind))
@@ -250,12 +245,11 @@ def draw_layout(layout: PoolLayout, path: str) -> None:
 
     Block ids go from left to right, row by row. Rows are a power of two long, so that aligned slots line up.
     Raises:
-        DrawingError: matplotlib is not installed, or the file cannot be written.
+        DrawingError: the file cannot be written; `check_can_draw` checks the rest before.
     Cost: O(number of blocks), and about a second.
     """
-    check_can_draw(path, DrawingError)
     import matplotlib
-    from matplotlib.colors import ListedColormap
+    from matplotlib.colors import to_rgba_array
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -264,20 +258,15 @@ def draw_layout(layout: PoolLayout, path: str) -> None:
     while num_columns * num_columns < len(shown.kinds):
         num_columns *= 2
     num_rows = -(-len(shown.kinds) // num_columns)
-    cells = np.full(num_rows * num_columns, np.nan)
+    cells = np.full(num_rows * num_columns, len(COLOURS))
     cells[: len(shown.kinds)] = shown.kinds
+    colours = to_rgba_array([*COLOURS, "white"])  # white after the last cell
     # Text stays text, and the file records neither time nor place of drawing.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "kv_pool"}):
         width = min(9, 2 + num_columns / 4)
         figure = Figure(figsize=(width, 1.5 + width * num_rows / num_columns), facecolor="white")
         axes = figure.add_subplot()
-        axes.imshow(
-            cells.reshape(num_rows, num_columns),
-            ListedColormap(COLOURS),
-            vmin=0,
-            vmax=len(COLOURS) - 1,
-            interpolation="nearest",
-        )
+        axes.imshow(colours[cells.reshape(num_rows, num_columns)], interpolation="nearest")
         axes.set_title(f"{shown.title}\n{shown.use}", loc="left", fontsize=11)
         axes.set_xlabel(
             "\n".join([shown.runs + "; neighbouring runs differ in shade", shown.cell]), loc="left"
@@ -300,9 +289,5 @@ def draw_layout(layout: PoolLayout, path: str) -> None:
             bbox_to_anchor=(1.02, 1),
             frameon=False,
         )
-        try:
-            figure.savefig(
-                path, dpi=128, bbox_inches="tight", metadata={"Date": None} if path.endswith(".svg") else None
-            )
-        except (OSError, ValueError) as error:
-            raise DrawingError(f"{path}: cannot write the picture: {error}") from error
+        date = {"Date": None} if path.endswith(".svg") else None
+        save_figure(figure, path, DrawingError, dpi=128, bbox_inches="tight", metadata=date)

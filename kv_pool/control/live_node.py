@@ -1,26 +1,18 @@
 """`LiveNode`: a pool that other nodes can reach, its secret, and the commands that it carries out."""
 
-import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from pathlib import Path
-from secrets import token_hex
 from typing import Any
 
 from kv_pool.adapter.gpu_kv_pool import GPUKVPool
 from kv_pool.control.controlled_manager import ControlledManager
 from kv_pool.control.messages import MigrationList, PeerList, PeerReport
 from kv_pool.control.serve_settings import ServeSettings
-from kv_pool.control.socket_path import get_default_folder, make_folder
-from kv_pool.errors import (
-    InvalidArgumentError,
-    KVPoolError,
-    PoolExhaustedError,
-    UnknownSequenceError,
-)
+from kv_pool.control.socket_path import get_default_folder, lock_socket, make_folder
+from kv_pool.errors import InvalidArgumentError, KVPoolError, PoolExhaustedError, UnknownSequenceError
 from kv_pool.ids import NodeName, RequestId, SequenceId
 from kv_pool.loggers import get_logger
 from kv_pool.migration.announcer import Announcer
@@ -40,12 +32,7 @@ from kv_pool.migration.pool_sequences import PoolSequences
 from kv_pool.migration.pool_site import PoolSite
 from kv_pool.migration.secret import load_secret, write_secret_file
 from kv_pool.migration.sequences import SequenceOwner, Sequences
-from kv_pool.migration.topology import (
-    Topology,
-    find_nearness,
-    read_peers,
-    read_topology,
-)
+from kv_pool.migration.topology import Topology, find_nearness, read_peers, read_topology
 from kv_pool.migration.transfer_backend import TransferBackend
 from kv_pool.quantities import parse_rate
 from kv_pool.storage.block_storage import BlockStorage
@@ -53,6 +40,7 @@ from kv_pool.threads import start_thread
 
 _DEFAULT_LISTEN = "127.0.0.1:0"
 _ASK_TIMEOUT_S = 2.0
+_LOCK_TIMEOUT_S = 10.0
 _SECONDS_BETWEEN_CHECKS = 0.1
 _SHOWN_IDS = 10
 
@@ -100,13 +88,12 @@ class LiveNode:
         self.pool = pool
         self.topology = Topology() if settings.nodes is None else read_topology(settings.nodes)
         peers = Peers(clock) if settings.nodes is None else read_peers(settings.nodes, clock)
-        for text in settings.peer:
+        for text in settings.peer or ():
             known = parse_peer(text)
             peers.add(known.name, known.address)
         secret = load_or_create_secret(settings.secret_file)
         sequences: Sequences = PoolSequences(pool) if isinstance(pool, GPUKVPool) else pool.get_sequences()
         site = PoolSite(sequences, owner=owner)
-        self._site = site
         self._locations: dict[NodeName, NodeLocation] = {}
         self.migrator = Migrator(
             name,
@@ -192,7 +179,7 @@ class LiveNode:
             if not ids:
                 raise UnknownSequenceError(f"no sequence has blocks on node {self.migrator.name}")
             sequence_id = max((one for one in ids if isinstance(one, int)), default=ids[-1])
-        sequence_id = self._site.sequences.as_id(sequence_id)
+        sequence_id = self.migrator.site.sequences.as_id(sequence_id)
         num_blocks = held.get(sequence_id, 0)
         if not num_blocks:
             more = f" and {len(ids) - _SHOWN_IDS} more" if len(ids) > _SHOWN_IDS else ""
@@ -200,10 +187,10 @@ class LiveNode:
                 f"sequence {sequence_id} has no blocks on node {self.migrator.name}; these have: "
                 f"{', '.join(map(str, ids[-_SHOWN_IDS:])) or 'none'}{more}"
             )
-        if backend and backend not in self.migrator.describe().backends:
+        offered = self.migrator.describe().backends
+        if backend and backend not in offered:
             raise InvalidArgumentError(
-                f"node {self.migrator.name} has no backend {backend!r}; it offers "
-                f"{', '.join(self.migrator.describe().backends)}"
+                f"node {self.migrator.name} has no backend {backend!r}; it offers {', '.join(offered)}"
             )
         answers = self._ask(self.migrator.list_node_names() if target is None else [target])
         ranking = rank_nodes(self.topology, self.migrator, num_blocks, num_blocks, answers)
@@ -258,8 +245,7 @@ class LiveNode:
 
     def _migrate_excess(self) -> None:
         while not self._stopping.wait(_SECONDS_BETWEEN_CHECKS):
-            if self.pool.get_free_blocks() < self._migration_threshold:
-                self.migration_hook.keep_free(self._migration_threshold)
+            self.migration_hook.keep_free(self._migration_threshold)
 
     def _ask(self, names: Sequence[NodeName]) -> list[NodeAnswer]:
         """Ask these nodes at the same time; learn their locations and round-trip times."""
@@ -283,36 +269,22 @@ class LiveNode:
             _logger.info("%s: %s", what, status.error_message, extra=fields)
 
 
-def get_default_secret_path() -> Path:
-    """Return the default path: beside the control sockets, in a folder that only its owner can enter."""
-    return get_default_folder() / "secret"
-
-
 def load_or_create_secret(path: str | None) -> bytes:
     """Return the secret in a file; for None in the default file, which is created if it does not exist.
 
+    The default is beside the control sockets, in a folder that only its owner can enter.
     Raises:
         InvalidArgumentError: the file does not exist, or other users can read it; see `load_secret`.
-        ControlError: the folder of the default file belongs to another user.
+        ControlError: the folder of the default file belongs to another user, or the file cannot be locked.
     """
     if path is not None:
         return load_secret(path)
-    default = get_default_secret_path()
+    default = get_default_folder() / "secret"
     make_folder(default)
-    if not default.exists():
-        _make_secret(default)
+    with lock_socket(default, _LOCK_TIMEOUT_S):  # two nodes that start together use one secret
+        if not default.exists():
+            draft = default.with_name("secret.new")
+            draft.unlink(missing_ok=True)  # of a node that was killed
+            write_secret_file(draft)
+            draft.rename(default)
     return load_secret(default)
-
-
-def _make_secret(path: Path) -> None:
-    """Create the file atomically: if two nodes start at the same time, both use the first one's file."""
-    draft = path.with_name(f"{path.name}.{token_hex(4)}")
-    write_secret_file(draft)
-    try:
-        os.link(draft, path)
-    except FileExistsError:
-        pass
-    except OSError as error:
-        raise InvalidArgumentError(f"{path}: cannot create the secret of nodes: {error.strerror}") from error
-    finally:
-        draft.unlink()

@@ -1,15 +1,17 @@
-"""`load_page`: the web page of a pool, with the headers that confine it."""
+"""`load_page`: the web page of a pool, confined by its headers."""
 
 import re
 from base64 import b64encode
 from hashlib import sha256
 from importlib.resources import files
 
+from starlette.responses import HTMLResponse
 
-def load_page() -> tuple[bytes, dict[str, str]]:
-    """Return the page, HTML without any data of a pool, and the headers to send with it.
 
-    They allow its own script and style only, by their hashes, and connections to its own server.
+def load_page() -> HTMLResponse:
+    """Return the page, HTML without any data of a pool.
+
+    Its headers allow its own script and style only, by their hashes, and connections to its own server.
     """
     folder = files("kv_pool.control")
     page, looks = (folder.joinpath(name).read_bytes() for name in ("page.html", "page.css"))
@@ -18,8 +20,7 @@ def load_page() -> tuple[bytes, dict[str, str]]:
     for tag in (b"script", b"style"):
         [content] = re.findall(b"<%b>(.*?)</%b>" % (tag, tag), page, re.DOTALL)
         hashes[tag.decode()] = f"'sha256-{b64encode(sha256(content).digest()).decode()}'"
-    return page, {
-        "Content-Type": "text/html; charset=utf-8",
+    headers = {
         "Content-Security-Policy": (
             f"default-src 'none'; script-src {hashes['script']}; style-src {hashes['style']}; "
             "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -28,3 +29,4 @@ def load_page() -> tuple[bytes, dict[str, str]]:
         "Referrer-Policy": "no-referrer",
         "X-Content-Type-Options": "nosniff",
     }
+    return HTMLResponse(page, headers=headers)

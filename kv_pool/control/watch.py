@@ -1,10 +1,11 @@
 """`Watch`: what changes in a pool as server-sent events, read once for all clients that watch."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Never
 
+from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from kv_pool.control.messages import encode_error
@@ -13,20 +14,7 @@ HEARTBEAT_S = 5.0
 
 _END_S = 1.0
 _HEARTBEAT = b": alive\n\n"
-_HEADERS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-store")]
-
-
-class Feed(NamedTuple):
-    """Events of one name.
-
-    Attributes:
-        read: returns the data of the next event, JSON in one line. Must not block the event loop. An error
-            that it raises is the data of an event, as in `encode_error`.
-        interval_s: seconds from the end of a reading to the next.
-    """
-
-    read: Callable[[], Awaitable[bytes]]
-    interval_s: float
+_HEADERS = {"content-type": "text/event-stream", "cache-control": "no-store"}
 
 
 class Watch:
@@ -37,36 +25,36 @@ class Watch:
     5 s, such as while a reading waits for the pool.
 
     Args:
-        feeds: by the name of their events.
+        feeds: by the name of their events, a function and the seconds from the end of its call to the next.
+            It returns the data of the next event, JSON in one line, and must not block the event loop. An
+            error that it raises is the data of an event, as in `encode_error`.
     """
 
-    def __init__(self, feeds: dict[str, Feed]) -> None:
+    def __init__(self, feeds: Mapping[str, tuple[Callable[[], Awaitable[bytes]], float]]) -> None:
         self._feeds = feeds
         self._latest: dict[str, bytes] = {}
-        self._readers: list[asyncio.Task[None]] = []
-        self._clients: dict[asyncio.Task[None], asyncio.Event] = {}  # with what is set at news for the client
+        self._news = asyncio.Event()  # of its own for each event
+        self._readers: list[asyncio.Task[Never]] = []
+        self._clients: set[asyncio.Task[object]] = set()
         self._is_stopped = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send events until the client leaves or `stop` is called."""
-        client, news = asyncio.current_task(), asyncio.Event()
+        client = asyncio.current_task()
         assert client is not None
-        left = asyncio.create_task(wait_until_left(receive))
-        left.add_done_callback(lambda _: news.set())
-        self._clients[client] = news
+        self._clients.add(client)
         if not self._readers:
-            self._readers = [asyncio.create_task(self._read(*feed)) for feed in self._feeds.items()]
+            self._readers = [
+                asyncio.create_task(self._read(name, *feed)) for name, feed in self._feeds.items()
+            ]
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-            await self._send_events(send, left, news)
-            await send({"type": "http.response.body"})
+            await StreamingResponse(self._make_chunks(), headers=_HEADERS)(scope, receive, send)
         finally:
-            left.cancel()
-            del self._clients[client]
+            self._clients.remove(client)
             if not self._clients:
-                readers, self._readers = self._readers, []
-                for reader in readers:
+                for reader in self._readers:
                     reader.cancel()
+                self._readers = []
                 self._latest.clear()
 
     async def stop(self) -> None:
@@ -76,35 +64,26 @@ class Watch:
         if self._clients:
             await asyncio.wait(self._clients, timeout=_END_S)
 
-    async def _send_events(self, send: Send, left: asyncio.Task[None], news: asyncio.Event) -> None:
+    async def _make_chunks(self) -> AsyncIterator[bytes]:
         sent: dict[str, bytes] = {}
-        while not left.done() and not self._is_stopped:
-            news.clear()
+        while not self._is_stopped:
+            news = self._news
             due = [event for name, event in self._latest.items() if sent.get(name) is not event]
             sent = self._latest.copy()
-            body = b"".join(due) or _HEARTBEAT
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+            yield b"".join(due) or _HEARTBEAT
             with suppress(TimeoutError):
                 await asyncio.wait_for(news.wait(), HEARTBEAT_S)
 
-    async def _read(self, name: str, feed: Feed) -> None:
+    async def _read(self, name: str, read: Callable[[], Awaitable[bytes]], interval_s: float) -> Never:
         while True:
             try:
-                data = await feed.read()
+                data = await read()
             except Exception as error:  # A pool's callback may raise anything; the next reading may succeed.
                 _, data = encode_error(error)
-            if asyncio.current_task() not in self._readers:  # ended while it was read
-                return
             self._latest[name] = b"event: %b\ndata: %b\n\n" % (name.encode(), data)
             self._notify()
-            await asyncio.sleep(feed.interval_s)
+            await asyncio.sleep(interval_s)
 
     def _notify(self) -> None:
-        for news in self._clients.values():
-            news.set()
-
-
-async def wait_until_left(receive: Receive) -> None:
-    """Wait until the client has closed the connection, or the answer is complete."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+        self._news.set()
+        self._news = asyncio.Event()

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import msgspec
-
 from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH
 from kv_pool.core.arguments import as_count, as_int
 from kv_pool.core.block_pool import BlockPool
@@ -180,10 +178,12 @@ class KVCacheAllocator:
 
     def get_statistics(self) -> PoolStatistics:
         """Return a snapshot of counts and shares, such as for an `AllocationMonitor`. O(blocks)."""
-        known = read_statistics(
-            self.manager.block_pool, block_size=self.block_size, run_length=DEFAULT_RUN_LENGTH
+        return read_statistics(
+            self.manager.block_pool,
+            block_size=self.block_size,
+            run_length=DEFAULT_RUN_LENGTH,
+            num_sequences=len(self._tables),
         )
-        return msgspec.structs.replace(known, num_sequences=len(self._tables))
 
     def get_utilization(self) -> float:
         """Return the share of the slots in used blocks that hold a token, 0 to 1; 1.0 if none is used."""

@@ -1,4 +1,4 @@
-"""`list_metrics`: what is measured of a running pool, from the table `metrics.toml`; the page of all metrics.
+"""`list_metrics`: what is measured of a running pool, from the table `metrics.toml`.
 
 PoolSources -> read_pool -> PoolReading -> Metric.read -> Prometheus, OpenTelemetry
 """
@@ -31,6 +31,7 @@ class Metric(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     read: str | dict[str, str]
     help: str
     advice: str
+    title: str = ""
     labels: LabelValues = ()
 
     @property
@@ -62,10 +63,6 @@ def _find(reading: PoolReading, path: str) -> Values:
     return {} if found is None else {(): found}
 
 
-class _Table(msgspec.Struct, forbid_unknown_fields=True):
-    metric: tuple[Metric, ...]
-
-
 @cache
 def list_metrics(*names: str) -> tuple[Metric, ...]:
     """Return the metrics of these sets: "kv_pool", "vllm", "sglang".
@@ -77,26 +74,5 @@ def list_metrics(*names: str) -> tuple[Metric, ...]:
         if name not in PREFIXES:
             raise InvalidArgumentError(f"{name!r} is no set of metrics; {describe_known(name, PREFIXES)}")
     path = Path(__file__).with_name("metrics.toml")
-    table = msgspec.convert(read_toml(path, "the table of metrics"), _Table)
-    return tuple(one for name in names for one in table.metric if one.name.startswith(PREFIXES[name]))
-
-
-def describe_metrics() -> str:
-    """Return the tables of all metrics in Markdown, one for each set."""
-    lines = []
-    for name in PREFIXES:
-        lines += [
-            f"### {name}",
-            "",
-            "| metric | type | labels | meaning | when it looks bad |",
-            "|---|---|---|---|---|",
-        ]
-        for one in list_metrics(name):
-            labels = ", ".join(one.labels)
-            lines.append(f"| `{one.exposed_name}` | {one.type} | {labels} | {one.help} | {one.advice} |")
-        lines.append("")
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    print(describe_metrics())
+    table = msgspec.convert(read_toml(path, "the table of metrics")["metric"], list[Metric])
+    return tuple(one for name in names for one in table if one.name.startswith(PREFIXES[name]))

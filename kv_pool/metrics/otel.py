@@ -2,13 +2,13 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 from kv_pool.errors import MissingDependencyError, describe_install
 from kv_pool.metrics.metric_table import PREFIXES, LabelValues, Metric, list_metrics
 from kv_pool.reports.histogram import Histogram
-from kv_pool.reports.pool_reading import PoolReading, PoolSources, read_pool
+from kv_pool.reports.pool_reading import PoolReading, PoolSources, read_pools
 
 try:
     from opentelemetry.metrics import CallbackOptions, Meter, Observation
@@ -36,65 +36,21 @@ def observe_pools(meter: Meter, sources: Iterable[PoolSources]) -> None:
     observable histograms: a histogram is the three counters `.count`, `.sum` and, by its upper bound in the
     attribute `le`, `.bucket`.
     """
-    read = _SharedReadings(list(sources)).read
+    latest = _Latest(list(sources))
     for metric in list_metrics("kv_pool"):
         words = metric.name.removeprefix(PREFIXES["kv_pool"])
         name, unit = f"kv_pool.{words}", UNITS.get(words.rpartition("_")[2], "{" + words.split("_")[-1] + "}")
         if unit in ("s", "By", "1"):
             name = name.rpartition("_")[0]  # the unit is not part of the name
-        if metric.type == "gauge":
-            meter.create_observable_gauge(name, [partial(_observe, read, metric, _as_is)], unit, metric.help)
-        elif metric.type == "counter":
-            meter.create_observable_counter(
-                name, [partial(_observe, read, metric, _as_is)], unit, metric.help
-            )
-        else:
-            for part, of_part, split in (
-                ("count", "1", _count),
-                ("sum", unit, _sum),
-                ("bucket", "1", _split),
-            ):
-                callback = partial(_observe, read, metric, split)
-                meter.create_observable_counter(f"{name}.{part}", [callback], of_part, metric.help)
+        create = meter.create_observable_gauge if metric.type == "gauge" else meter.create_observable_counter
+        parts = {"": unit}
+        if metric.type == "histogram":
+            parts = {".count": "1", ".sum": unit, ".bucket": "1"}
+        for part, of_part in parts.items():
+            create(name + part, [partial(latest.observe, metric, part)], of_part, metric.help)
 
 
-Split = Callable[[float | Histogram], Iterator[tuple[LabelValues, float]]]
-"""Yields the numbers of a value, each with the bound that it counts up to, if it has one."""
-
-
-def _as_is(value: float | Histogram) -> Iterator[tuple[LabelValues, float]]:
-    if not isinstance(value, Histogram):
-        yield (), value
-
-
-def _count(value: float | Histogram) -> Iterator[tuple[LabelValues, float]]:
-    if isinstance(value, Histogram):
-        yield (), value.count
-
-
-def _sum(value: float | Histogram) -> Iterator[tuple[LabelValues, float]]:
-    if isinstance(value, Histogram):
-        yield (), value.sum_s
-
-
-def _split(value: float | Histogram) -> Iterator[tuple[LabelValues, float]]:
-    if isinstance(value, Histogram):
-        for bound, count in value.iter_cumulative():
-            yield (bound,), count
-
-
-def _observe(
-    read: Callable[[], list[PoolReading]], metric: Metric, split: Split, _: CallbackOptions
-) -> Iterator[Observation]:
-    for reading in read():
-        common = {"model_name": reading.model_name, "engine": reading.engine, "pool": reading.name}
-        for own, value in metric.read_values(reading).items():
-            for bound, number in split(value):
-                labels = common | dict(zip((*metric.labels, "le"), (*own, *bound), strict=False))
-                yield Observation(number, {f"kv_pool.{label}": text for label, text in labels.items()})
-
-
-class _SharedReadings:
+class _Latest:
     """One reading of each pool for all instruments of a collection."""
 
     def __init__(self, sources: list[PoolSources]) -> None:
@@ -103,9 +59,25 @@ class _SharedReadings:
         self._readings: list[PoolReading] = []
         self._read_at_s = float("-inf")
 
-    def read(self) -> list[PoolReading]:
+    def observe(self, metric: Metric, part: str, _: CallbackOptions) -> Iterator[Observation]:
+        """Yield the numbers of a metric, or of one part of a histogram."""
         with self._lock:
             if time.monotonic() - self._read_at_s > _SHARED_FOR_S:
-                self._readings = [read_pool(one) for one in self._sources]
+                self._readings = read_pools(self._sources)
                 self._read_at_s = time.monotonic()
-            return self._readings
+            readings = self._readings
+        for reading in readings:
+            common = {"model_name": reading.model_name, "engine": reading.engine, "pool": reading.name}
+            for own, value in metric.read_values(reading).items():
+                for bound, number in _split(value, part):
+                    labels = common | dict(zip((*metric.labels, "le"), (*own, *bound), strict=False))
+                    yield Observation(number, {f"kv_pool.{label}": text for label, text in labels.items()})
+
+
+def _split(value: float | Histogram, part: str) -> list[tuple[LabelValues, float]]:
+    """Return the numbers of a value, those of buckets with their upper bounds."""
+    if not isinstance(value, Histogram):
+        return [((), value)]
+    if part == ".bucket":
+        return [((bound,), count) for bound, count in value.iter_cumulative()]
+    return [((), value.count if part == ".count" else value.sum_s)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -212,29 +213,26 @@ class MigrationHook:
         ranking = rank_nodes(self.topology, migrator, num_blocks, num_blocks + num_spare, answers)
         self.last_ranking = ranking
         for target in ranking.targets:
-            fields = {"sequence": sequence_id, "node": target.name}
+            log = logging.LoggerAdapter(_logger, {"sequence": sequence_id, "node": target.name})
             try:
                 migration = migrator.migrate(SequenceSubject(sequence_id), target.name)
                 try:
                     migration.wait(self._timeout_s)
                 except TimeoutError:
                     if migration.cancel():
-                        _logger.warning(
+                        log.warning(
                             "sequence %s was not moved to node %s within %s s",
                             sequence_id,
                             target.name,
                             self._timeout_s,
-                            extra=fields,
                         )
                         continue
                     migration.wait(self._timeout_s)  # too late to cancel: it is about to end
             except (MigrationInDoubtError, TimeoutError) as error:
-                where = f"at node {target.name}, or here"
-                _logger.warning("sequence %s may be %s: %s", sequence_id, where, error, extra=fields)
+                log.warning("sequence %s may be at node %s, or here: %s", sequence_id, target.name, error)
                 return None
             except KVPoolError as error:
-                where = f"to node {target.name}"
-                _logger.info("sequence %s was not moved %s: %s", sequence_id, where, error, extra=fields)
+                log.info("sequence %s was not moved to node %s: %s", sequence_id, target.name, error)
                 continue
             status = migration.get_status()
             self.topology.note_transfer(target.nearness, status.num_bytes, status.elapsed_s)

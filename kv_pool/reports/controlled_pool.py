@@ -8,10 +8,9 @@ from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any, Generic, Protocol, TypeVar
 
-import msgspec
-
 from kv_pool.contiguous.fragmentation import get_fragmentation_rate
 from kv_pool.core.block import KVCacheBlock
+from kv_pool.core.holds import BlockHolds, Hold, PlaceHold
 from kv_pool.core.pool_core import BlockPoolCore
 from kv_pool.reports.latency import LatencyWindow
 from kv_pool.reports.layout import PoolLayout, list_free_runs, read_states, read_tables
@@ -68,9 +67,9 @@ class ControlledPool(ABC, Generic[Pool]):
     def report_sequence(self, sequence_id: Any, num_blocks: int, num_immovable: int) -> SequenceReport:
         """Return the report of a sequence with these `count_held` blocks. Called with the lock held."""
 
-    def count_more(self) -> dict[str, Any]:
-        """Return the counts of `PoolStatistics` that only this pool knows. Called with the lock held."""
-        return {}
+    def count_use(self) -> dict[str, Any]:
+        """Return the `PoolStatistics` that the block pool does not count. Called with the lock held."""
+        return {"run_length": self.run_length, "moved_blocks": self.num_moved_blocks}
 
     @abstractmethod
     def defragment(
@@ -84,11 +83,10 @@ class ControlledPool(ABC, Generic[Pool]):
         The pool is locked meanwhile. O(number of blocks), a few nanoseconds each.
         """
         with self.lock:
-            more = self.count_more()
             timed = {"take": "allocation", "free": "freeing"}
+            more = self.count_use()
             more |= {timed[call]: one.summarize() for call, one in self.latencies.items() if call in timed}
-            known = read_statistics(self.block_pool, block_size=self.block_size, run_length=self.run_length)
-            return msgspec.structs.replace(known, moved_blocks=self.num_moved_blocks, **more)
+            return read_statistics(self.block_pool, block_size=self.block_size, **more)
 
     def get_layout(self) -> PoolLayout:
         """Return a snapshot of each block's state and each sequence's runs. O(number of blocks)."""
@@ -103,7 +101,7 @@ class ControlledPool(ABC, Generic[Pool]):
     def describe_sequences(self) -> SequenceList:
         """Return a report on each sequence that holds blocks, the least recent first. O(held blocks)."""
         with self.lock:
-            immovable = list_immovable(self.block_pool)
+            immovable = list_immovable(self.block_pool.holds, self.lock)
             ids = self._list_ids()
             counts = {one: self.count_held(self._get_rows(one) or [], immovable) for one in ids}
             return SequenceList([self.report_sequence(one, *count) for one, count in counts.items()])
@@ -157,9 +155,17 @@ class ControlledPool(ABC, Generic[Pool]):
             return get_fragmentation_rate(list_free_runs(read_states(self.block_pool)), self.run_length)
 
 
-def list_immovable(pool: BlockPoolCore) -> set[KVCacheBlock]:
-    """Return the blocks of a pool that must not be moved. O(held blocks)."""
-    return {pool.blocks[block_id] for block_id in pool.holds.list_immovable_ids()}
+def list_immovable(holds: BlockHolds, lock: AbstractContextManager[object]) -> set[KVCacheBlock]:
+    """Return the blocks that must not be moved. The lock is held for a copy of one hold's list at a time."""
+    with lock:
+        found: list[PlaceHold | Hold] = [*holds.list_place_holds(), *holds.list_holds()]
+    immovable: set[KVCacheBlock] = set()
+    for hold in found:
+        if isinstance(hold, PlaceHold) or not hold.is_movable:
+            with lock:
+                held = list(hold.get_blocks()) if isinstance(hold, PlaceHold) else hold.blocks
+            immovable.update(held)
+    return immovable
 
 
 class Manager(Protocol):
@@ -177,7 +183,7 @@ class Manager(Protocol):
 
 
 def count_use(manager: Manager) -> dict[str, Any]:
-    """Return the counts of `PoolStatistics` that a manager knows."""
+    """Return the counts of `PoolStatistics` that a manager keeps, beside those of its block pool."""
     retention = manager.retention
     return {
         "pinned_blocks": 0 if retention is None else retention.num_pins,

@@ -2,7 +2,6 @@
 
 from bisect import bisect_left
 from collections.abc import Iterator
-from math import ceil
 
 import msgspec
 
@@ -21,8 +20,8 @@ class Histogram(msgspec.Struct):
         >>> waits = Histogram.make((0.1, 1.0))
         >>> for seconds in (0.05, 0.1, 3.0):
         ...     waits.note(seconds)
-        >>> waits.counts, waits.count, waits.find_quantile(0.5)
-        ([2, 0, 1], 3, 0.1)
+        >>> waits.counts, waits.count
+        ([2, 0, 1], 3)
 
     Attributes:
         bounds_s: upper bounds in seconds, ascending; a duration equal to a bound is below it.
@@ -59,17 +58,3 @@ class Histogram(msgspec.Struct):
         for bound, count in zip((*map(repr, self.bounds_s), "+Inf"), self.counts, strict=True):
             num_below += count
             yield bound, num_below
-
-    def find_quantile(self, share: float) -> float:
-        """Return the smallest bound that at least this share of the durations does not exceed, 0 to 1.
-
-        0.0 without durations, infinity above the last bound.
-        """
-        rank, num_below = ceil(share * self.count), 0
-        if not self.count:
-            return 0.0
-        for bound, count in zip(self.bounds_s, self.counts, strict=False):
-            num_below += count
-            if num_below >= rank:
-                return bound
-        return float("inf")

@@ -75,21 +75,16 @@ class LatencyWindow:
 
         Only one thread may call this at a time; others may time calls meanwhile.
         """
-        return summarize(self.count_calls(), list(self._durations_ns))
-
-
-def summarize(num_calls: int, durations_ns: list[int]) -> CallLatency:
-    """Return the figures for `num_calls` calls from the durations of the timed ones."""
-    if not durations_ns:
-        return CallLatency(num_calls)
-    ordered = sorted(durations_ns)
-    num_timed = len(ordered)
-    middle = ordered[(num_timed - 1) // 2] + ordered[num_timed // 2]
-    return CallLatency(
-        num_calls=num_calls,
-        num_timed=num_timed,
-        mean_us=sum(ordered) / num_timed / 1000,
-        median_us=middle / 2 / 1000,
-        p99_us=ordered[-(-num_timed * 99 // 100) - 1] / 1000,
-        max_us=ordered[-1] / 1000,
-    )
+        num_calls, ordered = self.count_calls(), sorted(self._durations_ns)
+        if not ordered:
+            return CallLatency(num_calls)
+        num_timed = len(ordered)
+        middle = ordered[(num_timed - 1) // 2] + ordered[num_timed // 2]
+        return CallLatency(
+            num_calls=num_calls,
+            num_timed=num_timed,
+            mean_us=sum(ordered) / num_timed / 1000,
+            median_us=middle / 2 / 1000,
+            p99_us=ordered[-(-num_timed * 99 // 100) - 1] / 1000,
+            max_us=ordered[-1] / 1000,
+        )

@@ -6,12 +6,10 @@
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
-
-import msgspec
 
 from kv_pool.contiguous.fragmentation import find_run_length
 from kv_pool.contiguous.run_index import EMPTY, IN_USE
@@ -19,43 +17,33 @@ from kv_pool.contiguous.run_pool import DEFAULT_RUN_LENGTH, RunBlockPool
 from kv_pool.core.holds import HoldState
 from kv_pool.core.kv_events import MEDIUM_GPU
 from kv_pool.core.pool_core import BlockPoolCore
+from kv_pool.errors import ControlError
 from kv_pool.events.event_publisher import EventPublisher, PublisherStatistics
 from kv_pool.reports.controlled_pool import ControlledPool, Manager, count_use
 from kv_pool.reports.histogram import Histogram
+from kv_pool.reports.statistics import PoolCounts, count_blocks
 from kv_pool.reports.tiers import TierList, TierStatistics
 
-_ENDED = ("done", "failed", "cancelled")
-"""The phases in which a migration has ended."""
 
-
-class PoolReading(msgspec.Struct, frozen=True, kw_only=True):
+class PoolReading(PoolCounts, frozen=True, kw_only=True):
     """The counters and levels of a pool at one moment. Counters only grow while the pool lives.
-
-        used_blocks + free_blocks == total_blocks
 
     What the pool does not count is None, {} or empty.
 
     Attributes:
         time_s: seconds since the epoch.
         name, model_name, engine: as in `PoolSources`.
-        total_blocks: number of blocks, without the null block.
         cached_blocks: free blocks that can still be hit; None for a pool without an index of runs.
         cached_keys: keys in the prefix cache, of free blocks and of those in use.
-        pinned_blocks: blocks pinned by the user.
-        reserved_blocks: blocks that some requests must leave free.
-        run_length: length of the runs that `fragmentation_rate` counts.
         fragmentation_rate: share of the possible free runs that is lost to scattering, 0 to 1.
         largest_free_run: length of the longest run of free blocks.
         free_runs: number of free runs by the largest power of two that fits into them.
-        epoch, moved_blocks: exchanges of ids so far, and id changes of blocks.
-        evicted_sequences: sequences that have lost their blocks to others so far.
         looked_up_tokens, hit_tokens: tokens that were looked up so far, and those of them that were cached.
         evictions: evicted cache keys so far by cause: "reuse", and those of `evicting.count_cause`.
         holds: blocks under holds by kind: "open", "leased" until a deadline, "quarantined", and "watched"
             until their reuse. A block under two holds counts twice.
         leases: number of holds with a deadline by state: "active", "quarantined".
         overdue_leases: leases whose deadline has passed so far.
-        queued_events: events that nothing has taken yet.
         tiers: the lower tiers, fastest first.
         hit_blocks_by_medium: blocks with which requests started so far.
         dropped_blocks: evicted blocks that were offloaded to no tier so far.
@@ -74,29 +62,17 @@ class PoolReading(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     model_name: str
     engine: str
-    block_size: int
-    total_blocks: int
-    used_blocks: int
-    free_blocks: int
     cached_blocks: int | None = None
     cached_keys: int = 0
-    pinned_blocks: int = 0
-    reserved_blocks: int = 0
-    run_length: int = DEFAULT_RUN_LENGTH
     fragmentation_rate: float | None = None
     largest_free_run: int | None = None
     free_runs: dict[int, int] | None = None
-    epoch: int = 0
-    moved_blocks: int = 0
-    num_sequences: int | None = None
-    evicted_sequences: int | None = None
     looked_up_tokens: int | None = None
     hit_tokens: int | None = None
     evictions: dict[str, int]
     holds: dict[str, int]
     leases: dict[str, int]
     overdue_leases: int = 0
-    queued_events: int = 0
     tiers: list[TierStatistics]
     hit_blocks_by_medium: dict[str, int]
     dropped_blocks: int = 0
@@ -109,7 +85,7 @@ class PoolReading(msgspec.Struct, frozen=True, kw_only=True):
     invariant_failures: int = 0
     interrupted_calls: int = 0
     is_interrupted: bool = False
-    refused_requests: dict[str, int] = {}
+    refused_requests: dict[str, int]
 
     @property
     def usage(self) -> float:
@@ -156,16 +132,6 @@ class PoolReading(msgspec.Struct, frozen=True, kw_only=True):
         """The tokens that lower tiers had; None without tiers."""
         hits = [num for medium, num in self.hit_blocks_by_medium.items() if medium != MEDIUM_GPU]
         return sum(hits) * self.block_size if self.tiers else None
-
-    @property
-    def running_migrations(self) -> dict[str, int]:
-        """The migrations that run now, by phase."""
-        return {one.replace(" ", "_"): num for one, num in self.migrations.items() if one not in _ENDED}
-
-    @property
-    def ended_migrations(self) -> dict[str, int]:
-        """The migrations that have ended so far, by phase."""
-        return {one: num for one, num in self.migrations.items() if one in _ENDED}
 
 
 class CountsMigrations(Protocol):
@@ -216,6 +182,17 @@ class PoolSources:
             self.engine or getattr(self.pool, "engine", "0"),
         )
 
+    @property
+    def block_pool(self) -> BlockPoolCore:
+        """The blocks of the pool."""
+        return self.pool if isinstance(self.pool, BlockPoolCore) else self.pool.block_pool
+
+    @property
+    def held_lock(self) -> AbstractContextManager[object]:
+        """The lock to hold while the pool is read."""
+        own = self.pool.lock if isinstance(self.pool, ControlledPool) else nullcontext()
+        return self.lock or own
+
 
 def read_pool(sources: PoolSources, *, clock: Callable[[], float] = time.time) -> PoolReading:
     """Return a reading of a pool, its tiers, its publisher and its node.
@@ -223,36 +200,34 @@ def read_pool(sources: PoolSources, *, clock: Callable[[], float] = time.time) -
     Cost: the pool's lock is held for O(holds), and a copy of one byte per block where the pool has an index
     of runs; 0.1 ms at a million blocks. The runs are measured after that, without the lock.
     """
-    pool = sources.pool
-    more: dict[str, Any] = {}
-    if isinstance(pool, BlockPoolCore):
-        blocks, lock, block_size = pool, sources.lock or nullcontext(), pool.hash_block_size
-    elif isinstance(pool, ControlledPool):
-        blocks, lock, block_size = pool.block_pool, sources.lock or pool.lock, pool.block_size
-    else:
-        blocks, lock, block_size = pool.block_pool, sources.lock or nullcontext(), pool.block_size
-    with lock:
+    pool, blocks = sources.pool, sources.block_pool
+    block_size = blocks.hash_block_size if isinstance(pool, BlockPoolCore) else pool.block_size
+    counts: dict[str, Any] = {"run_length": DEFAULT_RUN_LENGTH, "calls": {}, "latencies": {}}
+    with sources.held_lock:
         ages = bytes(blocks.run_index.ages) if isinstance(blocks, RunBlockPool) else None
         if isinstance(pool, ControlledPool):
-            more = pool.count_more() | {"moved_blocks": pool.num_moved_blocks, "run_length": pool.run_length}
-            more["latencies"] = {call: one.histogram.copy() for call, one in pool.latencies.items()}
-            more["calls"] = {
+            counts |= pool.count_use()
+            counts["latencies"] = {call: one.histogram.copy() for call, one in pool.latencies.items()}
+            counts["calls"] = {
                 call: one.count_calls() for call, one in pool.latencies.items() if call != "lookup"
             }
         elif not isinstance(pool, BlockPoolCore):
-            more = count_use(pool)
-        known = _read_blocks(blocks)
-    looked_up, hit = more.pop("looked_up_blocks", None), more.pop("hit_blocks", None)
-    more.pop("taken_events", None)
+            counts |= count_use(pool)
+        counts |= count_blocks(blocks) | _count_holds(blocks)
+    if ages is not None:
+        counts |= _measure_runs(ages, counts["run_length"])
+    counts.pop("taken_events", None)
+    for kind in ("looked_up", "hit"):
+        num_blocks = counts.pop(f"{kind}_blocks", None)
+        counts[f"{kind}_tokens"] = None if num_blocks is None else num_blocks * block_size
     tiers = TierList({}, []) if sources.tiers is None else sources.tiers()
+    model_name, engine = sources.labels
     return PoolReading(
         time_s=clock(),
         name=sources.name,
-        model_name=sources.labels[0],
-        engine=sources.labels[1],
+        model_name=model_name,
+        engine=engine,
         block_size=block_size,
-        looked_up_tokens=None if looked_up is None else looked_up * block_size,
-        hit_tokens=None if hit is None else hit * block_size,
         tiers=tiers.tiers,
         hit_blocks_by_medium=tiers.hit_blocks,
         dropped_blocks=tiers.num_dropped,
@@ -260,16 +235,22 @@ def read_pool(sources: PoolSources, *, clock: Callable[[], float] = time.time) -
         stream=None if sources.publisher is None else sources.publisher.get_statistics(),
         ages={} if sources.ages is None else dict(sources.ages()),
         refused_requests=dict(sources.refusals or {}),
-        **known,
-        **({"calls": {}, "latencies": {}} | more),
-        **({} if ages is None else _measure_runs(ages, getattr(pool, "run_length", DEFAULT_RUN_LENGTH))),
+        **counts,
     )
 
 
-def _read_blocks(pool: BlockPoolCore) -> dict[str, Any]:
-    """Return what the blocks and their holds say. O(holds)."""
+def read_pools(sources: Iterable[PoolSources]) -> list[PoolReading]:
+    """Return a reading of each pool whose engine is not gone. See `read_pool` for the cost."""
+    readings = []
+    for one in sources:
+        with suppress(ControlError):
+            readings.append(read_pool(one))
+    return readings
+
+
+def _count_holds(pool: BlockPoolCore) -> dict[str, Any]:
+    """Return the fields of a reading about holds, the prefix cache and interrupted calls. O(holds)."""
     causes = dict(pool.evictions_by_cause)
-    total_blocks, free_blocks = pool.num_gpu_blocks - 1, pool.free_block_queue.num_free_blocks
     holds = {"open": 0, "leased": 0, "quarantined": 0, "watched": len(pool.reuse_watchers)}
     leases = {"active": 0, "quarantined": 0}
     for hold in pool.holds.list_holds():
@@ -280,16 +261,11 @@ def _read_blocks(pool: BlockPoolCore) -> dict[str, Any]:
         if kind != "open":
             leases["active" if kind == "leased" else kind] += 1
     return {
-        "total_blocks": total_blocks,
-        "used_blocks": total_blocks - free_blocks,
-        "free_blocks": free_blocks,
         "cached_keys": len(pool.cached_block_hash_to_block.entries),
-        "epoch": pool.epoch,
         "evictions": {"reuse": pool.num_evictions - sum(causes.values())} | causes,
         "holds": holds,
         "leases": leases,
         "overdue_leases": pool.holds.num_overdue,
-        "queued_events": len(pool.kv_event_queue),
         "invariant_checks": pool.num_checks,
         "invariant_failures": pool.num_failed_checks,
         "interrupted_calls": pool.num_repairs + pool.is_changing,

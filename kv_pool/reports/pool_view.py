@@ -9,7 +9,7 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from heapq import nlargest
 from itertools import islice
 from typing import Any
@@ -18,9 +18,8 @@ import msgspec
 
 from kv_pool.core.block import KVCacheBlock
 from kv_pool.core.block_keys import make_external_block_hashes
-from kv_pool.core.holds import BlockHolds, Hold, PlaceHold
 from kv_pool.core.pool_core import BlockPoolCore
-from kv_pool.reports.controlled_pool import ControlledPool, Rows
+from kv_pool.reports.controlled_pool import ControlledPool, Rows, list_immovable
 from kv_pool.reports.layout import BlockState, read_states_of
 from kv_pool.reports.pool_reading import PoolReading, PoolSources, read_pool
 from kv_pool.reports.sequences import SequenceReport
@@ -66,13 +65,11 @@ class HotPrefix(msgspec.Struct, frozen=True):
     Attributes:
         prefix_hash: hash of its last block, in hexadecimal digits as `kv-pool events` prints it.
         num_sequences: number of block tables that begin with it; a request has one for each KV cache group.
-        num_hits: number of hits of its last block; None without a cache policy, which counts them.
     """
 
     prefix_hash: str
     num_tokens: int
     num_sequences: int
-    num_hits: int | None
 
 
 class RunningMigration(msgspec.Struct, frozen=True):
@@ -120,11 +117,9 @@ def read_view(
 
     Cost: O(cells + sequences + shared blocks + held blocks): 10 ms for 2,000 sequences in a million blocks.
     """
-    pool, node = sources.pool, sources.node
-    blocks = pool if isinstance(pool, BlockPoolCore) else pool.block_pool
-    lock = sources.lock or (pool.lock if isinstance(pool, ControlledPool) else nullcontext())
+    pool, node, blocks, lock = sources.pool, sources.node, sources.block_pool, sources.held_lock
     reading = read_pool(sources)
-    immovable = _read_immovable(blocks.holds, lock)
+    immovable = list_immovable(blocks.holds, lock)
     sequences = prefixes = migrations = None
     if isinstance(pool, ControlledPool) and reading.num_sequences is not None:
         sequences, prefixes = _read_sequences(pool, immovable, num_sequences, num_prefixes)
@@ -138,19 +133,6 @@ def read_view(
         prefixes=prefixes,
         migrations=migrations,
     )
-
-
-def _read_immovable(holds: BlockHolds, lock: AbstractContextManager[object]) -> set[KVCacheBlock]:
-    """Return the blocks that must not be moved. The lock is held for a copy of one hold's list at a time."""
-    with lock:
-        found: list[PlaceHold | Hold] = [*holds.list_place_holds(), *holds.list_holds()]
-    immovable: set[KVCacheBlock] = set()
-    for hold in found:
-        if isinstance(hold, PlaceHold) or not hold.is_movable:
-            with lock:
-                held = list(hold.get_blocks()) if isinstance(hold, PlaceHold) else hold.blocks
-            immovable.update(held)
-    return immovable
 
 
 def _read_map(
@@ -186,16 +168,11 @@ def _read_sequences(
 ) -> tuple[list[SequenceReport], list[HotPrefix]]:
     """Return the largest sequences and the hottest prefixes."""
     users: Counter[tuple[int, bytes]] = Counter()  # by number of blocks, and key of the last one
-    hits: dict[bytes, int] = {}
-    host = pool.block_pool.policy_host
 
     def look(sequence_id: Any, rows: Rows) -> tuple[int, Any]:
         for row in rows:
             for num_blocks, block in _find_prefixes(row):
                 users[num_blocks, block.key] += 1
-                run = None if host is None else host.table.find(block)
-                if run is not None:
-                    hits[block.key] = run.num_hits
         return sum(map(len, rows)), sequence_id
 
     sizes = pool.read_sequences(look)
@@ -205,12 +182,7 @@ def _read_sequences(
     counts = {one: pool.count_held(rows, immovable) for one, rows in tables}
     hottest = nlargest(num_prefixes, ((count, *one) for one, count in users.items() if count > 1))
     return pool.read_sequences(lambda one, _: pool.report_sequence(one, *counts[one]), counts), [
-        HotPrefix(
-            f"{make_external_block_hashes([key], 4)[0]:016x}",
-            num_blocks * pool.block_size,
-            count,
-            hits.get(key),
-        )
+        HotPrefix(f"{make_external_block_hashes([key], 4)[0]:016x}", num_blocks * pool.block_size, count)
         for count, num_blocks, key in hottest
     ]
 

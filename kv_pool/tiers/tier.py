@@ -52,6 +52,7 @@ class Tier:
     Args:
         capacity: maximum number of blocks, at least 1.
         medium: the medium of its blocks in events and statistics: CPU or STORAGE.
+        block_bytes: size of a block in the statistics.
 
     Attributes:
         has_bytes: True if the tier stores bytes.
@@ -66,7 +67,7 @@ class Tier:
     has_bytes = False
     batch_blocks = 0
 
-    def __init__(self, capacity: int, medium: str = MEDIUM_CPU) -> None:
+    def __init__(self, capacity: int, medium: str = MEDIUM_CPU, block_bytes: int = 0) -> None:
         if not isinstance(capacity, int) or capacity < 1:
             raise InvalidArgumentError(f"capacity is {capacity!r}; a tier holds at least 1 block")
         self.capacity = capacity
@@ -77,7 +78,7 @@ class Tier:
         self._free_slots: list[SlotId] = []
         self.held: dict[BlockHashWithGroupId, int] = {}
         self.parents: dict[BlockHashWithGroupId, tuple[bytes | None, int]] = {}
-        self._counts = TierStatistics(medium, capacity)
+        self._counts = TierStatistics(medium, capacity, block_bytes=block_bytes)
 
     # ---- looking ---------------------------------------------------------------------------------
 

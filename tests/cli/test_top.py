@@ -30,6 +30,7 @@ from kv_pool.events.publisher import ZMQEventPublisher
 from kv_pool.events.stream_state import StreamState
 from kv_pool.metrics.prometheus import PoolMetrics, encode_metrics
 from kv_pool.reports import PoolSources
+from kv_pool.reports.pool_view import MapCell, PoolMap
 
 HERE = Path(__file__).parent
 
@@ -74,7 +75,7 @@ def test_once_prints_a_pool_as_text(tmp_path, pool):
     assert lines[1] == "GPU     ████████████████░░░░░░░░ 65.0% in use, 0.0% cached, of 20 blocks"
     assert lines[2] == "hits    66.7% of all tokens"
     assert "pinned blocks 2" in lines[3]
-    place = lines.index("map     cells of 1 blocks, _ empty = cached + partly # in use P held in place")
+    place = lines.index("map     cells of 1 blocks, _ empty = cached + partly # in use P held")
     assert lines[place + 1] == "PP###########_______"
     assert lines[place + 2 :] == [
         "hot prefixes      tokens  sequences",
@@ -103,10 +104,9 @@ def test_json_has_a_frame_per_line(tmp_path, pool):
         (
             "vllm",
             [
-                "GPU     ████████████░░░░░░░░░░░░ 50.0% in use, of 16,000 blocks",
-                "hits    35.0% of all tokens",
-                "model Qwen/Qwen3-8B  requests running 21  requests waiting 2  preemptions 4  "
-                "generation tokens 68,354",
+                "GPU     ████████████████░░░░░░░░ 66.7% in use, of 39 blocks",
+                "hits    65.5% of all tokens",
+                "model tiny  requests running 2  preemptions 4  generation tokens 2,057",
             ],
         ),
         (
@@ -114,7 +114,7 @@ def test_json_has_a_frame_per_line(tmp_path, pool):
             [
                 "GPU     ██████████▒▒▒▒▒▒▒▒▒▒▒▒░░ 40.0% in use, 50.0% cached, of 500,000 tokens",
                 "hits    25.0% of all tokens",
-                "model meta-llama/Llama-3.1-8B-Instruct  running reqs 7  queue reqs 1  cache hit rate 31.0%  "
+                "model meta-llama/Llama-3.1-8B-Instruct  cache hit rate 31.0%  running reqs 7  queue reqs 1  "
                 "evicted 1,200  generation tokens 7,557,572",
             ],
         ),
@@ -126,6 +126,16 @@ def test_metrics_of_engines_are_shown(tmp_path, engine, lines):
     assert done.returncode == 0, done.stderr
     _, bar, hits, *words = done.stdout.splitlines()
     assert [bar, hits, "  ".join(words)] == lines
+
+
+def test_engines_of_one_server_are_added(tmp_path):
+    text = (HERE / "metrics_of_vllm.txt").read_text()
+    with serving_metrics([text + text.replace('engine="0"', 'engine="1"')]) as url:
+        frame = json.loads(kv_pool_command("top", "--once", "--json", "--url", url, cwd=tmp_path).stdout)
+    (bar,) = frame["bars"]
+    assert (bar["used"], bar["total"]) == pytest.approx((2 * 26, 2 * 39))
+    assert frame["counters"][HIT] == 2 * 2176
+    assert frame["levels"] == {"model": "tiny", "requests running": 4, "requests waiting": 0}
 
 
 @pytest.mark.parametrize(
@@ -184,7 +194,7 @@ kv_pool_block_size_tokens{pool="b"} 16
     ("text", "words"),
     [
         (ENGINES.replace("LARGE", LARGE), "model \\x1b[31m\\u202e{}  requests running 3"),
-        (POOLS, "fragmentation ratio 75.0%  block size tokens 16"),
+        (POOLS, "block size tokens 16  fragmentation ratio 75.0%"),
     ],
 )
 def test_odd_metrics_are_shown(tmp_path, text, words):
@@ -410,3 +420,33 @@ def test_a_screen_has_the_size_of_the_terminal(width, height, pool):
     assert len(lines) == height
     text = "\n".join("".join(part for part, _ in line) for line in lines)
     assert "\x1b" not in text
+
+
+def test_a_migration_is_named_in_a_narrow_terminal():
+    """Its long id used to leave no room for the sequence that it moves."""
+    status = {
+        "subject": "sequence 6382000038",
+        "direction": "out",
+        "peer": "b",
+        "phase": "reading",
+        "num_done_blocks": 20,
+        "num_blocks": 588,
+        "bytes_per_s": 3903.4,
+        "elapsed_s": 23.1,
+        "migration_id": "e316ac9a1a07315c489359155455ccb2",
+    }
+    frame = Frame(tables={"migrations": [status]})
+    heading, row = (line[0][0] for line in draw(frame, Choices(), 80, 24)[-2:])
+    assert heading == "migrations           direction  peer    phase  done blocks  blocks  bytes per s"
+    assert row.split() == ["sequence", "6382000038", "out", "b", "reading", "20", "588", "3,903.4"]
+    assert status["migration_id"] in draw(frame, Choices(), 130, 24)[-1][0][0]
+    narrow = draw(frame, Choices(), 24, 24)[-1][0][0]
+    assert narrow.startswith("sequence 6")
+    assert len(narrow) <= 24
+
+
+def test_the_map_has_its_legend_in_a_narrow_terminal():
+    frame = Frame(map=PoolMap(10**7, 41_667, [MapCell(0, 0, 1, 0)] * 240))
+    heading, *rows = draw(frame, Choices(), 80, 24)[1:]
+    assert "".join(text for text, _ in heading).endswith("P held")
+    assert [sum(len(text) for text, _ in line) for line in (heading, *rows)] == [73, 80, 80, 80]

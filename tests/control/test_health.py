@@ -14,6 +14,7 @@ from kv_pool.control.messages import TierList
 from kv_pool.core.kv_events import AllBlocksCleared
 from kv_pool.events import PublisherConfig, ZMQEventPublisher
 from kv_pool.reports.pool_reading import PoolSources
+from kv_pool.threads import Workers
 from kv_pool.tiers.tier import TierStatistics
 
 
@@ -26,7 +27,7 @@ class Clock:
 
 def make_health(pool, clock, **parts):
     sources = PoolSources(pool=pool, **parts)
-    return Health(PoolCommands(pool, sources, "c.sock", nullcontext(), ""), clock)
+    return Health(PoolCommands(pool, sources, "c.sock", nullcontext(), ""), Workers("health", 1), clock)
 
 
 def check(health, clock):
@@ -67,7 +68,6 @@ def test_pool_whose_lock_is_kept_is_not_ready():
         assert check(health, clock) == {"pool": "ok"}  # a long step
         clock.now += 10
         assert check(health, clock) == {"pool": "no check has ended for 10 s; is its lock held?"}
-    health.stop()
 
 
 def test_blocks_that_cannot_be_written_are_a_problem_for_a_minute():

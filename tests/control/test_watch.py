@@ -12,7 +12,7 @@ from adapter.made_pool import make, take
 
 from kv_pool.control import watch
 from kv_pool.control.connections import Connections
-from kv_pool.control.watch import Feed, Watch
+from kv_pool.control.watch import Watch
 
 
 class Readings:
@@ -37,7 +37,7 @@ class Served:
 
     def __init__(self, interval_s=0.02, padding=0, timeout_s=10.0):
         self.readings = Readings(padding)
-        self.watch = Watch({"view": Feed(self.readings, interval_s)})
+        self.watch = Watch({"view": (self.readings, interval_s)})
         self.refusals = Counter()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._listener.setblocking(False)

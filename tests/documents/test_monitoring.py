@@ -23,8 +23,8 @@ def load_script():
 
 
 def test_files_are_what_the_script_makes():
-    for name, make in load_script().FILES.items():
-        assert (MONITORING / name).read_text() == make(), f"run {MONITORING / 'make_board.py'}"
+    for path, make in load_script().FILES.items():
+        assert path.read_text() == make(), f"run {MONITORING / 'make_board.py'}"
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool on PATH")

@@ -20,6 +20,7 @@ class OpenPlan:
         self.to_copy = list(getattr(plan, "moves", ()))
         self.is_loaded = False
         self.is_void = False
+        self.num_dropped = 0
 
 
 class ManagerSwaps:
@@ -97,6 +98,7 @@ class ManagerSwaps:
             return "refused"
         self.waiting.remove(sequence)
         opened = OpenPlan(sequence, plan)
+        opened.num_dropped = self.cache.num_dropped
         opened.hits = [
             (block, block.block_hash) for block in plan.list_blocks() if block.block_hash is not None
         ]

@@ -59,7 +59,6 @@ class PoolControl(ControlledPool[BlockPool]):
         self._pool = weakref.ref(pool)
         self._find_manager: Callable[[], EngineManager | None] = lambda: None
         self._find_tiers: Callable[[], TierScheduler | None] = lambda: None
-        self._tier_block_bytes = 0
         self.taken_events: Counter[str] = Counter()
         self.lookups: Counter[str] = Counter(looked_up_blocks=0, hit_blocks=0)
         # The rank of data parallelism, by the name that vLLM gives to an engine's process.
@@ -77,20 +76,16 @@ class PoolControl(ControlledPool[BlockPool]):
         """Answer questions about requests by the block tables of this manager, referenced weakly."""
         self._find_manager = weakref.ref(manager)
 
-    def note_tiers(self, tiers: "TierScheduler", block_bytes: int) -> None:
-        """Answer questions about tiers by the scheduler half of a connector, referenced weakly.
-
-        Args:
-            block_bytes: size of a block in a rank's tiers.
-        """
-        self._find_tiers, self._tier_block_bytes = weakref.ref(tiers), block_bytes
+    def note_tiers(self, tiers: "TierScheduler") -> None:
+        """Answer questions about tiers by the scheduler half of a connector, referenced weakly."""
+        self._find_tiers = weakref.ref(tiers)
 
     def get_tiers(self) -> TierList:
         """Return what `kv-pool tiers` shows; no tiers without a `KVPoolConnector` that has some."""
         tiers, num_hits = self._find_tiers(), self.lookups["hit_blocks"]
         if tiers is None:
             return TierList({MEDIUM_GPU: num_hits}, [])
-        return tiers.get_report(num_hits, self._tier_block_bytes)
+        return tiers.get_report(num_hits)
 
     @property
     def block_size(self) -> int:  # type: ignore[override]  # of the engine's pool
@@ -108,10 +103,10 @@ class PoolControl(ControlledPool[BlockPool]):
     def report_sequence(self, sequence_id: RequestId, num_blocks: int, num_immovable: int) -> SequenceReport:
         return SequenceReport(sequence_id, num_blocks, None, None, False, num_immovable_blocks=num_immovable)
 
-    def count_more(self) -> dict[str, Any]:
+    def count_use(self) -> dict[str, Any]:
         manager = self._find_manager()
-        own = {"taken_events": dict(self.taken_events), **self.lookups}
-        return own if manager is None else count_use(manager.manager) | own
+        of_manager = {} if manager is None else count_use(manager.manager)
+        return super().count_use() | of_manager | {"taken_events": dict(self.taken_events), **self.lookups}
 
     def note_lookup(self, num_blocks: int, num_hits: int, *, is_seen_by_pool: bool = False) -> None:
         """Count blocks that a request has looked up, and those of them that it hit.

@@ -1,7 +1,7 @@
 """`PoolStatLogger`: vLLM's Prometheus logger, with kv_pool's metrics beside vLLM's own. Imports vLLM.
 
     the engine's process                                     the API server's process
-    pool <- ControlServer  <- control socket, at a scrape -  EngineMetrics <- GET /metrics
+    pool <- ControlServer  <- control socket, at a scrape -  read_engines <- GET /metrics
 
 vLLM's statistics of a step have no place for those of a pool. So the pools are read at a scrape, and a step
 costs nothing more.
@@ -26,29 +26,25 @@ _TIMEOUT_S = 0.5
 """Short, because the API server answers nothing else during a scrape."""
 
 
-class EngineMetrics(PoolMetrics):
-    """kv_pool's own metrics of the engines that this process has started, for a registry of Prometheus.
+def read_engines() -> list[PoolReading]:
+    """Return a reading of the pool of each engine that this process has started.
 
-    An engine that does not answer within half a second is left out of a scrape, and the log has the reason
-    once.
+    An engine that does not answer within half a second is left out, and the log has the reason once.
     """
-
-    def read_pools(self) -> list[PoolReading]:
-        """Return a reading of the pool of each engine."""
-        engines = [one.pid for one in active_children() if one.name.startswith("EngineCore") and one.pid]
-        readings = []
-        for path in {find_socket(process_id) for process_id in engines or [os.getpid()]}:
-            try:
-                with ControlClient(path, timeout_s=_TIMEOUT_S) as client:
-                    readings.append(client.read())
-            except KVPoolError as error:
-                warn(f"kv_pool's metrics lack those of an engine: {error}")
-        return readings
+    engines = [one.pid for one in active_children() if one.name.startswith("EngineCore") and one.pid]
+    readings = []
+    for path in {find_socket(process_id) for process_id in engines or [os.getpid()]}:
+        try:
+            with ControlClient(path, timeout_s=_TIMEOUT_S) as client:
+                readings.append(client.read())
+        except KVPoolError as error:
+            warn(f"kv_pool's metrics lack those of an engine: {error}")
+    return readings
 
 
 @cache
 def _register_metrics() -> None:
-    REGISTRY.register(EngineMetrics(sources=(), names=()))  # vLLM's own metrics are there already
+    REGISTRY.register(PoolMetrics(read_engines, ()))
 
 
 class PoolStatLogger(loggers.PrometheusStatLogger):  # type: ignore[misc]

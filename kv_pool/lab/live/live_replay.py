@@ -107,7 +107,7 @@ class LiveReplay:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._contents: BlockContents | None = None
-        if settings.has_bytes:
+        if settings.name is not None or settings.has_tiers:
             self._contents = BlockContents(settings.blocks + 1, settings.block_bytes)
         storage = None if self._contents is None else self._contents.storage
         has_events = publisher is not None

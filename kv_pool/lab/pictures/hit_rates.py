@@ -1,6 +1,5 @@
 """Draws reports: hit rates over capacity of sweeps, curves, plans and comparisons; breakdowns of replays."""
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from kv_pool.core.kv_events import MEDIUM_CPU, MEDIUM_STORAGE
-from kv_pool.drawing import check_can_draw
-from kv_pool.errors import InvalidArgumentError, TraceError
+from kv_pool.drawing import check_can_draw, save_figure
+from kv_pool.errors import InvalidArgumentError
 from kv_pool.lab.compare.comparison import CEILING, LRU, Comparison, TraceComparison
 from kv_pool.lab.curves.curve_report import CurveReport
 from kv_pool.lab.plan.plan_report import CapacityPlan
@@ -45,12 +44,7 @@ def new_figure(
     figure, grid = pyplot.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
     try:
         yield figure, list(grid.flat)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # the font may lack characters of a name
-                figure.savefig(path, dpi=150)
-        except (OSError, ValueError) as error:
-            raise TraceError(f"{path}: cannot write the picture: {error}") from error
+        save_figure(figure, path, dpi=150)
     finally:
         pyplot.close(figure)
 

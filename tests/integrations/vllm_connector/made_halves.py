@@ -65,7 +65,7 @@ class Halves:
             GroupKeys(number, BLOCK_SIZE, 1, window and partial(skip_window, window))
             for number, window in enumerate(windows)
         ]
-        self.index = TierIndex(host, disk)
+        self.index = TierIndex(host, disk, 32)
         self.scheduler = TierScheduler(
             self.index, self.groups, alignment, num_ranks=num_ranks, lease_s=lease_s
         )

@@ -7,7 +7,7 @@ from integrations.vllm_connector.made_halves import BLOCK_SIZE, TIMEOUT_S, Halve
 from made_threads import no_new_threads
 
 from kv_pool.errors import CopyFailedError, TierError
-from kv_pool.integrations.vllm.connector.tier_index import StepOrders, StoreOrder
+from kv_pool.integrations.vllm.connector.tier_index import StepOrders, StoreOrder, WorkerReport
 
 
 @pytest.fixture
@@ -158,12 +158,14 @@ def test_the_report_has_contents_hits_and_what_was_not_stored(make_halves):
     assert run(halves, "again", 3, "c") == 12
     assert run(halves, "again", 3, "a") == 12
     halves.scheduler.take_counts()
-    report = halves.scheduler.get_report(7, 32)
+    report = halves.scheduler.get_report(7)
     assert report.hit_blocks == {"GPU": 7, "CPU": 3, "STORAGE": 3}
     told = [(one.medium, one.capacity, one.num_blocks, one.num_stored, one.num_read) for one in report.tiers]
     assert told == [("CPU", 6, 6, 12, 3), ("STORAGE", 6, 6, 6, 3)]
     assert {one.block_bytes for one in report.tiers} == {32}
     assert report.num_dropped == 0
+    halves.scheduler.apply_report(WorkerReport(has_lost_disk=True))
+    assert halves.scheduler.get_report(7).hit_blocks == report.hit_blocks
 
 
 def test_a_hit_that_the_engine_shortens(make_halves):

@@ -104,12 +104,13 @@ class TierIndex(TierStack):
 
     Args:
         host_blocks, disk_blocks: capacity of each rank's tiers; 0 disk blocks for no disk tier.
+        block_bytes: size of a block in them.
     """
 
-    def __init__(self, host_blocks: int, disk_blocks: int) -> None:
-        tiers = [Tier(host_blocks, MEDIUM_CPU)]
+    def __init__(self, host_blocks: int, disk_blocks: int, block_bytes: int = 0) -> None:
+        tiers = [Tier(host_blocks, MEDIUM_CPU, block_bytes)]
         if disk_blocks:
-            tiers.append(Tier(disk_blocks, MEDIUM_STORAGE))
+            tiers.append(Tier(disk_blocks, MEDIUM_STORAGE, block_bytes))
         super().__init__(tiers)
         self._arriving: dict[BlockHashWithGroupId, int] = {}
         self._last_order_id = 0

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
 from kv_pool.core.holds import Hold
 from kv_pool.core.kv_events import MEDIUM_GPU
 from kv_pool.core.pool_core import BlockPoolCore
@@ -121,8 +119,8 @@ class TierScheduler:
         self.index = index
         index.listener = listener
         self._counts: Counter[str] = Counter()
-        self._taken: Counter[str] = Counter()
-        self._hit_blocks = {tier.medium: 0 for tier in index.tiers}
+        self._reported: Counter[str] = Counter()
+        self._hit_blocks = {tier.medium: 0 for tier in index.tiers}  # also of a tier that is lost
         self.block_pool: Any = None
         self._groups = list(groups)
         self._alignment = alignment
@@ -269,27 +267,19 @@ class TierScheduler:
 
     def take_counts(self) -> dict[str, int]:
         """Return the counts since the last call, by the names in `COUNTS`; 0 is left out."""
-        counts, self._counts = self._counts, Counter()
-        self._taken.update(counts)
-        return dict(counts)
+        new = self._counts - self._reported
+        self._reported += new
+        return dict(new)
 
-    def get_report(self, num_device_hits: int, block_bytes: int) -> TierList:
+    def get_report(self, num_device_hits: int) -> TierList:
         """Return what `kv-pool tiers` shows. Any thread may call it.
 
         Args:
             num_device_hits: blocks that requests hit in the pool itself.
-            block_bytes: size of a block in a rank's tiers.
         """
-        tiers = [
-            msgspec.structs.replace(tier.get_statistics(), block_bytes=block_bytes)
-            for tier in self.index.tiers
-        ]
-        num_dropped = sum(
-            counts[name]
-            for counts in (self._taken, self._counts)
-            for name in ("skipped blocks", "lost blocks")
-        )
-        return TierList({MEDIUM_GPU: num_device_hits, **self._hit_blocks}, tiers, num_dropped)
+        tiers = [tier.get_statistics() for tier in self.index.tiers]
+        num_dropped = self._counts["skipped blocks"] + self._counts["lost blocks"]
+        return TierList({MEDIUM_GPU: num_device_hits} | self._hit_blocks, tiers, num_dropped)
 
     def has_work(self) -> bool:
         """Return True while stores or removals are not finished; the engine must go on stepping."""

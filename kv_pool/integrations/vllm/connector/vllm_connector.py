@@ -245,7 +245,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self.scheduler.bind(pool, kv_cache_manager.get_block_ids)
             control = getattr(pool, "control", None)
             if control is not None:
-                control.note_tiers(self.scheduler, self._block_bytes)
+                control.note_tiers(self.scheduler)
 
     def on_new_request(self, request: Any) -> None:
         note_arrival(self._manager, request)
@@ -393,7 +393,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _make_scheduler(self) -> TierScheduler:
         config = self._vllm_config
-        index = TierIndex(self._host_blocks, self._disk_blocks)
+        index = TierIndex(self._host_blocks, self._disk_blocks, self._block_bytes)
         events = config.kv_events_config
         if events is not None and events.enable_kv_cache_events:
             self._event_log = TierEventLog(self._kv_cache_config, index)
