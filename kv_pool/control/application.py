@@ -7,7 +7,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Never, TypeVar
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -107,7 +106,7 @@ class ControlApplication:
 
     async def _ready(self, request: Request) -> Response:
         report = await self._health.get_report()
-        return _reply(200 if report.is_ready else 503, msgspec.json.encode(report))
+        return _reply(200 if report.is_ready else 503, messages.encode_result(report))
 
     async def _metrics(self, request: Request) -> Response:
         """Answer a scrape. `?names=` chooses the sets of names beside kv_pool's, see `PoolMetrics`."""
@@ -123,7 +122,7 @@ class ControlApplication:
 
     async def _carry_out(self, command: messages.Command, receive: Receive | None = None) -> bytes:
         def carry_out() -> bytes:
-            return msgspec.json.encode(self._commands.carry_out(command))
+            return messages.encode_result(self._commands.carry_out(command))
 
         return await self._run(command.place, carry_out, receive)
 

@@ -13,7 +13,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from kv_pool.drawing import save_figure
+from kv_pool.drawing import check_can_draw, save_figure
 from kv_pool.errors import DrawingError, InvalidArgumentError
 from kv_pool.reports import BlockState, PoolLayout
 
@@ -245,9 +245,10 @@ def draw_layout(layout: PoolLayout, path: str) -> None:
 
     Block ids go from left to right, row by row. Rows are a power of two long, so that aligned slots line up.
     Raises:
-        DrawingError: the file cannot be written; `check_can_draw` checks the rest before.
+        DrawingError: matplotlib is not installed, or the file cannot be written.
     Cost: O(number of blocks), and about a second.
     """
+    check_can_draw(path, DrawingError)
     import matplotlib
     from matplotlib.colors import to_rgba_array
     from matplotlib.figure import Figure

@@ -233,6 +233,18 @@ def decode_command(name: str, arguments: bytes | dict[str, str]) -> Command:
         raise InvalidArgumentError(f"the arguments of {name} are not valid: {error}; {known}") from error
 
 
+def encode_result(result: msgspec.Struct) -> bytes:
+    """Return the answer to a command that succeeded.
+
+    Raises:
+        InvalidArgumentError: JSON cannot represent the result, such as a name with a lone surrogate.
+    """
+    try:
+        return msgspec.json.encode(result)
+    except UNENCODABLE as error:
+        raise InvalidArgumentError(f"the reply cannot be sent: {error}") from error
+
+
 def encode_error(error: Exception) -> tuple[int, bytes]:
     """Return the status and the answer to a command that raised `error`.
 

@@ -65,7 +65,7 @@ class NetworkPort:
     def parse(cls, address: str, **options: str | Path | None) -> "NetworkPort":
         """Return the port at `[HOST:]PORT`. Raises InvalidArgumentError for other text, or as the class."""
         host, _, port = address.rpartition(":")
-        if not port.isascii() or not port.isdecimal():
+        if not (port.isascii() and port.isdecimal() and len(port) < 6):
             raise InvalidArgumentError(
                 f"{address!r} is not a port; write PORT or HOST:PORT, such as 127.0.0.1:9400"
             )

@@ -3,7 +3,6 @@
 import random
 from contextlib import suppress
 
-import msgspec
 import pytest
 from damage import damage
 
@@ -18,14 +17,15 @@ from kv_pool.control.messages import (
     decode_command,
     encode_command,
     encode_error,
+    encode_result,
 )
 from kv_pool.errors import ControlError, InvalidArgumentError
 from kv_pool.reports import SequenceList, SequenceReport
 
 COMMANDS = [DefragCommand(3, 4), MigrateCommand("b", 7, True, 2.0), CancelCommand("ab")]
 ANSWERS = [
-    (200, msgspec.json.encode(DefragReport(127, 3.2, 0.085, 0.021, 16))),
-    (200, msgspec.json.encode(SequenceList([SequenceReport(1, 2, 1, 0.5, False)]))),
+    (200, encode_result(DefragReport(127, 3.2, 0.085, 0.021, 16))),
+    (200, encode_result(SequenceList([SequenceReport(1, 2, 1, 0.5, False)]))),
     encode_error(ControlError("because")),
 ]
 NASTY = [b"[" * 20_000, b'"\\ud800"', b"\xff", b"1e999", b"9" * 400, b'{"a":' * 20_000, b"null", b"-1"]
@@ -57,6 +57,8 @@ def test_text_that_json_cannot_represent_is_a_typed_error():
         encode_command(CancelCommand("\ud800"))
     with pytest.raises(InvalidArgumentError, match="cannot be sent"):
         encode_command(MigrationsCommand("\ud800"))
+    with pytest.raises(InvalidArgumentError, match="the reply cannot be sent"):
+        encode_result(SequenceList([SequenceReport("\ud800", 2, 1, 0.5, False)]))
     with pytest.raises(ControlError, match=r"no \\ud800 here"):
         decode_answer(*encode_error(ControlError("no \ud800 here")), DefragReport)
 

@@ -13,7 +13,6 @@ from rich.console import Console
 
 from kv_pool import DrawingError, InvalidArgumentError
 from kv_pool.control.layout_drawing import COLOURS, SIGNS, CellKind, draw_layout, make_map, print_layout
-from kv_pool.drawing import check_can_draw
 
 # ---- cells and the legend ------------------------------------------------------------------------
 
@@ -271,4 +270,4 @@ def test_unwritable_picture_is_an_error(tmp_path, name):
 def test_missing_matplotlib_error_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(DrawingError, match=r"pip install '\.\[lab\]'"):
-        check_can_draw(str(tmp_path / "map.png"), DrawingError)
+        draw_layout(write_layout("0."), str(tmp_path / "map.png"))

@@ -2,7 +2,6 @@
 
 from urllib.parse import parse_qsl
 
-import msgspec
 import pytest
 
 from kv_pool import ControlError, CopyFailedError, InvalidArgumentError
@@ -22,6 +21,7 @@ from kv_pool.control.messages import (
     decode_command,
     encode_command,
     encode_error,
+    encode_result,
 )
 
 REPORT = DefragReport(127, 3.2, 0.085, 0.021, 16)
@@ -73,7 +73,7 @@ def test_invalid_command_error_says_why(name, arguments, message):
 
 
 def test_result_survives_encoding_and_decoding():
-    assert decode_answer(200, msgspec.json.encode(REPORT), DefragReport) == REPORT
+    assert decode_answer(200, encode_result(REPORT), DefragReport) == REPORT
 
 
 @pytest.mark.parametrize("kind", [ControlError, CopyFailedError, InvalidArgumentError])

@@ -113,10 +113,15 @@ def test_unsafe_port_is_refused_with_the_way_out(options, message):
         NetworkPort(**options)
 
 
-@pytest.mark.parametrize("text", ["", "a", "127.0.0.1:", "-1", "²"])
+@pytest.mark.parametrize("text", ["", "a", "127.0.0.1:", "-1", "²", "1:100000", "9" * 5000])
 def test_text_that_names_no_port_is_refused(text):
     with pytest.raises(InvalidArgumentError, match="is not a port; write PORT or HOST:PORT"):
         NetworkPort.parse(text)
+
+
+def test_number_beyond_the_last_port_is_refused():
+    with pytest.raises(InvalidArgumentError, match="port is 65536; it is 0 to 65535"):
+        NetworkPort.parse("1:65536")
 
 
 def test_port_is_free_after_the_server_has_stopped(path):
